@@ -1,0 +1,3 @@
+from llmtailor.cli.main import main
+
+main()

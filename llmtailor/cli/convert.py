@@ -1,0 +1,35 @@
+"""``llmtailor convert``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmtailor.cli.options import target_options
+
+
+@click.command(name="convert")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), required=False)
+@target_options
+def command(checkpoint: Path, out: Path | None, **options: Any) -> None:
+    """Write CHECKPOINT anew into OUT for another number of GPUs, another ZeRO stage or other param groups.
+
+    This is a merge with one source: every state is copied as it is, in one pass, with flat memory. Without OUT the
+    result is CHECKPOINT-converted beside it.
+
+    \b
+    Examples:
+      llmtailor convert runs/x/checkpoint-400 runs/x-on-4/checkpoint-400 --num-gpu 4
+      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --stage 2 --num-gpu 16
+      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --groups layer
+    """
+    from llmtailor.cli.running import run_merge, take_target
+    from llmtailor.core.recipe import Recipe
+
+    told = take_target(options)
+    base = checkpoint.absolute()
+    out = out or base.with_name(f"{base.name}-converted")
+    run_merge(Recipe(f"convert {checkpoint}", "", base, (), None, None), out, told)

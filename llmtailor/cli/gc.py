@@ -1,0 +1,97 @@
+"""``llmtailor gc``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from llmtailor.retain.gc import GcPlan, Removal
+
+
+@click.command(name="gc")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Only the newest N composable steps stay composable. Default: all.",
+)
+@click.option("--yes", is_flag=True, help="Do it. Without, only show what would be done.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout.")
+def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
+    """Remove from RUN_DIR the partial checkpoints that no composable step needs, and what was never finished.
+
+    Without --keep, every step that can be composed stays so, of just the same parts. Unfinished saves, attempts that
+    were given up and what killed commands have left go in any case. Full checkpoints are never touched.
+
+    \b
+    Examples:
+      llmtailor gc runs/x
+      llmtailor gc runs/x --keep 2 --yes
+    """
+    from llmtailor.retain.gc import collect, plan_gc
+    from llmtailor.retain.watch import only_writer
+
+    if not yes:
+        _show(plan_gc(run, keep), as_json)
+        click.echo("dry run: nothing was touched; say --yes to do it", err=True)
+        return
+    with only_writer(run):
+        plan = plan_gc(run, keep)
+        _show(plan, as_json)
+        collect(plan, _tell)
+
+
+def _show(plan: GcPlan, as_json: bool) -> None:
+    for problem in plan.scan.skipped:
+        click.echo(f"note: left alone: {problem}", err=True)
+    for path in plan.in_use:
+        click.echo(f"note: left alone: {path}: another process is writing there", err=True)
+    click.echo(json.dumps(_to_json(plan), indent=2) if as_json else _to_text(plan))
+
+
+def _tell(removal: Removal) -> None:
+    click.echo(f"removed {removal.path.name}", err=True)
+
+
+def _to_json(plan: GcPlan) -> dict[str, Any]:
+    return {
+        "schema": "llmtailor.gc/1",
+        "run": str(plan.run),
+        "removed": [{"path": str(one.path), "why": one.why, "step": one.step} for one in plan.removals],
+        "in_use": [str(path) for path in plan.in_use],
+        "skipped": [problem.to_json() for problem in plan.scan.skipped],
+        "composable_before": list(plan.needs.before),
+        "composable_after": list(plan.needs.kept),
+        "freed_bytes": plan.freed,
+    }
+
+
+def _to_text(plan: GcPlan) -> str:
+    from llmtailor.cli.tables import size, table
+    from llmtailor.retain.places import files_in, freed_bytes
+
+    rows: list[tuple[str, str, str]] = []
+    for one in plan.scan.usable:
+        if one.is_partial:
+            goes = one not in plan.needs.needed
+            rows.append(
+                (one.name, "removed: no step needs it" if goes else "stays", size(freed_bytes(files_in(one.path))))
+            )
+    for removal in plan.removals:
+        if removal.step is None:
+            rows.append((removal.path.name, f"removed: {removal.why}", size(freed_bytes(files_in(removal.path)))))
+    lines = [table(("folder", "becomes", "bytes of its own"), rows, right=(2,)), ""] if rows else []
+    lines.append(f"steps that can be composed now:        {_steps(plan.needs.before)}")
+    lines.append(f"steps that can be composed afterwards: {_steps(plan.needs.kept)}")
+    lines += [] if plan.removals else ["nothing to remove"]
+    lines.append(f"{size(plan.freed)} freed ({plan.freed:,} bytes)")
+    return "\n".join(lines)
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    return ", ".join(map(str, steps)) or "none"

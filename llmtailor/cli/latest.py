@@ -1,0 +1,45 @@
+"""``llmtailor latest``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from llmtailor.errors import VerificationError
+
+
+@click.command(name="latest")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")
+@click.option("--deep", is_flag=True, help="Read every tensor, too; see `llmtailor verify --help`.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON on stdout.")
+def command(run: Path, at: int | None, deep: bool, as_json: bool) -> None:
+    """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
+
+    stdout is the path and nothing else; why newer ones were passed over goes to stderr. If there is none, nothing is
+    printed and the exit code is 7.
+
+    \b
+    Examples:
+      python train.py --resume_from_checkpoint "$(llmtailor latest runs/x)"
+      llmtailor latest runs/x --at 400 --deep
+    """
+    from llmtailor.cli.progress import progress_bar
+    from llmtailor.verify.explain import latest_to_json, to_text
+    from llmtailor.verify.latest import find_latest
+
+    with progress_bar(None, quiet=not deep, label="reading") as observe:
+        found = find_latest(run, at, deep, observe)
+    for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
+        click.echo(to_text(verdict, verbose=False), err=True)
+    if as_json:
+        click.echo(json.dumps(latest_to_json(found), indent=2))
+    elif found.path is not None:
+        click.echo(str(found.path))
+    if found.path is None:
+        until = f" at or before step {at}" if at is not None else ""
+        what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
+        fix = "start anew, or compose one from what is intact: llmtailor recipe RUN_DIR"
+        raise VerificationError.at(run, what if found.passed_over else f"there is no checkpoint-N{until}", fix)

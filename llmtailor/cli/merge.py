@@ -1,0 +1,69 @@
+"""``llmtailor merge``"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmtailor.cli.options import choosing_options, target_options
+from llmtailor.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmtailor.core.recipe import Recipe
+
+
+@click.command(name="merge")
+@click.argument("config", type=click.Path(path_type=Path), required=False, metavar="[CONFIG]")
+@click.argument("out", type=click.Path(path_type=Path), required=False)
+@target_options
+@click.option(
+    "--allow-split", is_flag=True, help="Let weights and optimizer of a part come from different checkpoints."
+)
+@click.option(
+    "--run", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Choose from a run's folder; no CONFIG."
+)
+@choosing_options
+def command(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
+    """Compose the checkpoint that the recipe CONFIG describes into OUT, or the one that --run chooses.
+
+    OUT is a new folder. Without it, the recipe's `output` is taken, or else BASE-merged beside the base; if the base is
+    a partial checkpoint, it is checkpoint-STEP in the run's folder, where a resume looks for it.
+    Nothing appears there until it is complete; the sources are only read.
+
+    \b
+    Examples:
+      llmtailor merge recipe.yaml --dry-run
+      llmtailor merge recipe.yaml runs/x/checkpoint-400-merged --num-gpu 8
+      llmtailor merge recipe.yaml --json | jq '.parts[] | {part, source, step}'
+      llmtailor merge --run runs/x
+      llmtailor merge --run runs/x --at 400 --strategy parity out/checkpoint-400
+    """
+    from llmtailor.cli.running import run_merge, take_target
+
+    told = take_target(options, allow_split=allow_split)
+    recipe, out = _recipe(config, out, run, options)
+    run_merge(recipe, out, told, only_if_needed=run is not None and out is None)
+
+
+def _recipe(
+    config: Path | None, out: Path | None, run: Path | None, choosing: dict[str, Any]
+) -> tuple[Path | Recipe, Path | None]:
+    """The recipe and the output; with --run the only argument is OUT."""
+    from llmtailor.cli.options import given, read_choosing
+
+    if run is None:
+        if config is None:
+            raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
+        if foreign := given(choosing):
+            raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "leave it out, or write it into the recipe")
+        return config, out
+    if out is not None:
+        raise UsageError.at("--run", "it takes the place of CONFIG", f"leave {config} out")
+    from llmtailor.recipe.parse import parse_recipe
+    from llmtailor.runs import recipe_for_run
+
+    text = recipe_for_run(run, choosing["at"], read_choosing(choosing), None)
+    return parse_recipe(text, name=f"the recipe for {run}", folder=run.absolute(), environ=os.environ), config

@@ -1,0 +1,169 @@
+"""Options that several commands share: how to choose checkpoints from a run, and what to write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmtailor.errors import RecipeError, UsageError
+
+if TYPE_CHECKING:
+    from llmtailor.recipe.strategies import StrategyOptions
+    from llmtailor.runs import UpdateLog
+
+STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
+_MAX_BYTES = 16 << 20
+_FILE = click.Path(path_type=Path)
+_OPTIONS = [
+    click.option(
+        "--at",
+        "--failure-step",
+        "at",
+        type=click.IntRange(min=0),
+        metavar="STEP",
+        help="The step of the failure: nothing later is used. Default: the newest usable checkpoint.",
+    ),
+    click.option(
+        "--strategy",
+        type=click.Choice(STRATEGIES),
+        help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the one "
+        "before. filter: ends and auxiliary parts from the newest, the rest from every k-th. spread: layers in turn "
+        "over the last k. explicit: as --map says.",
+    ),
+    click.option("--flip", is_flag=True, help="parity: even layers from the one before."),
+    click.option("--first", type=click.IntRange(min=0), metavar="N", help="filter: first N layers (default 2)."),
+    click.option("--last", type=click.IntRange(min=0), metavar="M", help="filter: last M layers (default 2)."),
+    click.option("--aux", multiple=True, metavar="PART", help="filter: parts taken from the newest (default all)."),
+    click.option("--every", type=click.IntRange(min=1), metavar="K", help="filter: every K-th checkpoint (default 5)."),
+    click.option("--over", type=click.IntRange(min=1), metavar="K", help="spread: the last K checkpoints (default 2)."),
+    click.option("--map", "map_file", type=_FILE, metavar="FILE", help="explicit: JSON, selector -> step or folder."),
+    click.option("--from-flags", type=_FILE, metavar="FILE", help="LLMTailor's update log, JSON lines."),
+    click.option("--base", type=_FILE, metavar="CKPT", help="--from-flags: for parts that no line names."),
+    click.option("--total-layers", type=click.IntRange(min=1), metavar="L", help="--from-flags: check the model's."),
+]
+_TARGET_OPTIONS = [
+    click.option(
+        "--num-gpu",
+        "--num-gpus",
+        "world_size",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="How many ranks the output is for; any number. Default: as many as the base.",
+    ),
+    click.option(
+        "--stage",
+        type=click.Choice(["keep", "1", "2", "3", "none"]),
+        default="keep",
+        show_default=True,
+        help="ZeRO stage the output is for; none is the plain Trainer's form, without DeepSpeed.",
+    ),
+    click.option(
+        "--groups",
+        type=click.Choice(["keep", "layer", "default"]),
+        default="keep",
+        show_default=True,
+        help="Param groups of the output. layer: two per layer and one per other part. default: the Trainer's two.",
+    ),
+    click.option(
+        "--step",
+        type=click.Choice(["base", "rebase", "source"]),
+        default="base",
+        show_default=True,
+        help="Adam's step where one group holds parts of several steps. base: the base's, moments as they are. rebase: "
+        "the base's, moments scaled to keep their bias-corrected values. source: refuse.",
+    ),
+    click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete."),
+    click.option("--restart", is_flag=True, help="Begin anew, whatever an interrupted merge into OUT has left."),
+    click.option(
+        "--checksum",
+        is_flag=True,
+        help="Digest (XXH3) every file of OUT and, reading them once more, the source files; compare what was copied.",
+    ),
+    click.option(
+        "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Whether OUT has tokenizer files."
+    ),
+    click.option("--dry-run", is_flag=True, help="Show the plan and see whether it would fit; write nothing."),
+    click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout."),
+    click.option("--quiet", "-q", is_flag=True, help="Print problems, notes and the last line only."),
+]
+_OF_STRATEGY = ("flip", "first", "last", "aux", "every", "over", "map_file", "strategy")
+_OF_FLAGS = ("base", "total_layers")
+
+
+def choosing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to a command; it passes them to `read_choosing` as keywords."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is written and how; `running.take_target` takes them."""
+    for option in reversed(_TARGET_OPTIONS):
+        command = option(command)
+    return command
+
+
+def given(options: dict[str, Any]) -> list[str]:
+    """Return the flags of those options that were given."""
+    names = [name for name, value in options.items() if value not in (None, False, ())]
+    return ["--" + {"map_file": "map"}.get(name, name).replace("_", "-") for name in names]
+
+
+def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
+    """Turn the options into what `runs.recipe_for_run` takes; reads the files they name.
+
+    Raises UsageError for options that do not go together and RecipeError for unreadable files.
+    """
+    from llmtailor.recipe.strategies import StrategyOptions
+    from llmtailor.runs import UpdateLog
+
+    log = options["from_flags"]
+    foreign = given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)})
+    if foreign:
+        what = (
+            f"{', '.join(foreign)} can't be combined with --from-flags" if log else f"{foreign[0]} needs --from-flags"
+        )
+        raise UsageError.at(foreign[0], what, "leave it out")
+    if log:
+        return UpdateLog(_read(log), str(log), options["base"], options["total_layers"])
+    strategy = options["strategy"] or ("explicit" if options["map_file"] else "latest")
+    if (strategy == "explicit") != bool(options["map_file"]):
+        raise UsageError.at("--map", "the strategy explicit and --map FILE go together", "give both or neither")
+    told = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
+    mapping = read_map(options["map_file"]) if options["map_file"] else None
+    return StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **told)
+
+
+def _read(path: Path) -> str:
+    """Read a text that the user names, which may be a pipe: ``--map <(jq ...)``."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise RecipeError.at(path, f"the file can't be read ({error})", "check the path") from error
+    if len(data) > _MAX_BYTES:
+        raise RecipeError.at(path, f"the file has more than {_MAX_BYTES >> 20} MiB", "check the path")
+    return text
+
+
+def read_map(path: Path) -> dict[str, int | str]:
+    try:
+        mapping = json.loads(_read(path), object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError.at(path, f"the file is no JSON ({error})", 'write e.g. {"odd": 300, "norm": 400}') from error
+    if not isinstance(mapping, dict) or not all(type(value) in (int, str) for value in mapping.values()):
+        what = "the file is no mapping of selectors to steps or folders"
+        raise RecipeError.at(path, what, 'write e.g. {"odd": 300, "norm": "checkpoint-400"}')
+    return mapping
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found

@@ -1,0 +1,58 @@
+"""``llmtailor recipe``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmtailor.cli.options import choosing_options
+from llmtailor.errors import TargetError, UsageError
+
+
+@click.command(name="recipe")
+@click.argument("run", type=click.Path(path_type=Path), required=False, metavar="[RUN_DIR]")
+@choosing_options
+@click.option("--explain", type=click.Path(path_type=Path), metavar="CONFIG", help="Write CONFIG in its normal form.")
+@click.option("--allow-split", is_flag=True, help="--explain: weights and optimizer of a part may differ in source.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to stdout.")
+@click.option("--force", is_flag=True, help="Replace FILE.")
+def command(
+    run: Path | None, explain: Path | None, allow_split: bool, output: Path | None, force: bool, **options: Any
+) -> None:
+    """Write a recipe for the checkpoints in RUN_DIR, or explain one.
+
+    Checkpoints that can't be used are skipped, and named with the reason in the recipe's head.
+
+    \b
+    Examples:
+      llmtailor recipe runs/x --strategy parity -o recipe.yaml
+      llmtailor recipe runs/x --at 400 --strategy filter --first 2 --last 2 --every 5
+      llmtailor recipe runs/x --from-flags flags.jsonl --failure-step 160 --base runs/x/checkpoint-100
+      llmtailor recipe runs/x --map parts.json
+      llmtailor recipe --explain configs/llmtailor-original.yaml
+    """
+    from llmtailor.cli.options import given, read_choosing
+    from llmtailor.explain import explain_recipe
+    from llmtailor.runs import recipe_for_run
+
+    if (run is None) == (explain is None):
+        raise UsageError.at("recipe", "it takes either RUN_DIR or --explain CONFIG", "give one of them")
+    if output is not None and output.exists() and not force:
+        raise TargetError.at(output, "the file exists already", "choose another one, or say --force")
+    folder = output.absolute().parent if output else None
+    if explain is not None:
+        if foreign := given(options):
+            raise UsageError.at(foreign[0], "it has no meaning with --explain", "leave it out")
+        text = explain_recipe(explain, folder, allow_split=allow_split)
+    else:
+        assert run is not None
+        text = recipe_for_run(run, options["at"], read_choosing(options), folder)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        from llmtailor.io.files import replace_durably
+
+        replace_durably(output, text.encode())
+        click.echo(f"wrote {output}", err=True)

@@ -1,0 +1,82 @@
+"""What ``merge`` and ``convert`` do alike: plan, show, write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmtailor.cli.progress import progress_bar
+from llmtailor.cli.tables import parts_text, plan_text
+from llmtailor.compose import Options, plan_merge
+from llmtailor.continuing import foresee
+from llmtailor.core.recipe import Recipe
+from llmtailor.plan.explain import to_json
+from llmtailor.publish import bytes_to_move, check_room, write
+
+_STAGES = {"keep": None, "none": 0, "1": 1, "2": 2, "3": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The options of `cli.options.target_options`, sorted."""
+
+    options: Options
+    dry_run: bool
+    as_json: bool
+    quiet: bool
+
+
+def take_target(given: dict[str, Any], *, allow_split: bool = False) -> Told:
+    """Take the options of `target_options` out of a command's keywords."""
+    stage = given.pop("stage")
+    options = Options(
+        world_size=given.pop("world_size"),
+        stage=_STAGES[stage],
+        groups=given.pop("groups"),
+        step=given.pop("step"),
+        replace=given.pop("force"),
+        copy_tokenizer=given.pop("copy_tokenizer"),
+        allow_split=allow_split,
+        restart=given.pop("restart"),
+        checksum=given.pop("checksum"),
+    )
+    return Told(options, given.pop("dry_run"), given.pop("as_json"), given.pop("quiet"))
+
+
+def run_merge(recipe: Recipe | Path, out: Path | None, told: Told, *, only_if_needed: bool = False) -> None:
+    """Plan, print what is planned, and write it unless this is a dry run.
+
+    With ``only_if_needed`` nothing is written if the output would be a copy of its base.
+    """
+    composition = plan_merge(recipe, out, told.options)
+    report = composition.report
+    idle = only_if_needed and composition.is_copy
+    for notice in report.notices:
+        click.echo(f"note: {notice}", err=True)
+    if told.as_json:
+        click.echo(json.dumps(to_json(report), indent=2))
+    elif told.dry_run:
+        click.echo(plan_text(report))
+    elif not told.quiet and not idle:
+        click.echo(parts_text(report))
+    if idle:
+        what = f"{report.base} is complete and has the newest of every part: nothing to merge"
+        click.echo(what, err=told.as_json or told.dry_run)
+        return
+    if told.dry_run:
+        if sentence := foresee(composition):
+            _tell(sentence)
+        check_room(composition)
+        click.echo("dry run: nothing was written", err=True)
+        return
+    with progress_bar(bytes_to_move(composition), quiet=told.quiet) as observe:
+        write(composition, observe, _tell)
+    click.echo(f"wrote {report.out}", err=told.as_json)
+
+
+def _tell(sentence: str) -> None:
+    click.echo(f"note: {sentence}", err=True)

@@ -1,0 +1,124 @@
+"""``llmtailor salvage``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llmtailor.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmtailor.salvage.service import Salvage
+
+
+@click.command(name="salvage")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
+@click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")
+@click.option("--deep", is_flag=True, help="Read every tensor, too: what is not finite or fails a checksum is lost.")
+@click.option(
+    "--fragments", is_flag=True, help="Take what is left of damaged parts as well, element by element; see below."
+)
+@click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and what is damaged aside.")
+@click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete.")
+@click.option("--dry-run", is_flag=True, help="Show what comes from where and see whether it would fit; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing but problems and the result.")
+def command(
+    run: Path,
+    out: Path | None,
+    at: int | None,
+    deep: bool,
+    fragments: bool,
+    replace: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compose what is left of RUN_DIR when its newest checkpoint is damaged or incomplete.
+
+    Every part comes from the newest checkpoint, full or partial, that has all of it intact: weights, masters and
+    moments together. Schedule, trainer state and random number states come from the newest that has them and gives
+    something. With --fragments, a part that has lost only some elements, such as those of one rank under ZeRO-3, keeps
+    the others: such params mix two steps, element by element. If the newest checkpoint is intact, nothing is written.
+
+    \b
+    Examples:
+      llmtailor salvage runs/x --dry-run
+      llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
+      llmtailor salvage runs/x --replace
+    """
+    from llmtailor.cli.progress import progress_bar
+    from llmtailor.publish import check_room, write
+    from llmtailor.salvage.explain import to_json
+    from llmtailor.salvage.replacing import plan_replacement, put_salvaged_in_place
+    from llmtailor.salvage.service import plan_salvage
+
+    if replace and out is not None:
+        raise UsageError.at("--replace", "it decides where the output goes", "leave -o out")
+    with progress_bar(None, quiet=quiet or not deep, label="reading") as observe:
+        salvage = plan_salvage(run, out, at=at, deep=deep, fragments=fragments, replace_out=force, observe=observe)
+    replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
+    composition = salvage.composition
+    resume_from = composition.out if composition else salvage.base.checkpoint.path
+    resume_from = replacement.target if replacement else resume_from
+    if as_json:
+        click.echo(json.dumps(to_json(salvage, resume_from), indent=2))
+    elif not quiet:
+        _show(salvage)
+    if dry_run:
+        if composition is not None:
+            check_room(composition)
+        click.echo("dry run: nothing was written", err=True)
+        return
+    if composition is not None:
+        with progress_bar(composition.report.num_bytes, quiet=quiet) as observe:
+            write(composition, observe, lambda sentence: click.echo(f"note: {sentence}", err=True))
+        click.echo(f"wrote {composition.report.out}", err=as_json)
+    if replacement is not None:
+        put_salvaged_in_place(salvage, replacement)
+        for folder, name in replacement.aside.items():
+            click.echo(f"{folder.name} is now {name.name}", err=as_json)
+    _say_how_to_resume(salvage, resume_from, replace, as_json)
+
+
+def _show(salvage: Salvage) -> None:
+    from llmtailor.cli.tables import salvage_text
+    from llmtailor.salvage.explain import gain
+
+    for holder in salvage.scan.holders:
+        for problem in dict.fromkeys((*holder.unfit, *holder.damage)):
+            click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
+    for problem in salvage.scan.refused:
+        click.echo(f"not used: {problem.where}: {problem.what}", err=True)
+    if salvage.composition is not None:
+        damage = {problem.what for holder in salvage.scan.holders for problem in (*holder.unfit, *holder.damage)}
+        damage |= {problem.what for problem in salvage.scan.refused}
+        for notice in salvage.composition.report.notices:
+            if notice.what not in damage:
+                click.echo(f"note: {notice}", err=True)
+        click.echo(salvage_text(salvage))
+    if share := gain(salvage):
+        what = f"--fragments would take {share:.0%} of all elements from a newer step, in params that mix two steps"
+        click.echo(f"note: {what}", err=True)
+
+
+def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_json: bool) -> None:
+    from llmtailor.formats.base import display_name
+
+    newest = display_name(salvage.scan.newest[1])
+    if salvage.is_intact:
+        click.echo(f"{newest} is intact: there is nothing to salvage", err=as_json)
+        return
+    if salvage.composition is None:
+        click.echo(f"nothing newer than {salvage.base.name}, which is whole, can be used: resume from it", err=as_json)
+    how = f"resume with --resume_from_checkpoint {display_name(resume_from)}"
+    if replaced:
+        how += ", or leave it to auto-resume"
+    else:
+        how += f"; auto-resume would pick {newest}, unless you say --replace here"
+    click.echo(how, err=as_json)

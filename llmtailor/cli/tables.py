@@ -1,0 +1,148 @@
+"""Reports as plain text, made to be read in a terminal and in a log file alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmtailor.core.report import Report
+from llmtailor.errors import printable
+from llmtailor.formats.manifest import fold_layers
+from llmtailor.formats.trainer import ADAPTER
+
+if TYPE_CHECKING:
+    from llmtailor.salvage.service import Salvage
+
+
+def parts_text(report: Report) -> str:
+    """Return which part comes from which source."""
+    parts = [
+        (
+            row.part + ("" if row.is_whole else f" ({row.num_tensors} tensors)"),
+            row.source,
+            row.step,
+            _staleness(row.staleness),
+            size(row.num_bytes),
+        )
+        for row in fold_layers(report.parts)
+    ]
+    head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {report.world_size} ranks\n\n"
+    return head + table(("part", "source", "step", "staleness", "bytes"), parts, right=(2, 3, 4))
+
+
+def plan_text(report: Report) -> str:
+    """Return the whole plan of a merge: parts, sources, files, bytes and free space."""
+    sources = [
+        (row.name + (" (base)" if row.is_base else ""), row.global_step, size(row.num_bytes)) for row in report.sources
+    ]
+    files = [(row.path, size(row.num_bytes)) for row in report.files]
+    return "\n".join(
+        [
+            parts_text(report),
+            "",
+            table(("source", "step", "bytes taken"), sources, right=(1, 2)),
+            "",
+            table(("file", "bytes"), files, right=(1,)),
+            "",
+            f"{len(report.files)} files, {size(report.num_bytes)} ({report.num_bytes:,} bytes); "
+            f"{size(report.needed_bytes)} free space needed, {size(report.free_bytes)} there",
+        ]
+    )
+
+
+def salvage_text(salvage: Salvage) -> str:
+    """Return which part comes from which checkpoint, and why not from the newest."""
+    from llmtailor.salvage.explain import fold, rows
+
+    cells = [
+        (
+            row.part + (f" ({row.share:.0%})" if row.share < 1 else ""),
+            row.source,
+            row.step,
+            _staleness(row.steps_back),
+            row.why,
+        )
+        for row in fold(rows(salvage))
+    ]
+    base = salvage.base
+    head = f"{base.name} gives schedule, random number states and trainer state: resumes at step {base.step}\n\n"
+    return head + table(("part", "source", "step", "steps back", "why"), cells, right=(2, 3))
+
+
+def inspection_text(content: dict[str, Any]) -> str:
+    """Return what `inspection.describe` found, in words."""
+    is_adapter = any(file["path"] == ADAPTER for file in content["files"])
+    unsaved = "those of an adapter" if is_adapter else "not saved"
+    lines = [
+        f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
+        f"saved by {content['world_size']} ranks",
+        f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
+        f"optimizer {content['optimizer']} at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
+        + (f", {content['skipped_steps']} steps skipped" if content["skipped_steps"] else ""),
+        f"{content['num_layers']} layers, {content['num_params']:,} params in {content['num_tensors']['trainable']} "
+        f"trainable and {content['num_tensors']['frozen']} frozen tensors, {content['num_tensors']['buffer']} buffers",
+    ]
+    lines += [f"tied: {name} is {stored}" for name, stored in content["tied"].items()]
+    groups = [
+        (
+            number,
+            group["num_params"],
+            _ids(group["flat_ids"]),
+            *(str(group.get(key, "")) for key in ("lr", "weight_decay", "betas")),
+        )
+        for number, group in enumerate(content["param_groups"])
+    ]
+    parts = [
+        (
+            part["part"],
+            part["num_tensors"],
+            part["step"],
+            ", ".join(f"{step:g}" for step in part["optimizer_steps"]),
+            size(part["num_bytes"]) if part["held"] else "not held",
+        )
+        for part in content["parts"]
+    ]
+    lines += [
+        "",
+        table(("group", "params", "flat ids", "lr", "weight decay", "betas"), groups, right=(0, 1)),
+        "",
+        table(("part", "tensors", "step", "Adam step", "bytes"), parts, right=(1, 2, 3, 4)),
+        "",
+        f"{len(content['files'])} files, {size(content['num_bytes'])} ({content['num_bytes']:,} bytes)",
+    ]
+    findings = [f"odd: {item['where']}: {item['what']} ({item['fix']})" for item in content["findings"]]
+    return "\n".join(lines + (findings or ["nothing is missing or odd"]))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
+    """Lay out rows in columns as wide as their widest cell; columns in ``right`` are flush right."""
+    cells = [tuple(head), *(tuple(printable(str(cell)) for cell in row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes in decimal units, as disks are sold: ``16.1 GB``."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _staleness(steps: int) -> str:
+    return f"{-steps} newer" if steps < 0 else str(steps)
+
+
+def _ids(ids: Sequence[int]) -> str:
+    if len(ids) > 2 and list(ids) == list(range(ids[0], ids[-1] + 1)):
+        return f"{ids[0]}-{ids[-1]}"
+    return ", ".join(map(str, ids)) or "none"

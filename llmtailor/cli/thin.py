@@ -1,0 +1,174 @@
+"""``llmtailor thin``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmtailor.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from llmtailor.retain.thin import Step, ThinPlan
+    from llmtailor.retain.ways import Thinning
+
+
+@click.command(name="thin")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@click.option(
+    "--strategy",
+    metavar="POLICY",
+    help="Older full checkpoints become partial ones of the parts that a policy chooses: parity, filter, "
+    "filter:first=1,every=4, round_robin:4 or full. The oldest keeps all parts.",
+)
+@click.option(
+    "--select",
+    multiple=True,
+    metavar="SELECTOR",
+    help="The same, of these parts, as in a recipe; may be repeated. The oldest keeps all parts.",
+)
+@click.option(
+    "--keep-full-last",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="With --strategy or --select: the newest K full checkpoints stay as they are (default 1).",
+)
+@click.option(
+    "--keep-optimizer-last",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Older full checkpoints than the newest K lose their optimizer states: weights, config and tokenizer stay, "
+    "but nothing can resume from them.",
+)
+@click.option("--yes", is_flag=True, help="Do it. Without, only show what would be done.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout.")
+def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
+    """Free disk space in RUN_DIR: thin out its older full checkpoints.
+
+    The newest stay whole. Every step that could be composed can be composed afterwards (llmtailor merge --run RUN_DIR
+    --at STEP), but for those that lose their optimizer states on request. Nothing is removed before what takes its
+    place has been written and read back; if interrupted, run the same command again.
+
+    \b
+    Examples:
+      llmtailor thin runs/x --strategy parity
+      llmtailor thin runs/x --strategy filter --keep-full-last 2 --yes
+      llmtailor thin runs/x --select last:2 --select lm_head --yes
+      llmtailor thin runs/x --keep-optimizer-last 2 --yes
+    """
+    from llmtailor.retain.thin import plan_thinning, thin
+    from llmtailor.retain.watch import only_writer
+
+    thinning = _thinning(**options)
+    if not yes:
+        _show(plan_thinning(run, thinning), as_json)
+        click.echo("dry run: nothing was touched; say --yes to do it", err=True)
+        return
+    with only_writer(run, make=not thinning.weights_only):
+        plan = plan_thinning(run, thinning)
+        _show(plan, as_json)
+        thin(plan, _tell)
+
+
+def _thinning(
+    strategy: str | None, select: tuple[str, ...], keep_full_last: int | None, keep_optimizer_last: int | None
+) -> Thinning:
+    from llmtailor.retain.ways import Thinning
+
+    problems = []
+    given = [flag for flag, value in (("--strategy", strategy), ("--select", select)) if value]
+    given += ["--keep-optimizer-last"] if keep_optimizer_last else []
+    if len(given) != 1:
+        what = f"{' and '.join(given)} can't be combined" if given else "it is not said what older checkpoints keep"
+        fix = "give one of --strategy, --select and --keep-optimizer-last"
+        problems.append(Problem("thin", what, fix))
+    if keep_optimizer_last and keep_full_last:
+        fix = "leave it out: the newest K of --keep-optimizer-last stay full"
+        problems.append(Problem("--keep-full-last", "it goes with --strategy and --select only", fix))
+    if problems:
+        raise UsageError(problems)
+    return Thinning(keep_optimizer_last or keep_full_last or 1, strategy, select)
+
+
+def _show(plan: ThinPlan, as_json: bool) -> None:
+    for problem in plan.scan.skipped:
+        click.echo(f"note: left alone: {problem}", err=True)
+    click.echo(json.dumps(_to_json(plan), indent=2) if as_json else _to_text(plan))
+
+
+def _tell(step: Step) -> None:
+    click.echo(f"{step.fate.checkpoint.name}: done, {_signed(step.freed)} freed", err=True)
+
+
+def _to_json(plan: ThinPlan) -> dict[str, Any]:
+    return {
+        "schema": "llmtailor.thin/1",
+        "run": str(plan.run),
+        "checkpoints": [
+            {
+                "path": str(step.fate.checkpoint.path),
+                "step": step.fate.checkpoint.step,
+                "is": step.kind,
+                "becomes": step.fate.becomes,
+                "why": step.fate.why,
+                "parts": dict(step.fate.parts),
+                "now_at": str(step.fate.successor.path) if step.fate.successor else str(step.fate.checkpoint.path),
+                "is_written": step.conversion is not None,
+                "num_bytes": step.num_bytes,
+                "freed_bytes": step.freed,
+            }
+            for step in plan.steps
+        ],
+        "left_behind": [str(path) for path in plan.left_behind],
+        "skipped": [problem.to_json() for problem in plan.scan.skipped],
+        "composable_before": list(plan.decision.before),
+        "composable_after": list(plan.decision.after),
+        "freed_bytes": plan.freed,
+    }
+
+
+def _to_text(plan: ThinPlan) -> str:
+    from llmtailor.cli.tables import size, table
+
+    rows = [
+        (step.fate.checkpoint.name, step.kind, *_words(plan, step), size(step.num_bytes), _signed(step.freed))
+        for step in plan.steps
+    ]
+    lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
+    lines += [f"left by a thinning that was killed, and removed: {path.name}" for path in plan.left_behind]
+    before, after = plan.decision.before, plan.decision.after
+    lines.append(f"steps that can be composed now:        {_steps(before)}")
+    lines.append(f"steps that can be composed afterwards: {_steps(after)}")
+    if lost := [step for step in before if step not in after]:
+        lines.append(f"nothing can resume from step {_steps(lost)} any more: only the weights are kept")
+    if not plan.decision.changes:
+        lines.append(f"nothing to thin out beyond the newest {plan.thinning.keep_full}, which stay full")
+    lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
+    return "\n".join(lines)
+
+
+def _words(plan: ThinPlan, step: Step) -> tuple[str, str]:
+    """What a checkpoint becomes, and the parts it keeps."""
+    from llmtailor.recipe.words import condense
+    from llmtailor.retain.fates import PARTIAL, STAYS
+
+    fate = step.fate
+    if fate.becomes == STAYS:
+        return (f"stays: {fate.why}" if fate.why else "stays"), "all"
+    if fate.becomes != PARTIAL or fate.successor is None:
+        return "weights only, no resume", "no optimizer states"
+    where = f"{fate.successor.path.parent.name}/{fate.successor.name}"
+    is_whole = fate.successor.parts is None
+    return where + ("" if step.conversion else ", there already"), "all" if is_whole else condense(fate.parts)
+
+
+def _steps(steps: Any) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _signed(num_bytes: int) -> str:
+    from llmtailor.cli.tables import size
+
+    return size(num_bytes) if num_bytes >= 0 else f"-{size(-num_bytes)}"

@@ -1,0 +1,48 @@
+"""``llmtailor verify``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from llmtailor.errors import VerificationError
+
+
+@click.command(name="verify")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--deep", is_flag=True, help="Read every tensor, too: values, checksums, weights against masters.")
+@click.option("--resume-smoke", is_flag=True, help="Resume it for a try, by stock DeepSpeed on CPU ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on stdout.")
+@click.option("--verbose", "-v", is_flag=True, help="List the files and states that are damaged.")
+@click.pass_context
+def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool, verbose: bool) -> None:
+    """Say whether a stock resume will take CHECKPOINT for what it claims to be.
+
+    An error means that a resume fails or goes on from something else without a word; a warning, that something is
+    lost on the way. Without --deep only headers are read, which takes seconds for any size. The exit code is 7 if
+    CHECKPOINT is not resumable, and 0 otherwise.
+
+    --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine on as many CPU processes
+    as it has ranks, and compares what the engine then holds with what the files say.
+
+    \b
+    Examples:
+      llmtailor verify runs/x/checkpoint-400
+      llmtailor verify runs/x/checkpoint-400 --deep
+      llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
+    """
+    from llmtailor.cli.progress import progress_bar
+    from llmtailor.verify.explain import to_json, to_text
+    from llmtailor.verify.judging import verify_checkpoint
+
+    total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
+    with progress_bar(total, quiet=not deep, label="reading") as observe:
+        verdict = verify_checkpoint(checkpoint, deep, observe)
+    if resume_smoke:
+        from llmtailor.verify.smoke import try_resume
+
+        verdict = try_resume(verdict)
+    click.echo(json.dumps(to_json(verdict), indent=2) if as_json else to_text(verdict, verbose))
+    ctx.exit(0 if verdict.is_resumable else VerificationError.exit_code)

@@ -1,0 +1,1 @@
+"""The vocabulary: frozen dataclasses over the standard library, importing nothing else of ours."""

@@ -1,0 +1,40 @@
+"""The parts of a model: what a recipe can address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+EMBED = "embed_tokens"
+NORM = "norm"
+HEAD = "lm_head"
+
+
+def layer_part(number: int) -> str:
+    """Return the name of a layer's part, e.g. ``layer 3``."""
+    return f"layer {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Which part each tensor name belongs to.
+
+    The parts are, in order: ``embed_tokens``, ``layer 0``.. ``layer L-1``, ``norm``, ``lm_head``, and then
+    whatever else the model has, under the name of its module (``wpe``, ``visual.patch_embed``).
+    With tied embeddings ``lm_head`` is no part of its own: the tied name belongs to ``embed_tokens``.
+    """
+
+    part_of: Mapping[str, str]
+    """Param, buffer or weight name -> part."""
+    parts: tuple[str, ...]
+    """In the order of the model."""
+    num_layers: int
+    tied: bool
+    """Input and output embeddings are one tensor."""
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Submodels by mergekit's names (``text_decoder``, ``vision_tower``), and the parts of each. Empty where mergekit's
+    data was not asked, or doesn't know the model."""
+
+    def names(self, part: str) -> list[str]:
+        """Return the tensor names that belong to a part."""
+        return [name for name, owner in self.part_of.items() if owner == part]

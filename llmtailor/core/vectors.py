@@ -1,0 +1,53 @@
+"""ZeRO-1/2's cutting rule: how the params of a group lie in its vector, and the vector on the ranks.
+
+Checked against DeepSpeed 0.19.8. A group's params, flattened, follow each other, with an optional gap behind each but
+the last (``parameter_alignment``). The vector is padded at its end to a multiple of twice the world size and cut into
+equal partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One group's vector of elements."""
+
+    offsets: tuple[int, ...]
+    """Where each param begins."""
+    total: int
+    """Elements of params and gaps, without the padding at the end."""
+    partition: int
+    """Elements per rank, the same on all; the last ranks' may be padding."""
+
+    def padding(self, rank: int) -> int:
+        """Return how many elements of padding a rank's partition ends with."""
+        return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
+
+
+def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) -> Vector:
+    """Lay out the params of a group, in the order of the vector; ``gaps`` may be empty for none."""
+    offsets, at = [], 0
+    for number, numel in enumerate(numels):
+        offsets.append(at)
+        at += numel + (gaps[number] if gaps else 0)
+    partition = -(-at // (2 * world_size)) * 2
+    return Vector(tuple(offsets), at, partition)
+
+
+def alignment_gaps(numels: Sequence[int], itemsize: int, boundary: int = 16) -> tuple[int, ...]:
+    """Return the gaps of ``parameter_alignment``: each param but the last is followed by as many elements as bring the
+    next one to ``boundary`` bytes of the model's dtype."""
+    unit, at, gaps = boundary // itemsize, 0, []
+    for number, numel in enumerate(numels):
+        gap = -(at + numel) % unit if number < len(numels) - 1 else 0
+        gaps.append(gap)
+        at += numel + gap
+    return tuple(gaps)
+
+
+def round_robin(count: int, world_size: int) -> list[int]:
+    """Return the order of a group's params under ``round_robin_gradients``: 0, W, 2W, .. then 1, W+1, .."""
+    return [number for start in range(world_size) for number in range(start, count, world_size)]

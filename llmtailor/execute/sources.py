@@ -1,0 +1,108 @@
+"""Reads source files a second time, front to back: for their digests, and to see that they are what was copied."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+from llmtailor.core.plan import Convert, Copy, Plan
+from llmtailor.core.states import ITEMSIZE
+from llmtailor.execute.runner import FileResult, num_workers
+from llmtailor.execute.stopping import Stop, run_all
+from llmtailor.execute.streams import cannot_read, changed, ends_early
+from llmtailor.io.casts import cast
+from llmtailor.io.checksums import crc32, new_digest
+
+CHUNK_BYTES = 1 << 20
+
+SourceFile = tuple[int, str]
+"""Position in `Plan.sources`, and path."""
+
+
+def files_read(plan: Plan) -> list[SourceFile]:
+    """Return every source file that pieces read from."""
+    pieces = (piece for file in plan.files for piece in file.pieces)
+    return sorted({(piece.source, piece.path) for piece in pieces if isinstance(piece, (Copy, Convert))})
+
+
+def read_again(
+    plan: Plan,
+    results: Sequence[FileResult],
+    files: Collection[SourceFile],
+    observe: Callable[[int], None],
+    stop: Stop,
+) -> dict[SourceFile, str]:
+    """Read some source files again, whole; return their digests.
+
+    Every range that was copied or converted is compared with what was written, by its CRC-32; so is what an earlier run
+    has written and this one kept. Raises SourceError for a file whose content has changed, or StorageError.
+    """
+    taken: dict[SourceFile, list[_Taken]] = defaultdict(list)
+    for result in results:
+        for piece, crc in zip(result.plan.pieces, result.crcs, strict=True):
+            if isinstance(piece, (Copy, Convert)) and piece.start < piece.stop and (piece.source, piece.path) in files:
+                taken[(piece.source, piece.path)].append(_Taken(piece, crc))
+    names = sorted(files)
+    jobs = [partial(_read, Path(plan.sources[name[0]]) / name[1], taken[name], observe, stop) for name in names]
+    return dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
+
+
+def _read(where: Path, taken: list[_Taken], observe: Callable[[int], None], stop: Stop) -> str:
+    digest, at = new_digest(), 0
+    waiting = sorted(taken, key=lambda one: one.at, reverse=True)
+    reached: list[_Taken] = []
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    try:
+        fd = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            while count := os.readv(fd, [buffer]):
+                stop.check()
+                data = buffer[:count]
+                digest.update(data)
+                while waiting and waiting[-1].at < at + count:
+                    reached.append(waiting.pop())
+                for one in reached:
+                    one.feed(data[one.at - at : one.stop - at])
+                if any(one.at == one.stop and one.crc != one.wanted for one in reached):
+                    raise changed(where)
+                reached = [one for one in reached if one.at < one.stop]
+                at += count
+                observe(count)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise cannot_read(where, error) from error
+    if reached or waiting:
+        raise ends_early(where, max(one.stop for one in (*reached, *waiting)))
+    return digest.hexdigest()
+
+
+class _Taken:
+    """A range of a source file that a piece took, and the CRC-32 of what was made of it, as far as it is known."""
+
+    def __init__(self, piece: Copy | Convert, wanted: int):
+        self.wanted = wanted
+        self.crc = 0
+        self.at = piece.offset
+        length = piece.stop - piece.start
+        self.convert = piece if isinstance(piece, Convert) else None
+        if self.convert:
+            length = length // ITEMSIZE[self.convert.dtype] * ITEMSIZE[self.convert.source_dtype]
+        self.stop = piece.offset + length
+        self.rest = b""
+        """The begin of an element that the last chunk cut."""
+
+    def feed(self, data: memoryview) -> None:
+        """Take the next bytes; there may be none of ours behind the stop."""
+        self.at += len(data)
+        if self.convert:
+            whole = self.rest + data
+            end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
+            self.rest = whole[end:]
+            made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
+            self.crc = crc32(made, self.crc)
+        else:
+            self.crc = crc32(data, self.crc)

@@ -1,0 +1,92 @@
+"""How work stops: by Ctrl-C or SIGTERM, between two chunks, and never in the middle of a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from llmtailor.errors import Interrupted
+
+T = TypeVar("T")
+
+
+class Stop:
+    """Whether work shall stop. Plain attributes, because a signal handler must not take a lock."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        """By the user."""
+        self.failed = False
+        """One of several workers has failed, so the others need not go on."""
+
+    def check(self) -> None:
+        """Raise Interrupted, or `Abandoned` if there is a better error to tell."""
+        if self.requested:
+            raise Interrupted.at("", "interrupted", "run the same command again")
+        if self.failed:
+            raise Abandoned
+
+
+class Abandoned(Exception):
+    """Another worker failed."""
+
+
+@contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Turn Ctrl-C and SIGTERM into a request, for as long as the block lasts.
+
+    A KeyboardInterrupt may come between any two instructions, also right behind the rename that publishes. So the
+    handlers stay those of the process, but where one raises KeyboardInterrupt, that becomes a request. Handlers that do
+    something else are none of our business. Outside of the main thread, which alone gets signals, nothing changes.
+    """
+    stop = Stop()
+    previous: dict[int, Callable[..., Any]] = {}
+
+    def handle(number: int, frame: object) -> None:
+        try:
+            previous[number](number, frame)
+        except KeyboardInterrupt:
+            stop.requested = True
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                previous[number] = handler
+                signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for restored, handler in previous.items():
+            signal.signal(restored, handler)
+
+
+def run_all(jobs: Sequence[Callable[[], T]], num_workers: int, stop: Stop) -> list[T]:
+    """Do all jobs in threads, beginning with the first; return what they return.
+
+    The first failure sets ``stop.failed`` and is raised once all threads have stopped. Raises Interrupted on request.
+    """
+
+    def run(job: Callable[[], T]) -> T:
+        try:
+            stop.check()
+            return job()
+        except BaseException:
+            stop.failed = True
+            raise
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        futures = [pool.submit(run, job) for job in jobs]
+        wait(futures, return_when=FIRST_EXCEPTION)
+    failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
+    for failure in sorted(failures, key=_rank):
+        raise failure
+    return [future.result() for future in futures]
+
+
+def _rank(failure: BaseException) -> int:
+    return 2 if isinstance(failure, Abandoned) else 1 if isinstance(failure, Interrupted) else 0

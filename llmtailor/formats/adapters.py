@@ -1,0 +1,57 @@
+"""PEFT: a run that trains an adapter saves that alone, as ``adapter_model.safetensors``.
+
+Under DeepSpeed the shards hold the trained params only; the model below them comes from elsewhere, as it was. On disk a
+param goes without the name of the adapter (``lora_A.default.weight`` is ``lora_A.weight``); the file in the root is
+that of the adapter ``default``, others have folders of their own. A resume with DeepSpeed reads none of these. Checked
+against peft 0.21.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmtailor.core.index import CheckpointIndex, Param
+from llmtailor.core.layout import FileLayout
+from llmtailor.core.states import WEIGHT, State
+from llmtailor.errors import Problem
+from llmtailor.formats.disk_names import Naming, on_disk
+from llmtailor.formats.new_weights import new_weights
+from llmtailor.formats.safetensors_files import WeightFile, lay_out_weights, read_header
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, carry
+
+NAMING = Naming(r"(?<=\.lora_magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.[^.]+$)|\.default$")
+_EXPORT = "nothing, to resume; to export the adapter, call trainer.save_model() after the resume"
+
+
+def lay_out_adapter(base: CheckpointIndex, dtype: str | None, is_alone: bool) -> tuple[list[FileLayout], list[Problem]]:
+    """Lay out the adapter's file of a ZeRO base, its tensors rounded from the masters, and say what is left out.
+
+    Where tensors are no params by the rule, the base's file is taken as it is if nothing comes from another source
+    (``is_alone``), or left out.
+    """
+    folders = sorted(path.parent.name for path in base.root.glob(f"*/{ADAPTER_CONFIG}"))
+    notices = [Problem(f"{base.name}/{folder}", "this adapter's folder is left out", _EXPORT) for folder in folders]
+    file = read_header(base.root, ADAPTER, f"{base.name}/{ADAPTER}") if ADAPTER in base.files else None
+    if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
+        file = _new_file(base)
+    named = {tensor.name: param for param in base.params.values() for tensor in on_disk(param, NAMING)}
+    if file is not None and all(_shape(named.get(name)) == held.shape for name, held in file.tensors.items()):
+        filled_by = {name: (State(named[name].name, WEIGHT), 0) for name in file.tensors}
+        return [lay_out_weights(replace(file, filled_by=filled_by), dtype)], notices
+    if file is not None and is_alone:
+        return [carry(ADAPTER, base.files[ADAPTER])], notices
+    what = f"{ADAPTER} is left out: its tensors have other names than the trained params, by a rule that is not known"
+    return [], [*notices, Problem(base.name, what, _EXPORT)]
+
+
+def _shape(param: Param | None) -> tuple[int, ...] | None:
+    return param.shape if param else None
+
+
+def _new_file(base: CheckpointIndex) -> WeightFile | None:
+    """Return a file of all trained params, or None if some are not those of the adapter ``default``."""
+    trained = {name: param for name, param in base.params.items() if param.role == "trainable"}
+    if any(tensor.name == name for name, param in trained.items() for tensor in on_disk(param, NAMING)):
+        return None
+    files = new_weights(replace(base, params=trained), NAMING)
+    return WeightFile(ADAPTER, {name: held for file in files for name, held in file.tensors.items()}, files[0].metadata)

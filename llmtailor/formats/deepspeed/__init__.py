@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO checkpoints inside a Hugging Face Trainer folder. DeepSpeed itself is never imported."""

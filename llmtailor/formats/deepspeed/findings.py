@@ -1,0 +1,94 @@
+"""Do the shards and the Trainer's files around them come from one save, and will a stock resume take them?
+
+Facts about what a resume does were checked against deepspeed 0.19.8 and transformers 5.23, by damaging checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtailor.core.findings import ERROR, Finding
+from llmtailor.errors import SourceError
+from llmtailor.formats.deepspeed.common import Saved
+from llmtailor.formats.deepspeed.files import ShardFiles
+from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.trainer import MANIFEST, SCHEDULER, TRAINER_STATE, TrainerFiles, find_lost_rng
+
+_MIXED = "copy the tag folder again, whole; its files come from different saves"
+
+
+def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
+    """Raise SourceError unless model states and optimizer states come from the same save.
+
+    Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
+    made a step for each that was not skipped. A composite of ours may mix steps; its manifest says which.
+    """
+    place, counters = f"{name}/{tag}", saved.counters
+    tag_step = tag.removeprefix("global_step")
+    if tag_step.isdigit() and int(tag_step) != counters.global_steps:
+        what = f"the model states are from step {counters.global_steps}, the tag folder says {tag_step}"
+        raise SourceError.at(place, what, _MIXED)
+    steps = {flat.step for flat in saved.flat_ids}
+    expected = counters.global_steps - counters.skipped_steps  # fp16: no step when the gradients overflow
+    if not steps or expected in steps or ((root / MANIFEST).is_file() and 0 not in steps):
+        return
+    what = (
+        f"the model states are from step {expected} (without skipped ones), the optimizer states from step "
+        f"{max(steps):g}"
+    )
+    raise SourceError.at(place, what, _MIXED)
+
+
+def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, name: str) -> list[Finding]:
+    """Return what keeps a resume from working, or makes it another one, without being in the way of reading."""
+    return [
+        *trainer.findings,
+        *saved.findings,
+        *_folder(root, files, saved, name),
+        *_scheduler(trainer, saved, name),
+        *_trainer_state(trainer, saved, name),
+        *find_lost_rng(trainer, saved.world_size, name),
+    ]
+
+
+def _folder(root: Path, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:
+    if (root / files.tag).is_dir() and not any(root.glob("global_step*")):
+        what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
+        fix = f"rename it to global_step{saved.counters.global_steps}, and write that into latest"
+        yield Finding(f"{name}/{files.tag}", what, fix, ERROR)
+    if not saved.counters.has_mp_world_size:
+        fix = "a resume fails without; copy the model states again"
+        yield Finding(f"{name}/{files.model[0]}", "mp_world_size is missing", fix, ERROR)
+    bf16 = saved.ds_config.get("bf16")
+    told = bf16.get("enabled") if isinstance(bf16, dict) else None
+    if isinstance(told, bool) and told != files.is_bf16:
+        named, run = ("have", "off") if files.is_bf16 else ("lack", "on")
+        what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"
+        fix = "DeepSpeed looks for one kind of name only; give the files the name that they were saved under"
+        yield Finding(f"{name}/{files.tag}", what, fix, ERROR)
+
+
+def _scheduler(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
+    """The Trainer keeps the scheduler in scheduler.pt, or hands it to DeepSpeed, which keeps it in the model states."""
+    counters, where = saved.counters, f"{name}/{SCHEDULER}"
+    rates = [group.hyper.get("lr") for group in saved.groups]
+    expected = counters.global_steps - counters.skipped_steps
+    if trainer.scheduler is not None:
+        yield from compare_scheduler(trainer.scheduler, where, rates, expected)
+    if counters.scheduler is not None:
+        place = f"{name}: lr_scheduler of the model states"
+        yield from compare_scheduler(counters.scheduler, place, rates, expected)
+    elif "scheduler" in saved.ds_config:
+        what = "the run had a DeepSpeed scheduler, but the model states hold none"
+        yield Finding(f"{name}: lr_scheduler of the model states", what, "a resume fails; copy them again", ERROR)
+    elif trainer.scheduler is None and not any(SCHEDULER in names for names in (trainer.files, trainer.inside)):
+        fix = "a resume with a Trainer scheduler will fail; copy the file back"
+        yield Finding(where, "there is no scheduler state", fix, ERROR)
+
+
+def _trainer_state(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
+    if trainer.global_step not in (None, saved.counters.global_steps):
+        what = f"global_step is {trainer.global_step}, but DeepSpeed's is {saved.counters.global_steps}"
+        fix = "data order and step count would follow the former; copy the file of this save"
+        yield Finding(f"{name}/{TRAINER_STATE}", what, fix, ERROR)

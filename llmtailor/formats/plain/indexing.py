@@ -1,0 +1,222 @@
+"""From a Trainer checkpoint without DeepSpeed to a `CheckpointIndex`.
+
+There are no masters beside the weights: the weights are what the optimizer updates, so the same bytes are held under
+both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
+Adam counts its ``step`` per param here, so every param is a flat id of its own, numbered through the groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from llmtailor.core.extents import Contiguous, Sliced
+from llmtailor.core.findings import ERROR, WARNING, Finding
+from llmtailor.core.index import CheckpointIndex, FlatId, Held, ParamGroup, Survey, ZeroSettings
+from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.core.words import some
+from llmtailor.errors import Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.deepspeed.common import attempt
+from llmtailor.formats.json_files import read_json
+from llmtailor.formats.plain.fit import Fitted, fit
+from llmtailor.formats.plain.model import ModelFacts, describe_model
+from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
+from llmtailor.formats.plain.order import derived_names, has_names, listed_names
+from llmtailor.formats.safetensors_files import read_weights
+from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.trainer import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    SCHEDULER,
+    TRAINER_STATE,
+    TrainerFiles,
+    find_lost_rng,
+    read_trainer_files,
+)
+
+FORMAT = "trainer"
+BUFFERS_KEY = "buffers"
+"""In the metadata of a composite's safetensors: the names of buffers among the tensors, with commas between."""
+_RNG = re.compile(r"rng_state_([0-9]{1,5})\.pth")
+_NOT_PLAIN = ("latest", "zero_to_fp32.py", "optimizer.bin", "optimizer_0", "pytorch_model_fsdp.bin")
+"""Files of a checkpoint of DeepSpeed or FSDP."""
+
+
+def is_plain(root: Path) -> bool:
+    """Whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey_plain` says what it lacks."""
+    if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
+        return False
+    return any((root / name).exists() for name in (OPTIMIZER, SCHEDULER))
+
+
+def survey_plain(root: Path, name: str) -> Survey:
+    """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read but the 4 bytes of each ``step``.
+
+    Raises UnsupportedCheckpoint for a run of PEFT.
+    """
+    if (root / ADAPTER_CONFIG).exists():
+        what = "this is a run of PEFT without DeepSpeed, and its optimizer.pt does not tell which params it holds"
+        raise UnsupportedCheckpoint.at(name, what, "leave it out; with DeepSpeed such runs can be composed")
+    problems = Problems()
+    trainer = read_trainer_files(root, name, problems)
+    optimizer = attempt(lambda: read_optimizer(root, f"{name}/{OPTIMIZER}"), problems)
+    attempt(lambda: _check_complete(trainer, name), problems)
+    if optimizer is None or not trainer.weights or not trainer.has_all_weights:
+        return Survey(None, problems)
+    return Survey(attempt(lambda: _index(root, name, optimizer, trainer, problems), problems), problems)
+
+
+def _index(
+    root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, problems: Problems
+) -> CheckpointIndex:
+    """Raises SourceError where optimizer, weights and model don't fit together."""
+    where = f"{name}/{OPTIMIZER}"
+    findings = list(trainer.findings)
+    model = _ask_model(root, name, optimizer, trainer, findings)
+    if has_names(optimizer):
+        groups = listed_names(optimizer, where)
+    else:
+        assert model is not None
+        groups = derived_names(optimizer, model, where)
+    weights = {state.param: held for state, held in trainer.weights.items()}
+    known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
+    frozen = [param.name for param in known.params.values() if param.role == "frozen"]
+    if frozen and not has_names(optimizer):
+        findings.append(Finding(where, f"it has no state of {some(frozen)}: taken to be frozen"))
+    if renamed := [param for param in known.params if param not in weights]:
+        what = f"the weights' files have other names for {some(renamed)} than the model"
+        fix = "compare the losses after a resume: transformers 5.23 keeps the initial values there, with a warning"
+        findings.append(Finding(name, what, fix, ERROR))
+    steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
+    attempt(lambda: _check_steps(name, steps, trainer, findings), problems)
+    if trainer.scheduler is not None:
+        rates = [group.hyper.get("lr") for group in optimizer.groups]
+        findings += compare_scheduler(trainer.scheduler, f"{name}/{SCHEDULER}", rates, None)
+    world_size = _world_size(trainer.files)
+    findings += find_lost_rng(trainer, world_size, name)
+    held = _hold(groups, optimizer, trainer.weights, known, world_size)
+    dtypes = Counter(weight.dtype for weight in trainer.weights.values())
+    return CheckpointIndex(
+        root=root,
+        name=name,
+        format=FORMAT,
+        stage=0,
+        world_size=world_size,
+        global_step=trainer.global_step if trainer.global_step is not None else int(max(steps)),
+        skipped_steps=0,
+        tag="",
+        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+        optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
+        params=known.params,
+        tied=known.tied,
+        held={**held, **trainer.weights},
+        groups=_number_groups(optimizer),
+        flat_ids=tuple(
+            FlatId((param,), step, optimizer.step_is_tensor)
+            for param, step in zip((param for group in groups for param in group), steps, strict=True)
+        ),
+        group_params=groups,
+        settings=ZeroSettings(),
+        variant="plain",
+        files=trainer.files,
+        findings=tuple(findings),
+    )
+
+
+def _check_complete(trainer: TrainerFiles, name: str) -> None:
+    """Raise SourceError for what a resume does not do without, or silently drops the optimizer without."""
+    problems = []
+    if SCHEDULER not in trainer.files:
+        what = "the file is missing; a resume without it takes neither the schedule nor the optimizer, without a word"
+        problems.append(Problem(f"{name}/{SCHEDULER}", what, "copy it back, or leave this checkpoint out"))
+    if not trainer.weights:
+        fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
+        problems.append(Problem(name, "there are no weights in safetensors form", fix))
+    if problems:
+        raise SourceError(problems)
+
+
+def _ask_model(
+    root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, findings: list[Finding]
+) -> ModelFacts | None:
+    """Have the model described if need be. Where the names are known without it, a failure is only a finding."""
+    if not has_names(optimizer):
+        return describe_model(root, name)
+    named = {param for group in optimizer.groups for param in group.names or ()}
+    config = read_json(root / CONFIG, f"{name}/{CONFIG}") if CONFIG in trainer.files else {}
+    # the class's own default counts where the config is silent, so it must say that nothing is tied
+    if named == {state.param for state in trainer.weights} and config.get("tie_word_embeddings") is False:
+        return None
+    try:
+        return describe_model(root, name)
+    except SourceError as error:
+        fix = "nothing, if the model has neither; else install a transformers that knows it"
+        what = f"tied names and buffers are not known ({error.problems[0].what})"
+        findings.append(Finding(name, what, fix))
+        return None
+
+
+def _hold(
+    groups: tuple[tuple[str, ...], ...],
+    optimizer: SavedOptimizer,
+    weights: Mapping[State, Held],
+    known: Fitted,
+    world_size: int,
+) -> dict[State, Held]:
+    held: dict[State, Held] = {}
+    for group, saved in zip(groups, optimizer.groups, strict=True):
+        for name, number in zip(group, saved.ids, strict=True):
+            for kind, tensor in optimizer.kinds[number].items():
+                place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
+                held[State(name, kind)] = Held(tensor.dtype, tensor.shape, place)
+    for name, weight_name in known.weight_of.items():
+        weight = weights[State(weight_name, WEIGHT)]
+        role = known.params[name].role
+        if role != "buffer":
+            held[State(name, MASTER if role == "trainable" else FROZEN)] = weight
+            continue
+        for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
+            copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
+            held[State(name, BUFFER)] = Held(weight.dtype, (world_size, *weight.shape), copies)
+    return held
+
+
+def _check_steps(name: str, steps: list[float], trainer: TrainerFiles, findings: list[Finding]) -> None:
+    """Optimizer and schedule are saved and restored together, so they count alike; a composite of ours may mix."""
+    counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
+    if counted is None or MANIFEST in trainer.files:
+        return
+    if counted not in steps:
+        what = f"the optimizer's states are from step {max(steps):g}, the schedule is at step {counted}"
+        fix = "copy optimizer.pt and scheduler.pt again; they come from different saves"
+        raise SourceError.at(f"{name}/{OPTIMIZER}", what, fix)
+    if trainer.global_step not in (None, counted):
+        what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
+        fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
+        findings.append(Finding(f"{name}/{TRAINER_STATE}", what, fix, WARNING))
+
+
+def _number_groups(optimizer: SavedOptimizer) -> tuple[ParamGroup, ...]:
+    groups, at = [], 0
+    for group in optimizer.groups:
+        groups.append(ParamGroup(tuple(range(at, at + len(group.ids))), group.hyper))
+        at += len(group.ids)
+    return tuple(groups)
+
+
+def _world_size(files: Iterable[str]) -> int:
+    """One process writes rng_state.pth, several write one file each."""
+    return max((int(match[1]) + 1 for path in files if (match := _RNG.fullmatch(path))), default=1)
+
+
+def _listed_buffers(root: Path, name: str) -> set[str]:
+    """Return the buffers that a composite's weight files list: a stranger's model does not tell them from params."""
+    return {
+        buffer
+        for file in read_weights(root, name)
+        for buffer in file.metadata.get(BUFFERS_KEY, "").split(",")
+        if buffer
+    }

@@ -1,0 +1,149 @@
+"""``optimizer.pt`` as data: a torch optimizer's state dict, with its params as bare ids.
+
+::
+
+    state          {id: {step, exp_avg, exp_avg_sq}}       tensors in the shape and dtype of the param
+    param_groups   [{lr, betas, .., params: [ids]}]        an extra key may list the params' names
+
+A stock resume checks little more than the number of ids: a missing state restarts Adam for its param, swapped ones are
+swapped in training (reading out of bounds where their shapes differ). All of this is refused here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.deepspeed.fields import FIX, Tensor, as_dict, check_kind, get, read_step, read_tensor
+from llmtailor.formats.names import check_name
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.pickle_nodes import as_ints, as_tensor
+from llmtailor.formats.trees import read_tree
+
+OPTIMIZER = "optimizer.pt"
+NAME_KEYS = ("lt_params", "param_names")
+"""Keys of a param group that list the names of its params: ours, and torch's own. They survive a resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A param group: its ids in order, and the names that stand beside them, if any."""
+
+    ids: tuple[int, ...]
+    names: tuple[str, ...] | None
+    hyper: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    """What ``optimizer.pt`` says. Every id of a group has a state, and all have the same kinds."""
+
+    groups: tuple[SavedGroup, ...]
+    kinds: Mapping[int, Mapping[str, Tensor]]
+    """id -> kind -> tensor; all kinds of an id have one shape."""
+    steps: Mapping[int, float]
+    step_is_tensor: bool
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        """Return the shape of the param with this id."""
+        return next(iter(self.kinds[number].values())).shape
+
+
+def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's hyperparameters without what names its params."""
+    return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
+
+
+def read_optimizer(root: Path, where: str) -> SavedOptimizer:
+    """Decode ``optimizer.pt``; no tensor byte is read but the 4 bytes of each ``step``.
+
+    Raises SourceError, or UnsupportedCheckpoint for an optimizer whose state is not elementwise.
+    """
+    if not (root / OPTIMIZER).exists() and not is_partial(root):
+        fix = "copy it back; a resume without it takes neither the optimizer nor the schedule, without a word"
+        raise SourceError.at(where, "the file is missing", fix)
+    tree = read_tree(root, OPTIMIZER, where)
+    state = get(tree, "state", dict, where)
+    groups = tuple(_read_group(group, where) for group in get(tree, "param_groups", list, where))
+    ids = [number for group in groups for number in group.ids]
+    _check_ids(ids, state, where)
+    kinds = {number: _read_kinds(as_dict(state[number], f"state[{number}]", where), number, where) for number in ids}
+    _check_alike(kinds, where)
+    steps = {number: read_step(root, state[number]["step"], number, where) for number in ids}
+    return SavedOptimizer(groups, kinds, steps, all(as_tensor(state[number]["step"]) for number in ids))
+
+
+def _read_group(node: Any, where: str) -> SavedGroup:
+    group = as_dict(node, "a param group", where)
+    ids = as_ints(group.get("params"))
+    if ids is None:
+        raise SourceError.at(where, "a param group's params are no list of ids", FIX)
+    names = None
+    for key in NAME_KEYS:
+        listed = group.get(key)
+        if listed is None or names is not None:
+            continue
+        if not isinstance(listed, (list, tuple)):
+            raise SourceError.at(where, f"{key} of a param group is no list of names", FIX)
+        if len(listed) != len(ids):
+            raise SourceError.at(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}", FIX)
+        names = tuple(check_name(name, key, where) for name in listed)
+    return SavedGroup(ids, names, {key: value for key, value in without_names(group).items() if key != "params"})
+
+
+def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
+    problems = []
+    owned = Counter(ids)
+    if twice := sorted(number for number, count in owned.items() if count > 1):
+        problems.append(Problem(where, f"the param groups own {_some(twice)} twice", FIX))
+    if lacking := [number for number in ids if number not in state]:
+        what = f"the optimizer state of {_some(lacking)} is missing; a resume would restart Adam there"
+        problems.append(Problem(where, what, FIX))
+    if foreign := [number for number in state if number not in owned]:
+        problems.append(Problem(where, f"it holds the state of {_some(foreign)}, which no param group owns", FIX))
+    if not ids:
+        problems.append(Problem(where, "its param groups are empty", FIX))
+    if problems:
+        raise SourceError(problems)
+
+
+def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor]:
+    """Read one id's tensors but the step. Raises UnsupportedCheckpoint if they are not of one shape."""
+    kinds: dict[str, Tensor] = {}
+    for kind, node in state.items():
+        if kind == "step":
+            continue
+        if as_tensor(node) is None:
+            raise _not_elementwise(f"state {kind} of id {number} is no tensor", where)
+        kinds[check_kind(kind, where)] = read_tensor(node, f"state[{number}][{kind}]", where)
+    if "step" not in state or not kinds:
+        raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
+    if len({tensor.shape for tensor in kinds.values()}) > 1:
+        shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
+        raise _not_elementwise(f"the states of id {number} have different shapes ({shapes})", where)
+    return kinds
+
+
+def _not_elementwise(what: str, where: str) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint.at(
+        where,
+        f"{what}; only Adam-like optimizers, with an element of state for each of the params', can be composed",
+        "use AdamW; if this is AdamW, the file is damaged: copy it again",
+    )
+
+
+def _check_alike(kinds: Mapping[int, Mapping[str, Tensor]], where: str) -> None:
+    wanted = next(iter(kinds.values())).keys()
+    if others := [number for number, tensors in kinds.items() if tensors.keys() != wanted]:
+        what = f"the state of {_some(others)} has other kinds than {', '.join(wanted)}"
+        raise SourceError.at(where, what, FIX)
+
+
+def _some(ids: Iterable[Any]) -> str:
+    listed = list(ids)
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return f"id{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:5]))}{more}"

@@ -1,0 +1,117 @@
+"""From the ids of ``optimizer.pt`` to names.
+
+Where the param groups list names, these count. Else the groups must be the Trainer's own two: params with weight
+decay, then those without, each in the order of the model, frozen ones left out. Shapes are compared id by id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.plain.model import ModelFacts
+from llmtailor.formats.plain.optimizer import SavedOptimizer
+
+_OTHER_RUN = "put the optimizer.pt and the config.json of one and the same save together"
+_NAME_THEM = (
+    "train with the params' names in the param groups (a key lt_params beside params); a checkpoint without them can "
+    "be read only if it has the Trainer's own two groups"
+)
+_SHOWN = 5
+
+
+def has_names(saved: SavedOptimizer) -> bool:
+    """Whether every group lists the names of its params."""
+    return all(group.names is not None or not group.ids for group in saved.groups)
+
+
+def listed_names(saved: SavedOptimizer, where: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names that the groups list. Raises SourceError for one that is listed twice."""
+    groups = tuple(group.names or () for group in saved.groups)
+    names = [name for group in groups for name in group]
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise SourceError.at(where, f"the param groups list {', '.join(twice[:_SHOWN])} twice", _OTHER_RUN)
+    return groups
+
+
+def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the params of each group by the Trainer's rule.
+
+    Raises SourceError for every shape that does not fit, and UnsupportedCheckpoint where there is no telling: for
+    groups that are not the Trainer's, and where frozen params leave more than one way to name the ids.
+    """
+    if len(saved.groups) != 2 or saved.groups[1].hyper.get("weight_decay") != 0:
+        what = f"it has {len(saved.groups)} param groups without names, and they are not the Trainer's two"
+        raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
+    wanted = (
+        [name for name in model.params if name in model.decaying],
+        [name for name in model.params if name not in model.decaying],
+    )
+    problems: list[Problem] = []
+    groups = []
+    for number, (group, names) in enumerate(zip(saved.groups, wanted, strict=True)):
+        shapes = [saved.shape(param) for param in group.ids]
+        if len(shapes) > len(names):
+            what = f"group {number} has {len(shapes)} ids, the model has {len(names)} such params"
+            problems.append(Problem(where, what, _OTHER_RUN))
+        elif len(shapes) == len(names):
+            problems += compare_shapes(group.ids, shapes, names, model.params, where)
+            groups.append(tuple(names))
+        else:
+            chosen, problem = _without_frozen(number, shapes, names, model.params, where)
+            problems += problem
+            groups.append(chosen)
+    if problems:
+        raise SourceError(problems)
+    return tuple(groups)
+
+
+def compare_shapes(
+    ids: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    wanted: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> list[Problem]:
+    """Return a problem for every id whose state has another shape than the param it belongs to."""
+    return [
+        Problem(where, f"the state of id {number} has shape {list(shape)}, {name} has {list(wanted[name])}", _OTHER_RUN)
+        for number, shape, name in zip(ids, shapes, names, strict=True)
+        if shape != wanted[name]
+    ]
+
+
+def _without_frozen(
+    group: int,
+    shapes: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    params: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> tuple[tuple[str, ...], list[Problem]]:
+    """Name fewer ids than the model has params: the others are frozen, and the shapes must leave no doubt which.
+
+    If taking each id as early as possible and as late as possible comes to the same, there is no other way.
+    """
+    available = [params[name] for name in names]
+    early = _match(shapes, available)
+    late = _match(shapes[::-1], available[::-1])
+    if early is None or late is None:
+        what = f"the shapes of group {group}'s {len(shapes)} states do not fit the model's {len(names)} such params"
+        return (), [Problem(where, what, _OTHER_RUN)]
+    if early != [len(names) - 1 - at for at in reversed(late)]:
+        what = (
+            f"group {group} has {len(shapes)} ids for {len(names)} params; some are frozen (or their ids missing), and "
+            "the shapes do not tell which"
+        )
+        raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
+    return tuple(names[at] for at in early), []
+
+
+def _match(wanted: Sequence[tuple[int, ...]], available: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Return the earliest positions of ``wanted`` in ``available``, in order; None if it is not contained."""
+    found: list[int] = []
+    for at, shape in enumerate(available):
+        if len(found) < len(wanted) and shape == wanted[len(found)]:
+            found.append(at)
+    return found if len(found) == len(wanted) else None

@@ -1,0 +1,25 @@
+"""A training run's folder: the ``checkpoint-N`` that the Trainer writes into it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llmtailor.errors import SourceError
+from llmtailor.formats.base import display_name
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def list_checkpoints(run: Path) -> dict[int, Path]:
+    """Return the checkpoint folders by step, whatever is in them. Raises SourceError if there is no such folder."""
+    if not run.is_dir():
+        raise SourceError.at(display_name(run), "there is no such folder", "name the folder that holds checkpoint-N")
+    folders = ((step_of(path), path) for path in run.iterdir())
+    return {step: path for step, path in folders if step is not None and path.is_dir()}
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step that a folder's name tells, or None if it is not that of a checkpoint."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None

@@ -1,0 +1,71 @@
+"""Tokenizer files: which they are, and where those of a composite come from."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from llmtailor.core.index import CheckpointIndex
+from llmtailor.core.layout import FileLayout, Literal
+from llmtailor.errors import SourceError
+from llmtailor.formats.trainer import carry
+from llmtailor.io.sources import read_source
+
+MAX_BYTES = 256 << 20
+"""Of a tokenizer file; the largest have some 30 MB."""
+CHAT_TEMPLATE = "chat_template.jinja"
+_FILES = re.compile(
+    r"tokenizer.*\.(json|model|jinja)|tokenizer\.model.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt|bpe)"
+    r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
+)
+"""The names that transformers' tokenizers save under."""
+
+
+def is_tokenizer_file(path: str) -> bool:
+    """Whether a file in the root of a checkpoint belongs to the tokenizer."""
+    return bool(_FILES.fullmatch(path))
+
+
+def lay_out_tokenizer(
+    base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool
+) -> list[FileLayout]:
+    """Lay out the tokenizer files: the base's, or those of another folder; none unless ``copy``.
+
+    ``chat_template`` (a Jinja text, or the name of one that mergekit brings along) replaces the tokenizer's.
+    Raises SourceError if the folder has no tokenizer files, or mergekit's template is not there.
+    """
+    if not copy:
+        return []
+    if source is None:
+        layouts = [carry(path, fact) for path, fact in base.files.items() if is_tokenizer_file(path)]
+    else:
+        layouts = _from_folder(source)
+    if chat_template is None:
+        return layouts
+    text = Literal(_template(chat_template).encode(), "chat_template of the recipe")
+    return [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
+
+
+def _from_folder(source: Path) -> list[FileLayout]:
+    try:
+        paths = sorted(path for path in source.iterdir() if path.is_file() and is_tokenizer_file(path.name))
+        files = [(path.name, read_source(path, f"{source}/{path.name}", MAX_BYTES)) for path in paths]
+    except OSError as error:
+        what = f"tokenizer_source can't be read: {error.strerror}"
+        raise SourceError.at(source, what, "name a folder with tokenizer files") from error
+    if not files:
+        raise SourceError.at(source, "tokenizer_source has no tokenizer files", "name a folder with tokenizer files")
+    return [FileLayout(name, (Literal(data, f"tokenizer of {source}"),) if data else ()) for name, data in files]
+
+
+def _template(value: str) -> str:
+    if "{" in value:
+        return value
+    spec = importlib.util.find_spec("mergekit")  # finds it without importing it
+    folders = spec.submodule_search_locations if spec else None
+    path = Path(folders[0], "_data", "chat_templates", f"{value}.jinja") if folders else None
+    if path is None or not path.is_file():
+        fix = "write the template itself (Jinja), or install mergekit, which brings the named ones"
+        raise SourceError.at("chat_template", f"there is no template named {value!r}", fix)
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,230 @@
+"""The Hugging Face Trainer's folder around the shards: weights, scheduler, RNG, trainer state, config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtailor.core.extents import Extent
+from llmtailor.core.findings import ERROR, WARNING, Finding
+from llmtailor.core.index import CheckpointIndex, FileFact, Held
+from llmtailor.core.layout import Carry, FileLayout, Literal
+from llmtailor.core.states import WEIGHT, State
+from llmtailor.errors import Problems, SourceError, TailorError
+from llmtailor.formats.json_files import read_json
+from llmtailor.formats.names import is_count
+from llmtailor.formats.partial.container import is_partial, open_partial
+from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
+from llmtailor.formats.safetensors_files import (
+    INDEX,
+    SINGLE,
+    WeightFile,
+    lay_out_index,
+    lay_out_weights,
+    list_tied,
+    read_weights,
+    survey_weights,
+)
+from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.formats.torchzip import lay_out_torch_file, read_torch_file
+from llmtailor.formats.trees import read_tree
+
+MANIFEST = "llmtailor.json"
+CARD = "README.md"
+TRAINER_STATE = "trainer_state.json"
+SCHEDULER = "scheduler.pt"
+SCALER = "scaler.pt"
+CONFIG = "config.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What a run of PEFT saves instead of the model's weights and config"""
+_RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
+_OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
+_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_COPY_AGAIN = "copy the file again, or leave this checkpoint out"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFiles:
+    """What the files in the checkpoint's root say."""
+
+    files: Mapping[str, FileFact]
+    """Every regular file in the root."""
+    inside: frozenset[str]
+    """Stock files that a partial checkpoint has in its bundles."""
+    weights: Mapping[State, Held]
+    global_step: int | None
+    """Of trainer_state.json; None without the file."""
+    scheduler: SchedulerFacts | None
+    """What scheduler.pt says; None without the file."""
+    findings: tuple[Finding, ...]
+    has_all_weights: bool
+    """Whether every weight file is whole."""
+
+
+def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFiles:
+    """Read what lies in the root. Damaged files are put to ``problems``, missing ones become findings."""
+    found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
+    files = {path: fact for path, fact in found if fact is not None}
+    inside = open_partial(root, name).tree_of if is_partial(root) else {}
+    findings: list[Finding] = []
+    weights: dict[State, Held] = {}
+    global_step = scheduler = None
+    saved_as: dict[str, str] = {}
+    sound = len(problems.errors)
+    for file in survey_weights(root, name, problems):
+        weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})
+    has_all_weights = len(problems.errors) == sound
+    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
+        findings.append(_no_weights(files, name))
+    for path in (*files, *inside):
+        where = f"{name}/{path}"
+        try:
+            if path == SCHEDULER:
+                scheduler = _check_rates(read_tree(root, path, where), where)
+            elif path in inside:
+                read_tree(root, path, where)
+            elif _RNG.fullmatch(path) or path == SCALER:  # carried as they are, but only if they are harmless
+                archive = read_torch_file(root, path, where).archive
+                if path != SCALER:
+                    saved_as[path] = f"{archive}.pth"
+            elif path in (TRAINER_STATE, CONFIG):
+                content = read_json(root / path, where)
+                if path == TRAINER_STATE:
+                    global_step = _read_step(content, where)
+        except TailorError as error:
+            problems.add(error)
+    if TRAINER_STATE not in files:
+        fix = "copy it back; the Trainer can't resume without it"
+        findings.append(Finding(f"{name}/{TRAINER_STATE}", "the file is missing", fix, ERROR))
+    if saved_as.keys() == set(saved_as.values()):  # else some ranks have been given those of others, on purpose
+        for path, other in saved_as.items():
+            if path != other:
+                what = f"the file was saved as {other}, so it holds the random numbers of another rank"
+                fix = "give it its own name back, to repeat dropout exactly"
+                findings.append(Finding(f"{name}/{path}", what, fix, WARNING))
+    return TrainerFiles(files, frozenset(inside), weights, global_step, scheduler, tuple(findings), has_all_weights)
+
+
+def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Finding]:
+    """Tell of ranks without a random number state: one process has ``rng_state.pth``, several have one file each."""
+    names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    if not (lost := [file for file in names if file not in trainer.files and file not in trainer.inside]):
+        return []
+    fix = "dropout and shuffling restart from the seed; copy the files back if that matters"
+    if len(lost) == world_size:
+        return [Finding(name, "there are no RNG states", fix, WARNING)]
+    return [Finding(f"{name}/{file}", "the RNG state of this rank is missing", fix, WARNING) for file in lost]
+
+
+def _read_step(content: Mapping[str, Any], where: str) -> int:
+    step = content.get("global_step")
+    if step is None:
+        raise SourceError.at(where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN)
+    if not is_count(step):
+        raise SourceError.at(where, "global_step is no number of steps", _COPY_AGAIN)
+    return int(step)
+
+
+def file_fact(path: Path) -> FileFact | None:
+    """Return size and time of a regular file, behind links; None for anything else."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # a link to nowhere
+        return None
+    return FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
+    what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
+    if any(re.fullmatch(r"pytorch_model.*\.bin", path) for path in files):
+        what = "the weights are in pytorch_model.bin form, which is left out"
+    return Finding(name, what, "nothing: a resume does not read them, and they can be rounded from the masters")
+
+
+def _check_rates(tree: Any, where: str) -> SchedulerFacts:
+    facts = read_scheduler(tree)
+    if not facts.lengths:
+        raise SourceError.at(where, "the scheduler state holds no learning rates", _COPY_AGAIN)
+    return facts
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a file in the root holds weights or says where they are: laid out anew, or left out."""
+    return path.endswith(".safetensors") or path == INDEX or bool(_OTHER_WEIGHTS.fullmatch(path))
+
+
+def lay_out_trainer_files(
+    base: CheckpointIndex,
+    dtype: str | None,
+    ranks: tuple[int, int],
+    retie: tuple[Mapping[str, str], bool] | None,
+    leave_out: Callable[[str], bool],
+) -> list[FileLayout]:
+    """Lay out the root of a composite after that of its base: weights by slots, all else carried over.
+
+    ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``ranks`` are the world sizes of the base
+    and of the composite; ``retie`` are tied names and whether the weights shall list them, None to leave that as it is;
+    ``leave_out`` names files that someone else lays out.
+    """
+    root, files = base.root, base.files
+    layouts = _lay_out_rng(base, *ranks)
+    for path in base.inside:
+        if "/" not in path and not leave_out(path) and not _RNG.fullmatch(path):
+            layouts.append(_lay_out_tree(path, base, path))
+    for path, fact in files.items():
+        if "/" in path or path in (MANIFEST, CARD) or is_weight_file(path) or leave_out(path) or _RNG.fullmatch(path):
+            continue
+        if base.is_partial and path == PARTIAL_MANIFEST:
+            continue
+        if path == CONFIG and dtype:
+            layouts.append(_config_with_dtype(root, dtype))
+        else:
+            layouts.append(carry(path, fact))
+    weights: tuple[WeightFile, ...] = ()
+    if any(state.kind == WEIGHT for state in base.held):  # files that a salvage can't use are not in its index
+        weights = read_weights(root, str(root))
+    if retie is not None:
+        weights = list_tied(weights, *retie)
+    layouts += [lay_out_weights(file, dtype) for file in weights]
+    if weights and weights[0].path != SINGLE:
+        layouts.append(lay_out_index(weights, dtype) if dtype or retie else carry(INDEX, files[INDEX]))
+    return layouts
+
+
+def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
+    """The random number states, one per rank; on more ranks than the base had, they are used again in turn."""
+    layouts = []
+    for rank in range(new):
+        source = "rng_state.pth" if old == 1 else f"rng_state_{rank % old}.pth"
+        path = "rng_state.pth" if new == 1 else f"rng_state_{rank}.pth"
+        if source in base.files:
+            layouts.append(FileLayout(path, carry(source, base.files[source]).segments))
+        elif source in base.inside:
+            layouts.append(_lay_out_tree(path, base, source))
+    return layouts
+
+
+def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
+    """Lay out a file that the base has inside a bundle."""
+    return lay_out_torch_file(path, read_tree(base.root, source, f"{base.name}/{source}"))
+
+
+def carry(path: str, fact: FileFact) -> FileLayout:
+    """Lay out a file that is the base's own, unchanged."""
+    extent = Extent(path, 0, fact.num_bytes)
+    return FileLayout(path, (Carry(extent),) if fact.num_bytes else ())
+
+
+def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
+    config = read_json(root / CONFIG, CONFIG)
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = _TORCH_DTYPES[dtype]
+    return FileLayout(
+        CONFIG, (Literal(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),)
+    )

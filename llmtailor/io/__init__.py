@@ -1,0 +1,1 @@
+"""Bytes: reading, writing, checksums, casts. Nothing here decides anything."""

@@ -1,0 +1,39 @@
+"""Elementwise casts between floating-point dtypes, on raw little-endian bytes.
+
+Rounding is to nearest, ties to even: bit for bit what torch does, and so what DeepSpeed stores when it rounds its
+fp32 masters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+
+
+def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: float = 1.0) -> bytes:
+    """Cast elements of dtype ``source`` to ``target``; both are safetensors names of floating-point dtypes.
+
+    With a ``scale`` they are multiplied by it in fp64 first, so that there is one rounding only.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # inf and NaN are values like any other
+        wide = _widen(data, source)
+        if scale != 1:
+            wide = wide.astype("<f8") * scale
+        return _to_bfloat16(wide) if target == "BF16" else wide.astype(_NUMPY[target]).tobytes()
+
+
+def _widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
+    if source != "BF16":
+        return np.frombuffer(data, _NUMPY[source])
+    bits = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
+    return bits.view("<f4")
+
+
+def _to_bfloat16(values: npt.NDArray[Any]) -> bytes:
+    bits = values.astype("<f4", copy=False).view("<u4")
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()

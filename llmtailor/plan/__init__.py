@@ -1,0 +1,1 @@
+"""Decisions about bytes. Everything here is pure: no file is opened."""

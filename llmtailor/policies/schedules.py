@@ -1,0 +1,147 @@
+"""Policies with a fixed schedule. All they need to know is the number of the save, so they keep no state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmtailor.core.anatomy import EMBED, NORM, Anatomy
+from llmtailor.policies.options import Configured, whole
+from llmtailor.policies.situation import Situation, layer_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Configured):
+    """Every part at every save."""
+
+    name: ClassVar[str] = "full"
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        return dict.fromkeys(situation.parts, "full")
+
+    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parity(Configured):
+    """Two halves in turn, as in the LLMTailor paper.
+
+    Odd saves hold the odd layers with ``lm_head`` and other auxiliary parts, even saves the even layers with ``norm``
+    and ``embed_tokens``.
+    """
+
+    name: ClassVar[str] = "parity"
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        half = situation.save % 2
+        numbers = layer_numbers(situation.anatomy)
+        evens = {part for part, number in numbers.items() if number % 2 == 0} | {NORM, EMBED}
+        why = "odd half" if half else "even half"
+        return {part: why for part in situation.parts if (part in evens) != bool(half)}
+
+    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Filter(Configured):
+    """The first and last layers at every save, the others seldom.
+
+    Every ``every``-th save holds one of ``groups`` shares of the other layers, in turn; a share is every ``groups``-th
+    of them. Auxiliary parts come at every ``aux_every``-th save, dealt out so that saves are about equally large.
+
+    The defaults are the LLMTailor paper's schedule. `aux_every` 3 comes nearest to the sizes of checkpoints that it
+    reports: docs/saving.md has the sums.
+    """
+
+    name: ClassVar[str] = "filter"
+
+    first: int = whole(0, 2)
+    last: int = whole(0, 2)
+    every: int = whole(1, 5)
+    groups: int = whole(1, 2)
+    aux_every: int = whole(1, 3)
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        ends, rest, aux = self._sort(situation.anatomy, situation.parts)
+        chosen = dict(ends)
+        turn, between = divmod(situation.save, self.every)
+        if not between:
+            share = (turn - 1) % self.groups
+            chosen |= dict.fromkeys(rest[share :: self.groups], f"share {share + 1} of {self.groups}")
+        hand = (situation.save - 1) % self.aux_every
+        chosen |= dict.fromkeys(deal(aux, situation.num_bytes, self.aux_every)[hand], "auxiliary")
+        return chosen
+
+    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+        _, rest, aux = self._sort(anatomy, parts)
+        return max(self.every * self.groups - 1 if rest else 0, self.aux_every - 1 if aux else 0)
+
+    def _sort(self, anatomy: Anatomy, parts: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+        """Return the layers of every save with their reasons, the other layers, and the auxiliary parts."""
+        numbers = layer_numbers(anatomy)
+        tail = anatomy.num_layers - self.last
+        ends = {
+            part: f"first {self.first}" if numbers[part] < self.first else f"last {self.last}"
+            for part in parts
+            if part in numbers and not self.first <= numbers[part] < tail
+        }
+        rest = [part for part in parts if part in numbers and part not in ends]
+        return ends, rest, [part for part in parts if part not in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin(Configured):
+    """``k`` groups of neighbouring parts, about equally large, one per save."""
+
+    name: ClassVar[str] = "round_robin"
+
+    k: int = whole(1)
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        groups = cut(situation.parts, situation.num_bytes, self.k)
+        turn = (situation.save - 1) % len(groups)
+        return dict.fromkeys(groups[turn], f"group {turn + 1} of {len(groups)}")
+
+    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+        return min(self.k, len(parts)) - 1
+
+
+def deal(parts: Sequence[str], num_bytes: Mapping[str, int], hands: int) -> list[list[str]]:
+    """Deal parts out, the largest first, each to the hand with the fewest bytes so far."""
+    dealt: list[list[str]] = [[] for _ in range(hands)]
+    loads = [0] * hands
+    for part in sorted(parts, key=lambda part: -num_bytes[part]):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(part)
+        loads[lightest] += num_bytes[part]
+    return dealt
+
+
+def cut(parts: Sequence[str], num_bytes: Mapping[str, int], k: int) -> list[list[str]]:
+    """Cut parts into min(k, how many there are) runs, so that the largest run has as few bytes as possible."""
+    k = min(k, len(parts))
+    low, high = max(num_bytes[part] for part in parts), sum(num_bytes[part] for part in parts)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(parts, num_bytes, middle, 1)) <= k:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(parts, num_bytes, low, k)
+
+
+def _fill(parts: Sequence[str], num_bytes: Mapping[str, int], limit: int, at_least: int) -> list[list[str]]:
+    """Cut parts into runs of at most `limit` bytes, as few as that takes, but no fewer than asked for."""
+    runs: list[list[str]] = [[]]
+    load = 0
+    for at, part in enumerate(parts):
+        is_short = len(parts) - at <= at_least - len(runs)
+        if load + num_bytes[part] > limit or is_short:
+            runs.append([])
+            load = 0
+        runs[-1].append(part)
+        load += num_bytes[part]
+    return runs

@@ -1,0 +1,156 @@
+"""A recipe over a model: one source for every tensor. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmtailor.core.anatomy import Anatomy
+from llmtailor.core.recipe import NamedWeight, Recipe, Select
+from llmtailor.errors import Problem, RecipeError
+from llmtailor.recipe.places import PlaceRule, named_by
+from llmtailor.recipe.selectors import select
+from llmtailor.recipe.words import Misspelt, condense
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which checkpoint each tensor comes from."""
+
+    source_of: Mapping[str, Path]
+    """Every name of `Anatomy.part_of`. Tied names have the same source, and so have a weight on disk and its params."""
+    filled: tuple[str, ...]
+    """Parts that no rule named, so that they come from the base; with `` (partly)`` when rules named some of it."""
+    weights_of: Mapping[str, Path] = field(default_factory=dict)
+    """Names whose weight comes from another checkpoint than their optimizer states, which `source_of` tells."""
+    split: tuple[str, ...] = ()
+    """The parts of those names; with `` (partly)`` when it is not all of the part."""
+
+
+def resolve(
+    recipe: Recipe, anatomy: Anatomy, base: Path, params: Collection[str], *, allow_split: bool = False
+) -> Choice:
+    """Choose the source of every tensor; what no rule names comes from `base`.
+
+    `params` are the params and buffers as training knows them. Other names of `anatomy` are tensors of safetensors
+    files that go by another name there (the experts of a MoE): they follow the params of their part.
+
+    Slices, models, pre_weights and post_weights together must not contradict each other; ``parts`` override them, the
+    later ones the earlier ones. With `allow_split`, pre_weights and post_weights may contradict the others: they then
+    decide the weights, and the others the optimizer states.
+    Raises RecipeError with every problem; gaps are one when the recipe has no base.
+    """
+    problems: list[Problem] = []
+    states, weights = _apply_places(recipe, anatomy, allow_split, problems)
+    for rule in recipe.rules:
+        if isinstance(rule, Select):
+            names, found = select(rule.selectors, anatomy, rule.where)
+            problems += found
+            states.update(dict.fromkeys(names, rule.source))
+            weights.update(dict.fromkeys(names, rule.source))
+
+    source_of, filled = _complete(recipe, anatomy, states, base, params, problems)
+    weights_of: dict[str, Path] = {}
+    if weights != states:
+        of_weight, _ = _complete(recipe, anatomy, weights, base, params, problems)
+        weights_of = {name: source for name, source in of_weight.items() if source != source_of[name]}
+    if filled and recipe.base is None:
+        fix = "add base_model: with the checkpoint that supplies the rest, or name these parts"
+        problems.append(Problem(recipe.name, f"no rule says where these parts come from: {condense(filled)}", fix))
+    if problems:
+        raise RecipeError(dict.fromkeys(problems))
+    return Choice(source_of, filled, weights_of, _parts_with(weights_of, anatomy))
+
+
+def _apply_places(
+    recipe: Recipe, anatomy: Anatomy, allow_split: bool, problems: list[Problem]
+) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Apply all rules but Select: sources of optimizer states and of weights. Contradicting rules are a problem.
+
+    There are two kinds: pre_weights and post_weights were made for weights, the others for optimizer states. Either
+    decides both where the other kind is silent.
+    """
+    for_states: dict[str, PlaceRule] = {}
+    for_weights: dict[str, PlaceRule] = {}
+    clashes: dict[tuple[PlaceRule, PlaceRule], list[str]] = defaultdict(list)
+    for rule in recipe.rules:
+        if isinstance(rule, Select):
+            continue
+        try:
+            names = named_by(rule, anatomy)
+        except Misspelt as error:
+            problems.append(Problem(rule.where, error.what, error.fix))
+            continue
+        own, other = (for_weights, for_states) if isinstance(rule, NamedWeight) else (for_states, for_weights)
+        for name in anatomy.part_of:
+            if name not in names:
+                continue
+            first = own.setdefault(name, rule)
+            if first.source == rule.source and not allow_split:
+                first = other.get(name, rule)
+            if first.source != rule.source:
+                clashes[first, rule].append(anatomy.part_of[name])
+    for (first, second), parts in clashes.items():
+        what = (
+            f"{condense(parts)}: {second.source} here, but {first.source} at {first.where}; "
+            "weights and optimizer state of a part must be from one checkpoint"
+        )
+        fix = "name the same source in both places, or drop one of them"
+        if isinstance(first, NamedWeight) != isinstance(second, NamedWeight):
+            weights = first if isinstance(first, NamedWeight) else second
+            fix += f"; or say --allow-split for weights from {weights.source} and optimizer states from the other"
+        problems.append(Problem(second.where, what, fix))
+    states = {name: rule.source for name, rule in (for_weights | for_states).items()}
+    own_weights = {name: rule.source for name, rule in (for_states | for_weights).items()}
+    return states, own_weights
+
+
+def _parts_with(names: Collection[str], anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the parts that names belong to, and whether to the whole of each."""
+    counts = Counter(anatomy.part_of[name] for name in names)
+    whole = Counter(anatomy.part_of.values())
+    return tuple(part if counts[part] == whole[part] else f"{part} (partly)" for part in anatomy.parts if counts[part])
+
+
+def _complete(
+    recipe: Recipe,
+    anatomy: Anatomy,
+    chosen: Mapping[str, Path],
+    base: Path,
+    params: Collection[str],
+    problems: list[Problem],
+) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Fill gaps from the base, and let weights that go by other names on disk follow the params of their part."""
+    trained = set(params).intersection(anatomy.part_of) or set(anatomy.part_of)
+    by_part: dict[str, list[str]] = {part: [] for part in anatomy.parts}
+    for name, part in anatomy.part_of.items():
+        by_part[part].append(name)
+
+    source_of: dict[str, Path] = {name: chosen.get(name, base) for name in anatomy.part_of if name in trained}
+    everywhere = dict.fromkeys(source_of.values())
+    filled: list[str] = []
+    split: list[str] = []
+    strange: list[str] = []
+    for part, names in by_part.items():
+        own = [name for name in names if name in trained]
+        gaps = sum(name not in chosen for name in own)
+        if gaps:
+            filled.append(part if gaps == len(own) else f"{part} (partly)")
+        followers = [name for name in names if name not in trained]
+        # A part without params holds weights of params that are elsewhere; which ones, names alone don't tell.
+        sources = dict.fromkeys(source_of[name] for name in own) if own else dict(everywhere)
+        source = next(iter(sources))
+        if followers and len(sources | dict.fromkeys(chosen[name] for name in followers if name in chosen)) > 1:
+            (split if own else strange).append(part)
+        source_of.update(dict.fromkeys(followers, source))
+    if split:
+        what = f"{condense(split)}: the weights on disk have other names than the params, so globs can't split it"
+        problems.append(Problem(recipe.name, what, "take the whole part from one checkpoint"))
+    if strange:
+        what = (
+            f"{condense(strange)}: these weights on disk have other names than the params, and it can't be told whose"
+        )
+        problems.append(Problem(recipe.name, f"{what} they are", "take the whole model from one checkpoint"))
+    return {name: source_of[name] for name in anatomy.part_of}, tuple(filled)

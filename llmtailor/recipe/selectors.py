@@ -1,0 +1,163 @@
+"""The selectors of ``parts:``: short texts that name tensors.
+
+::
+
+    even  odd             layers by parity            3                 layer 3
+    first:2  last:2       layers from either end      8-15              layers 8 to 15, both included
+    layers                all layers                  all  *            everything
+    norm  layer 3  wpe    a part by its name          *.mlp.*           tensors whose FQN matches (case counts)
+    !x                    take x out of what this list has selected so far; first in the list, out of everything
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llmtailor.core.anatomy import EMBED, HEAD, Anatomy
+from llmtailor.errors import Problem
+from llmtailor.recipe.words import Misspelt, layer_number, nearest
+
+FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
+
+_NUMBER = re.compile(r"(?:layer )?([0-9]{1,6})")
+_SPAN = re.compile(r"([0-9]{1,6})\s*-\s*([0-9]{1,6})")
+_END = re.compile(r"(first|last)\s*:\s*([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A selector, read but not yet held against a model."""
+
+    text: str
+    """As it was written."""
+    negated: bool
+    form: str
+    """``all``, ``layers``, ``even``, ``odd``, ``first``, ``last``, ``span``, ``glob`` or ``name``"""
+    word: str
+    first: int = 0
+    """A count (``first``, ``last``) or the first layer (``span``)."""
+    last: int = 0
+
+
+def read_selector(text: str) -> Selector:
+    """Read the syntax of a selector. Raises Misspelt."""
+    stripped = text.strip()
+    negated = stripped.startswith("!")
+    word = stripped[1:].strip() if negated else stripped
+    if not word or word.startswith("!"):
+        raise Misspelt(f"{text!r} is not a selector", f"valid are {FORMS}; ! in front takes one out again")
+    if word in ("*", "all"):
+        return Selector(text, negated, "all", word)
+    if word in ("even", "odd", "layers"):
+        return Selector(text, negated, word, word)
+    if match := _NUMBER.fullmatch(word):
+        return Selector(text, negated, "span", word, int(match[1]), int(match[1]))
+    if match := _SPAN.fullmatch(word):
+        first, last = int(match[1]), int(match[2])
+        if first > last:
+            raise Misspelt(f"{text!r} runs backwards", f"write {last}-{first}")
+        return Selector(text, negated, "span", word, first, last)
+    if match := _END.fullmatch(word):
+        if int(match[2]) == 0:
+            raise Misspelt(f"{text!r} selects nothing", f"give a number from 1 on, e.g. {match[1]}:2")
+        return Selector(text, negated, match[1], word, first=int(match[2]))
+    if any(sign in word for sign in "*?["):
+        return Selector(text, negated, "glob", word)
+    if word in ("first", "last") or re.fullmatch(r"(first|last)\s*:.*", word):
+        raise Misspelt(f"{text!r} lacks a number", "write how many layers, e.g. first:2")
+    if re.fullmatch(r"[\d\s.,:-]+", word) or ":" in word:
+        raise Misspelt(f"{text!r} is not a selector", f"valid are {FORMS}; layers count from 0")
+    return Selector(text, negated, "name", word)
+
+
+def select(selectors: Sequence[str], anatomy: Anatomy, where: str = "") -> tuple[frozenset[str], tuple[Problem, ...]]:
+    """Return the tensor names that a list of selectors names, and what is wrong with the list.
+
+    Selectors add up from left to right; ``!x`` takes x out of what is there so far. With problems the set holds what
+    the good selectors name. In a tied model the embeddings are one thing under several names: all or none.
+    """
+    problems: list[Problem] = []
+    chosen: set[str] = set()
+    for at, text in enumerate(selectors):
+        try:
+            selector = read_selector(text)
+            matched = _match(selector, anatomy)
+            if selector.negated and at == 0:
+                chosen = set(anatomy.part_of)
+            if selector.negated and chosen.isdisjoint(matched):
+                raise Misspelt(f"{text!r} takes out nothing", "name it behind a selector that selects it")
+        except Misspelt as error:
+            problems.append(Problem(where, error.what, error.fix))
+            continue
+        if selector.negated:
+            chosen -= matched
+        else:
+            chosen |= matched
+    if not chosen and not problems:
+        what = "the selectors take out all that they select" if selectors else "there is no selector"
+        problems.append(Problem(where, what, f"select something: {FORMS}"))
+    return frozenset(chosen), tuple(problems)
+
+
+def whole_embedding(names: Iterable[str], anatomy: Anatomy) -> set[str]:
+    """Return `names`, and all of the tied embeddings if one of their names is among them."""
+    chosen = set(names)
+    if anatomy.tied and any(anatomy.part_of[name] == EMBED for name in chosen):
+        chosen.update(anatomy.names(EMBED))
+    return chosen
+
+
+def named(word: str, anatomy: Anatomy) -> set[str]:
+    """Return the tensors of a part, or the one tensor of that name. Raises Misspelt with the nearest valid name."""
+    if word in anatomy.part_of:
+        return whole_embedding([word], anatomy)
+    # The tied name may be nowhere: neither the optimizer nor the safetensors file need know it.
+    if anatomy.tied and word.removesuffix(".weight") == HEAD:
+        word = EMBED
+    if word in anatomy.parts:
+        return set(anatomy.names(word))
+    valid = anatomy.part_of if word.count(".") > 1 or word.endswith((".weight", ".bias")) else anatomy.parts
+    raise Misspelt(f"the model has no part or tensor {word!r}", nearest(word, valid))
+
+
+def _match(selector: Selector, anatomy: Anatomy) -> set[str]:
+    """Return the tensors that a selector names, negated or not. Raises Misspelt when there are none."""
+    if selector.form == "all":
+        found = set(anatomy.part_of)
+    elif selector.form == "glob":
+        matches = re.compile(fnmatch.translate(selector.word)).match
+        found = whole_embedding(filter(matches, anatomy.part_of), anatomy)
+        if not found:
+            example = next(iter(anatomy.part_of), "")
+            raise Misspelt(f"{selector.text!r} matches no tensor name", f"names look like {example!r}")
+    elif selector.form == "name":
+        found = named(selector.word, anatomy)
+    else:
+        wanted = _numbers(selector, anatomy.num_layers)
+        found = {name for name, part in anatomy.part_of.items() if layer_number(part) in wanted}
+    if not found:
+        raise Misspelt(f"{selector.text!r} selects nothing", count_layers(anatomy.num_layers))
+    return found
+
+
+def _numbers(selector: Selector, num_layers: int) -> range:
+    if selector.form in ("even", "odd", "layers"):
+        return range(selector.form == "odd", num_layers, 1 if selector.form == "layers" else 2)
+    top = selector.last if selector.form == "span" else selector.first - 1
+    if top >= num_layers:
+        raise Misspelt(f"{selector.text!r} is out of range", count_layers(num_layers))
+    if selector.form == "span":
+        return range(selector.first, selector.last + 1)
+    return range(selector.first) if selector.form == "first" else range(num_layers - selector.first, num_layers)
+
+
+def count_layers(num_layers: int, owner: str = "the model") -> str:
+    """Say how many layers there are, and how they are numbered."""
+    if num_layers == 0:
+        return f"{owner} has no layers"
+    if num_layers == 1:
+        return f"{owner} has 1 layer, number 0"
+    return f"{owner} has {num_layers} layers, 0-{num_layers - 1}"

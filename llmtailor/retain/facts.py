@@ -1,0 +1,93 @@
+"""Reads what `fates` decides by: no tensor, only headers and small files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from llmtailor.core.anatomy import Anatomy
+from llmtailor.core.index import CheckpointIndex
+from llmtailor.core.run import RunCheckpoint
+from llmtailor.core.states import WEIGHT
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.formats.json_files import read_json
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.layout import check_can_be_partial, trained_states
+from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
+from llmtailor.history.ledger import Ledger
+from llmtailor.history.thinned import PREFIX, Thinned, read_losses
+from llmtailor.retain.fates import FullFacts
+
+_SHOWN = 3
+
+
+def read_facts(
+    index: CheckpointIndex, anatomy: Anatomy, target: Path, usable: Collection[Path], *, weights_only: bool
+) -> FullFacts:
+    """Read the facts of a full checkpoint; ``target`` is where it would be as a partial one."""
+    obstacle = _obstacle(index)
+    if not obstacle:
+        obstacle = _no_weights(index) if weights_only else _not_partial(index, target, usable)
+    return FullFacts(obstacle, _losses(index.root), part_bytes(index, anatomy))
+
+
+def read_thinned(partial: Iterable[RunCheckpoint]) -> list[Thinned]:
+    """Return those partial checkpoints that were made of full ones."""
+    ledgers = {one: Ledger.from_json(read_manifest(one.path, one.name).ledger, one.name) for one in partial}
+    return [
+        Thinned(one.step, ledger, _losses(one.path))
+        for one, ledger in ledgers.items()
+        if ledger.lineage.startswith(PREFIX)
+    ]
+
+
+def part_bytes(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, int]:
+    """Return the bytes of each part's trained states; parts of which nothing is trained are left out."""
+    found: dict[str, int] = {}
+    for param, states in trained_states(index).items():
+        part = anatomy.part_of[param]
+        found[part] = found.get(part, 0) + sum(index.held[state].num_bytes for state in states)
+    return {part: found[part] for part in anatomy.parts if part in found}
+
+
+def _losses(root: Path) -> dict[int, float]:
+    path = root / TRAINER_STATE
+    return read_losses(read_json(path, f"{root.name}/{TRAINER_STATE}")) if path.is_file() else {}
+
+
+def _obstacle(index: CheckpointIndex) -> str:
+    if index.root.is_symlink():
+        return "it is a link to another place"
+    known = set(index.files)
+    entries = (path for path in sorted(index.root.rglob("*")) if path.is_symlink() or not path.is_dir())
+    unknown = [name for path in entries if (name := str(path.relative_to(index.root))) not in known]
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        return f"it holds files that are no part of a checkpoint: {', '.join(unknown[:_SHOWN])}{more}"
+    return ""
+
+
+def _no_weights(index: CheckpointIndex) -> str:
+    has_weights = any(state.kind == WEIGHT for state in index.held) or ADAPTER in index.files
+    return "" if has_weights else "it has no weights in safetensors form, so nothing would be left of it"
+
+
+def _not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
+    if TRAINER_STATE not in index.files:
+        return f"{TRAINER_STATE} is missing, so nothing can resume from it"
+    if target.exists() and target not in usable:
+        what = "is of another model or damaged" if is_partial(target) else "did not finish; llmtailor gc removes it"
+        return f"{target.parent.name}/{target.name} is in the way, which {what}"
+    if MANIFEST in index.files and _is_split(index):
+        return "parts of this composite are split over sources, so its weights need not be its rounded masters"
+    try:
+        check_can_be_partial(index)
+    except UnsupportedCheckpoint as error:
+        return error.problems[0].what
+    return ""
+
+
+def _is_split(index: CheckpointIndex) -> bool:
+    rows = read_json(index.root / MANIFEST, f"{index.name}/{MANIFEST}").get("parts") or []
+    return any(isinstance(row, dict) and row.get("is_whole") is False for row in rows)

@@ -1,0 +1,118 @@
+"""Removes from a run's folder what nothing needs any more: partial checkpoints, and what was never finished."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtailor.errors import Problem, SourceError, StorageError
+from llmtailor.execute.left_over import left_over
+from llmtailor.formats.base import display_name
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.manifest import FOLDER, read_manifest
+from llmtailor.history.ledger import Ledger
+from llmtailor.history.retention import SaveRecord
+from llmtailor.retain.needs import Needs, find_needs
+from llmtailor.retain.places import files_in, freed_bytes, left_behind
+from llmtailor.retain.watch import check_newest
+from llmtailor.runs import Scan, scan_run
+from llmtailor.store import ABANDONED, Folder
+
+_SAVE = re.compile(r"step-\d{8,}")
+_GIVEN_UP = re.compile(rf"step-\d{{8,}}{re.escape(ABANDONED)}(-\d+)?")
+_STAGING = re.compile(r"\.(.+)\.llmtailor-staging")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A folder that goes."""
+
+    path: Path
+    why: str
+    step: int | None = None
+    """Of a partial checkpoint"""
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """Everything is decided, nothing is touched."""
+
+    run: Path
+    scan: Scan
+    """Of every attempt"""
+    needs: Needs
+    removals: tuple[Removal, ...]
+    in_use: tuple[Path, ...]
+    """Left alone: another process is writing there"""
+    freed: int
+
+
+def plan_gc(run: Path, keep: int | None) -> GcPlan:
+    """Decide what goes; with ``keep`` only the newest so many composable steps stay composable.
+
+    Raises SourceError if the newest checkpoint can't be used, or no step can be composed.
+    """
+    run = Path(run).absolute()
+    scan = scan_run(run, every_attempt=True)
+    check_newest(scan)
+    partial = [one for one in scan.usable if one.is_partial]
+    records = {
+        one: SaveRecord.of(Ledger.from_json(read_manifest(one.path, one.name).ledger, one.name)) for one in partial
+    }
+    needs = find_needs(scan.usable, records, scan.anatomy.parts, keep)
+    if not needs.kept:
+        what = "no step of this run can be composed, so nothing is removed"
+        raise SourceError([Problem(display_name(run), what, "save a complete checkpoint first"), *scan.skipped])
+    unneeded = [Removal(one.path, "no step needs it", one.step) for one in partial if one not in needs.needed]
+    left, in_use = _leftovers(run)
+    removals = (*unneeded, *left)
+    freed = freed_bytes(path for removal in removals for path in files_in(removal.path))
+    return GcPlan(run, scan, needs, removals, tuple(in_use), freed)
+
+
+def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None) -> None:
+    """Carry out a plan that was made inside `watch.only_writer`. Raises StorageError; nothing needed is ever gone."""
+    folder = Folder(plan.run)
+    try:
+        for removal in plan.removals:
+            if removal.step is not None:
+                folder.remove(removal.step)
+            elif _STAGING.fullmatch(removal.path.name):
+                with left_over(_output_of(removal.path)) as is_unused:
+                    if not is_unused:
+                        continue
+                    shutil.rmtree(removal.path)
+            else:
+                shutil.rmtree(removal.path)
+            tell(removal)
+    except OSError as error:
+        what = f"can't remove it: {error.strerror or error}"
+        raise StorageError.at(error.filename or plan.run, what, "check the permissions; run this again") from error
+
+
+def _leftovers(run: Path) -> tuple[list[Removal], list[Path]]:
+    """Return what was never finished, and what looks so but is in use."""
+    found = [Removal(path, "left by a thinning that was killed") for path in left_behind(run)]
+    in_use = []
+    for path in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
+        if path.is_dir() and _SAVE.fullmatch(path.name) and not is_partial(path):
+            found.append(Removal(path, "a save that did not finish"))
+        elif path.is_dir() and _GIVEN_UP.fullmatch(path.name):
+            found.append(Removal(path, "of an attempt that was given up"))
+    for path in sorted(run.iterdir()):
+        if path.is_dir() and _STAGING.fullmatch(path.name):
+            with left_over(_output_of(path)) as is_unused:
+                if is_unused:
+                    found.append(Removal(path, "left by a merge that was interrupted"))
+                else:
+                    in_use.append(path)
+    return found, in_use
+
+
+def _output_of(staging: Path) -> Path:
+    match = _STAGING.fullmatch(staging.name)
+    assert match
+    return staging.with_name(match[1])

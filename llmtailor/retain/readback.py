@@ -1,0 +1,136 @@
+"""Reads what was written, or is about to be relied on, and compares it with what it was made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from llmtailor.core.extents import Extent, Fragment
+from llmtailor.core.index import CheckpointIndex, FileFact
+from llmtailor.core.plan import Copy, Plan
+from llmtailor.core.states import WEIGHT, State
+from llmtailor.errors import Problem, SourceError, VerificationError
+from llmtailor.io.checksums import crc32
+
+CHUNK_BYTES = 8 << 20
+MAX_WORKERS = 4
+_BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
+_ALIKE = (
+    *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
+    *("flat_ids", "group_params", "settings", "variant", "part_steps"),
+)
+"""What the index of a partial checkpoint says just like that of the full one it was made of."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def check_crcs(root: Path, wanted: Mapping[str, int]) -> None:
+    """Read files from the disk and compare their CRC-32. Raises VerificationError with every file that differs."""
+    found = dict(zip(wanted, _side_by_side(lambda path: _crc_of_file(root / path), wanted), strict=True))
+    if wrong := [path for path, crc in wanted.items() if found[path] != crc]:
+        raise VerificationError(
+            Problem(str(root / path), "it does not read back as it was written", _BUG) for path in wrong
+        )
+
+
+def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Iterable[str]) -> None:
+    """Compare the index of what was written with what was planned, and with the checkpoint it was made of.
+
+    With the checksums of all files this says that every state is there, bit for bit. Raises VerificationError.
+    """
+    wrong = [f"its {what} is not that of {source.name}" for what in _ALIKE if not _alike(what, made, source)]
+    kept = set(params)
+    trained = {param for group in source.group_params for param in group}
+    for state, held in source.held.items():
+        if state.kind == WEIGHT:
+            continue
+        there = made.held.get(state)
+        if there is None or (there.dtype, there.shape) != (held.dtype, held.shape):
+            wrong.append(f"it does not describe {state.kind} of {state.param}")
+        elif there.is_here != (state.param in kept or state.param not in trained):
+            wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
+    for file in plan.files:
+        for piece in file.pieces:
+            if isinstance(piece, Copy) and piece.state is not None and made.held[piece.state].is_here:
+                end = piece.begin + _numel(made, piece.state, piece.stop - piece.start)
+                planned = Fragment(piece.begin, end, Extent(file.path, piece.start, piece.stop))
+                if list(made.held[piece.state].place.cover(piece.begin, end)) != [planned]:
+                    wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
+    if wrong:
+        raise VerificationError(Problem(made.name, what, _BUG) for what in wrong)
+
+
+def check_same(one: CheckpointIndex, other: CheckpointIndex) -> None:
+    """Compare every state that a partial checkpoint holds with the full one of its step, byte by byte.
+
+    Raises VerificationError for those that differ.
+    """
+    states = [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
+    lacking = [state for state in states if state not in other.held]
+    pairs = [state for state in states if state in other.held]
+    crcs = [_side_by_side(lambda state, index=index: _crc_of_state(index, state), pairs) for index in (one, other)]  # type: ignore[misc]
+    wrong = lacking + [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
+    if wrong:
+        names = ", ".join(f"{state.kind} of {state.param}" for state in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        fix = "they are of different attempts: remove the one that you don't want by hand"
+        raise VerificationError.at(one.name, f"it holds other values than {other.name}: {names}{more}", fix)
+
+
+def check_unchanged(index: CheckpointIndex) -> None:
+    """Raise SourceError for every file that is no longer as it was when it was indexed."""
+    changed = []
+    for path, fact in index.files.items():
+        try:
+            same = FileFact.of((index.root / path).stat()).is_like(fact)
+        except OSError:
+            same = False
+        if not same:
+            changed.append(Problem(f"{index.name}/{path}", "the file changed while it was read", "run this again"))
+    if changed:
+        raise SourceError(changed)
+
+
+def _alike(what: str, made: CheckpointIndex, source: CheckpointIndex) -> bool:
+    mine, theirs = getattr(made, what), getattr(source, what)
+    return bool(dict(mine) == dict(theirs) if isinstance(mine, Mapping) else mine == theirs)
+
+
+def _numel(index: CheckpointIndex, state: State, num_bytes: int) -> int:
+    held = index.held[state]
+    return num_bytes * held.numel // held.num_bytes
+
+
+def _side_by_side(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    with ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))
+
+
+def _crc_of_file(path: Path) -> int:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
+        return _crc(file.fileno(), 0, size, 0, path)
+
+
+def _crc_of_state(index: CheckpointIndex, state: State) -> int:
+    held, crc = index.held[state], 0
+    for fragment in held.place.cover(0, held.numel):
+        path = index.root / fragment.extent.path
+        with path.open("rb", buffering=0) as file:
+            crc = _crc(file.fileno(), fragment.extent.start, fragment.extent.stop, crc, path)
+    return crc
+
+
+def _crc(fd: int, start: int, stop: int, crc: int, path: Path) -> int:
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, stop - start))))
+    while start < stop:
+        count = os.preadv(fd, [buffer[: stop - start]], start)
+        if count == 0:
+            raise SourceError.at(path, f"the file ends before byte {stop}", "it changed while it was read")
+        crc = crc32(buffer[:count], crc)
+        start += count
+    return crc

@@ -1,0 +1,194 @@
+"""Thins out a run's folder: older full checkpoints become partial ones, or keep their weights only.
+
+Each is replaced by itself, oldest first, and only when what takes its place has been written, read back and
+published: so the run can be interrupted anywhere, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmtailor.core.index import CheckpointIndex
+from llmtailor.core.run import RunCheckpoint
+from llmtailor.errors import Problem, StorageError, VerificationError
+from llmtailor.execute.stopping import Stop, stoppable
+from llmtailor.formats.partial.layout import trained_states
+from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.history.thinned import PREFIX
+from llmtailor.retain.convert import Contents, Conversion, plan_conversion, write_conversion
+from llmtailor.retain.facts import read_facts, read_thinned
+from llmtailor.retain.fates import PARTIAL, WEIGHTS, Deciding, Decision, Fate, FullFacts, replaced
+from llmtailor.retain.places import files_in, freed_bytes, left_behind, remove_replaced
+from llmtailor.retain.proof import check_composable, check_on_disk
+from llmtailor.retain.readback import check_same
+from llmtailor.retain.reduce import is_kept, reduce_to_weights
+from llmtailor.retain.watch import check_newest
+from llmtailor.retain.ways import Chooser, Thinning, make_chooser
+from llmtailor.runs import Scan, scan_run
+from llmtailor.store import Folder
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happens to one full checkpoint."""
+
+    fate: Fate
+    kind: str
+    """What it is, e.g. ``deepspeed-zero3 on 2 ranks``"""
+    num_bytes: int
+    """Of its files now"""
+    freed: int = 0
+    """How many bytes fewer the disk holds afterwards; negative if what takes its place is larger"""
+    conversion: Conversion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThinPlan:
+    """Everything is decided, nothing is touched."""
+
+    run: Path
+    thinning: Thinning
+    scan: Scan
+    """Of every attempt"""
+    decision: Decision
+    steps: tuple[Step, ...]
+    """One for each full checkpoint, oldest first"""
+    left_behind: tuple[Path, ...] = field(default=())
+    """By a process that was killed; removed as well"""
+    freed: int = 0
+
+
+def plan_thinning(run: Path, thinning: Thinning) -> ThinPlan:
+    """Decide what becomes of a run's checkpoints, and what that frees; no tensor is read.
+
+    Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for a
+    strategy that makes no sense.
+    """
+    run = Path(run).absolute()
+    scan = scan_run(run, every_attempt=True)
+    index = scan.indexes[check_newest(scan)]
+    trained = {scan.anatomy.part_of[param] for param in trained_states(index)}
+    parts = [part for part in scan.anatomy.parts if part in trained]
+    chooser = None if thinning.weights_only else make_chooser(thinning, scan.anatomy, parts)
+    decision = _decide(scan, chooser, thinning.keep_full)
+    steps = _measure(decision, scan, chooser)
+    left = left_behind(run)
+    freed = sum(step.freed for step in steps) + freed_bytes(path for folder in left for path in files_in(folder))
+    return ThinPlan(run, thinning, scan, decision, steps, tuple(left), freed)
+
+
+def thin(plan: ThinPlan, tell: Callable[[Step], None] = lambda step: None) -> None:
+    """Carry out a plan that was made inside `watch.only_writer`; ``tell`` is told of each checkpoint that is done.
+
+    Raises StorageError, SourceError, VerificationError or Interrupted; what was done until then stays, and nothing is
+    lost.
+    """
+    there = list(plan.scan.usable)
+    differing: list[Problem] = []
+    try:
+        with stoppable() as stop:
+            for folder in plan.left_behind:
+                shutil.rmtree(folder)
+            for step in plan.steps:
+                stop.check()
+                fate = step.fate
+                if fate.becomes == WEIGHTS:
+                    reduce_to_weights(plan.scan.indexes[fate.checkpoint.path])
+                elif fate.becomes == PARTIAL:
+                    try:
+                        _replace(plan, step, there, stop)
+                    except _Different as error:
+                        differing += error.problems
+                        continue
+                else:
+                    continue
+                there = replaced(there, fate)
+                tell(step)
+    except OSError as error:
+        what = f"can't go on: {error.strerror or error}"
+        raise StorageError.at(error.filename or plan.run, what, "check the disk; the same command goes on") from error
+    if differing:
+        raise VerificationError(differing)
+
+
+class _Different(VerificationError):
+    """A partial checkpoint that is there already is not of the same save as the full one."""
+
+
+def _replace(plan: ThinPlan, step: Step, there: Sequence[RunCheckpoint], stop: Stop) -> None:
+    """Put a partial checkpoint in the place of a full one."""
+    fate, full = step.fate, step.fate.checkpoint
+    assert fate.successor is not None
+    if step.conversion is not None:
+        write_conversion(step.conversion, stop)
+    else:
+        try:
+            check_same(plan.scan.indexes[fate.successor.path], plan.scan.indexes[full.path])
+        except VerificationError as error:
+            raise _Different(error.problems) from error
+    try:
+        check_on_disk(fate.successor, plan.scan.anatomy)
+        check_composable(plan.run, replaced(there, fate), full.step, plan.scan.anatomy)
+    except VerificationError:
+        if step.conversion is not None:
+            Folder(plan.run).remove(full.step)
+        raise
+    remove_replaced(full.path)
+
+
+def _decide(scan: Scan, chooser: Chooser | None, keep_full: int) -> Decision:
+    folder = Folder(scan.run)
+    indexes, anatomy = scan.indexes, scan.anatomy
+    known: dict[Path, FullFacts] = {}
+
+    def facts(checkpoint: RunCheckpoint) -> FullFacts:
+        if checkpoint.path not in known:
+            target = folder.at(checkpoint.step)
+            index = indexes[checkpoint.path]
+            known[checkpoint.path] = read_facts(index, anatomy, target, indexes.keys(), weights_only=chooser is None)
+        return known[checkpoint.path]
+
+    deciding = Deciding(
+        checkpoints=scan.usable,
+        parts=anatomy.parts,
+        keep_full=keep_full,
+        facts=facts,
+        chooser=chooser,
+        thinned=read_thinned(one for one in scan.usable if one.is_partial),
+        new_lineage=lambda: PREFIX + uuid.uuid4().hex[:12],
+        path_of=folder.at,
+    )
+    return deciding.decide()
+
+
+def _measure(decision: Decision, scan: Scan, chooser: Chooser | None) -> tuple[Step, ...]:
+    """Lay out what is to be written, so that its size is known to the byte."""
+    frozen: dict[str, tuple[Path, int]] = {}
+    for one in scan.usable:  # oldest first
+        for fact in read_manifest(one.path, one.name).bundles if one.is_partial else ():
+            frozen[fact.path] = (one.path, fact.num_bytes)
+    steps = []
+    for fate in decision.fates:
+        index = scan.indexes[fate.checkpoint.path]
+        conversion, freed = None, 0
+        if fate.becomes == WEIGHTS:
+            freed = freed_bytes(path for path in files_in(index.root) if not is_kept(str(path.relative_to(index.root))))
+        elif fate.becomes == PARTIAL:
+            freed = freed_bytes(files_in(index.root))
+        if fate.ledger is not None and chooser is not None and fate.successor is not None:
+            contents = Contents(fate.parts, fate.ledger, chooser.settings())
+            conversion = plan_conversion(index, scan.anatomy, fate.successor.path, contents, frozen)
+            freed -= conversion.num_bytes
+            frozen |= {file.path: (fate.successor.path, file.num_bytes) for file in conversion.layout.frozen}
+        num_bytes = sum(fact.num_bytes for fact in index.files.values())
+        steps.append(Step(fate, _kind(index), num_bytes, freed, conversion))
+    return tuple(steps)
+
+
+def _kind(index: CheckpointIndex) -> str:
+    ranks = f"{index.world_size} rank{'s' if index.world_size > 1 else ''}"
+    return f"{'composite, ' if index.part_steps else ''}{index.format} on {ranks}"

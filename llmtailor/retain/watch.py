@@ -1,0 +1,50 @@
+"""Who may touch a run's folder, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmtailor.errors import Problem, SourceError, TargetError
+from llmtailor.formats.base import display_name
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.manifest import FOLDER
+from llmtailor.retain.places import restore
+from llmtailor.runs import Scan, find_checkpoints
+from llmtailor.store import Folder
+
+
+@contextmanager
+def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
+    """Keep a training that saves partial checkpoints, and other llmtailors, out of a run's folder.
+
+    ``make`` also makes the folder of partial checkpoints, where the lock is; without that folder there is nobody to
+    keep out. Raises SourceError if it is no run's folder, TargetError if somebody is in.
+    """
+    find_checkpoints(run, None)
+    folder = Folder(run)
+    try:
+        if make or folder.path.is_dir():
+            folder.lock()
+    except TargetError as error:
+        what = "a training is saving partial checkpoints here right now, or another llmtailor is at work"
+        raise TargetError.at(display_name(folder.path), what, "wait until it has ended; nothing was touched") from error
+    try:
+        restore(run)
+        yield
+    finally:
+        folder.unlock()
+
+
+def check_newest(scan: Scan) -> Path:
+    """Return the newest checkpoint of a run. Raises SourceError, with the reasons, if it can't be used."""
+    folders = [folder for _, folder in find_checkpoints(scan.run, None)]
+    newest = next(folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder))
+    if newest not in [one.path for one in scan.usable]:
+        name = display_name(newest)
+        reasons = [one for one in scan.skipped if one.where == name or one.where.startswith(f"{name}/")]
+        fix = "wait if it is just being saved; otherwise mend or remove it, and run this again"
+        what = "the newest checkpoint can't be used, so nothing older is touched"
+        raise SourceError([Problem(name, what, fix), *reasons])
+    return newest

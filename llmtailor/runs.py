@@ -1,0 +1,192 @@
+"""From a run's folder to a recipe: which checkpoints can be used, and what each part should come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtailor.compose import dissect_checkpoint
+from llmtailor.core.anatomy import Anatomy
+from llmtailor.core.index import CheckpointIndex
+from llmtailor.core.run import Assignment, Past, RunCheckpoint
+from llmtailor.errors import Problem, Problems, SourceError, TailorError
+from llmtailor.formats.base import display_name, index_checkpoint
+from llmtailor.formats.partial.manifest import FOLDER, read_manifest
+from llmtailor.formats.run_folder import list_checkpoints
+from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.history.ledger import Ledger
+from llmtailor.plan.checks import differences
+from llmtailor.recipe.flags import assign_flags, numbering, read_flags
+from llmtailor.recipe.strategies import StrategyOptions, assign
+from llmtailor.recipe.write import write_recipe
+
+_PARTIAL = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a run's folder offers up to some step."""
+
+    run: Path
+    usable: tuple[RunCheckpoint, ...]
+    """Oldest first; all of one model and one layout, that of the newest."""
+    skipped: tuple[Problem, ...]
+    """Why the others can't be used."""
+    anatomy: Anatomy
+    indexes: Mapping[Path, CheckpointIndex]
+    """Of the usable ones, by folder"""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateLog:
+    """LLMTailor's log of which parts were saved at which step, and what it is to be held against."""
+
+    text: str
+    name: str
+    base: Path | None = None
+    """The checkpoint that holds every part, for parts that the log does not name."""
+    total_layers: int | None = None
+
+
+def scan_run(
+    run: Path,
+    at: int | None = None,
+    also: Path | None = None,
+    *,
+    only_newest: bool = False,
+    every_attempt: bool = False,
+) -> Scan:
+    """Index the checkpoints of a run's folder, full and partial, up to step ``at``; and ``also``, if it lies elsewhere.
+
+    Incomplete or damaged checkpoints, those of another model or layout than the newest good one, and partial ones of
+    another attempt (unless ``every_attempt``) are skipped with the reason. With ``only_newest`` the scan ends, going
+    backwards, where every part has a holder. Raises SourceError if nothing is left.
+    """
+    folders = find_checkpoints(run, at)
+    if also is not None and also not in [folder for _, folder in folders]:
+        folders.append((-1, also))
+    skipped: list[Problem] = []
+    good: list[tuple[RunCheckpoint, CheckpointIndex]] = []
+    anatomy: Anatomy | None = None
+    past: Past | None = None
+    lacking: set[str] = set()
+    for number, folder in folders:
+        if only_newest and anatomy is not None and not lacking:
+            break
+        try:
+            index = index_checkpoint(folder)
+            mine = past_of(index)
+        except TailorError as error:
+            skipped += error.problems
+            continue
+        reason = why_not(number, index, good[0][1] if good else None)
+        if reason is None and not every_attempt and past and mine and not past.includes(mine):
+            reason = Problem(index.name, "it is of another attempt than the newest checkpoint, which resumed before it")
+        if reason is not None:
+            skipped.append(reason)
+            continue
+        if anatomy is None:
+            anatomy = dissect_checkpoint(index)
+            lacking = set(anatomy.parts)
+        past = past or mine
+        checkpoint = describe_checkpoint(index, anatomy)
+        lacking = {part for part in lacking if not checkpoint.holds(part)}
+        good.append((checkpoint, index))
+    if anatomy is None:
+        raise _nothing_usable(run, at, skipped)
+    good.sort(key=lambda pair: pair[0].step)
+    usable = tuple(checkpoint for checkpoint, _ in good)
+    return Scan(run, usable, tuple(skipped), anatomy, {index.root: index for _, index in good})
+
+
+def past_of(index: CheckpointIndex) -> Past | None:
+    """Return the past that a partial checkpoint tells of; None for a full one. Raises SourceError."""
+    if not index.is_partial:
+        return None
+    ledger = Ledger.from_json(read_manifest(index.root, index.name).ledger, index.name)
+    return Past(index.global_step, ledger.lineage, ledger.history)
+
+
+def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoint:
+    """Say what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
+    absent = {anatomy.part_of[state.param] for state, held in index.held.items() if not held.is_here}
+    parts = frozenset(anatomy.parts) - absent if absent else None
+    return RunCheckpoint(index.root, index.global_step, parts, TRAINER_STATE in index.files, past_of(index))
+
+
+def recipe_for_run(run: Path, at: int | None, how: StrategyOptions | UpdateLog, folder: Path | None) -> str:
+    """Return the text of a recipe for a run's folder, by a strategy or by LLMTailor's update log.
+
+    Nothing later than step ``at`` is used. Paths in it are relative to ``folder`` where that is close by.
+    Raises RecipeError or SourceError with every problem found.
+    """
+    run = Path(run).absolute()
+    if isinstance(how, StrategyOptions):
+        scan = scan_run(run, at, only_newest=how.strategy == "latest")
+        assignment, numbers = assign(scan.usable, scan.anatomy, how), None
+    else:
+        problems = Problems()
+        lines = None
+        try:
+            lines = read_flags(how.text, how.name)
+        except TailorError as error:
+            problems.add(error)
+        base = how.base.absolute() if how.base else None
+        scan = scan_run(run, at, also=base)
+        found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
+        if base is not None and found is None:
+            reason = [problem for problem in scan.skipped if problem.where.startswith(display_name(base))]
+            fix = "name another base, or mend it"
+            problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
+        problems.raise_if_any()
+        assert lines is not None
+        step = at if at is not None else scan.usable[-1].step
+        assignment = assign_flags(lines, step, found, scan.usable, scan.anatomy, how.total_layers, how.name)
+        numbers = numbering(scan.anatomy)
+    return write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment), numbers)
+
+
+def find_checkpoints(run: Path, at: int | None) -> list[tuple[int, Path]]:
+    """Return the run's checkpoints, full and partial, with their steps, newest first; of one step the full one first.
+
+    Raises SourceError if there is none at or before step ``at``.
+    """
+    found = [(step, False, path) for step, path in list_checkpoints(run).items()]
+    partial = run / FOLDER
+    found += [
+        (int(match[1]), True, path)
+        for path in (partial.iterdir() if partial.is_dir() else ())
+        if (match := _PARTIAL.fullmatch(path.name)) and path.is_dir()
+    ]
+    if not found:
+        fix = "name the folder that holds checkpoint-N, or partial/"
+        raise SourceError.at(display_name(run), "there is no checkpoint-N in this folder", fix)
+    found.sort(key=lambda one: (-one[0], one[1]))
+    wanted = [(number, path) for number, _, path in found if at is None or number <= at]
+    if not wanted:
+        what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
+        raise SourceError.at(display_name(run), what, "give a later step")
+    return wanted
+
+
+def why_not(number: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:
+    """Say why a checkpoint is no source beside the newest good one, or None; ``number`` is the step in its name."""
+    if number >= 0 and number != index.global_step:
+        what = f"the folder says step {number}, its content is of step {index.global_step}"
+        return Problem(index.name, what, "rename the folder, or name it in a recipe by hand")
+    unlike = differences(index, newest) if newest else []
+    return unlike[0] if unlike else None
+
+
+def _nothing_usable(run: Path, at: int | None, skipped: Sequence[Problem]) -> SourceError:
+    until = f" at or before step {at}" if at is not None else ""
+    head = Problem(display_name(run), f"no checkpoint{until} can be used", "mend one of those named here")
+    return SourceError([head, *skipped])
+
+
+def _header(scan: Scan, assignment: Assignment) -> list[str]:
+    steps = ", ".join(f"{one.step}{' (partial)' if one.parts is not None else ''}" for one in scan.usable)
+    lines = [f"{assignment.title}, from {display_name(scan.run)}", f"usable checkpoints: {steps}"]
+    return lines + [f"skipped: {problem.where}: {problem.what}" for problem in scan.skipped]

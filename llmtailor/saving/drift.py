@@ -1,0 +1,61 @@
+"""How far each part has moved since it was last saved, from a sample of the masters.
+
+Every `STRIDE`-th element of each rank's fragment is kept in fp32: 1/16 byte per param. Small fragments are kept whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.training import Fragment
+
+STRIDE = 64
+WHOLE = 4096
+"""Fragments with up to so many elements are kept whole: few elements make a poor sample."""
+
+
+class Drift:
+    """Remembers samples of what was saved, on the device of the masters."""
+
+    def __init__(self, part_of: Mapping[str, str], ranks: Ranks) -> None:
+        self.part_of = part_of
+        self.ranks = ranks
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+
+    def remember(self, masters: Iterable[Fragment], parts: Iterable[str]) -> None:
+        """Take the masters of these parts as saved."""
+        wanted = set(parts)
+        for one in masters:
+            if self.part_of[one.param] in wanted:
+                self._kept[one.param, one.begin] = _sample(one.tensor).float().clone()
+
+    def measure(self, masters: Iterable[Fragment]) -> dict[str, float]:
+        """Return |w - saved| / |saved| of every part that was remembered, the same on all ranks."""
+        mine: dict[str, tuple[float, float]] = {}
+        for part, moved, size in self._squares(masters):
+            before = mine.get(part, (0.0, 0.0))
+            mine[part] = (before[0] + moved, before[1] + size)
+        told = self.ranks.gather(mine)
+        drift = {}
+        for part in sorted({part for sums in told for part in sums}):
+            sums = [one.get(part, (0.0, 0.0)) for one in told]
+            moved, size = math.fsum(one[0] for one in sums), math.fsum(one[1] for one in sums)
+            drift[part] = math.sqrt(moved / size) if size else math.inf if moved else 0.0
+        return drift
+
+    def _squares(self, masters: Iterable[Fragment]) -> Iterator[tuple[str, float, float]]:
+        for one in masters:
+            kept = self._kept.get((one.param, one.begin))
+            if kept is not None:
+                sample = _sample(one.tensor).float()
+                weight = one.tensor.numel() / max(1, kept.numel())  # a sampled element stands for so many
+                moved, size = (sample - kept).square().sum().item(), kept.square().sum().item()
+                yield self.part_of[one.param], moved * weight, size * weight
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.numel() <= WHOLE else tensor[::STRIDE]

@@ -1,0 +1,69 @@
+"""What the model's own ``save_pretrained`` would call the weights, asked of transformers itself.
+
+transformers 5 holds some models otherwise in memory than on disk: names differ, and experts are fused. The conversion
+back is run on tensors without data, whose storage and offset tell which elements of which param they are. Where
+it copies (gate and up projections of experts), the table of known families decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from llmtailor.core.index import Param, SavedAs
+from llmtailor.formats.disk_names import naming_of, on_disk
+from llmtailor.formats.partial.manifest import ParamFact
+
+logger = logging.getLogger("llmtailor.saving")
+
+
+def saved_names(model: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[SavedAs, ...]] | None:
+    """Return what each param is saved as, or None if that can't be told: then a composite has no weight files.
+
+    A model that is not of transformers is saved as it is.
+    """
+    as_is: dict[str, tuple[SavedAs, ...]] = {name: (SavedAs(name, fact.shape),) for name, fact in params.items()}
+    if not hasattr(model, "save_pretrained"):
+        return as_is
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5 nothing was converted
+        return as_is
+    empty = {name: torch.empty(fact.shape, device="meta") for name, fact in params.items()}
+    try:
+        with torch.no_grad():
+            converted = revert_weight_conversion(model, dict(empty))
+    except Exception as error:  # whatever a model's conversion trips over
+        logger.warning("what %s calls its weights on disk can't be told (%s)", type(model).__name__, error)
+        return None
+    made = {name: tuple(tensor.shape) for name, tensor in converted.items()}
+    for found in (_trace(empty, converted), _known(model, params)):
+        if found is not None and {one.name: one.shape for ones in found.values() for one in ones} == made:
+            return found
+    return None
+
+
+def _known(model: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[SavedAs, ...]] | None:
+    naming = naming_of(getattr(model.config, "model_type", None))
+    if naming is None:
+        return None
+    return {name: tuple(on_disk(Param(name, fact.shape, fact.role), naming)) for name, fact in params.items()}
+
+
+def _trace(
+    empty: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[SavedAs, ...]] | None:
+    owner = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    traced: dict[str, list[SavedAs]] = {name: [] for name in empty}
+    for saved, tensor in converted.items():
+        name = owner.get(tensor.untyped_storage()._cdata)
+        if name is None or not tensor.is_contiguous():
+            return None
+        traced[name].append(SavedAs(saved, tuple(tensor.shape), int(tensor.storage_offset())))
+    whole = all(
+        sum(torch.Size(one.shape).numel() for one in pieces) == empty[name].numel() for name, pieces in traced.items()
+    )
+    return {name: tuple(pieces) for name, pieces in traced.items()} if whole else None

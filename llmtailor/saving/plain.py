@@ -1,0 +1,182 @@
+"""A training without DeepSpeed: one process, or DDP, where every rank holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from llmtailor.core.states import MASTER
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.formats.partial.manifest import ParamFact, frozen_name
+from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER
+from llmtailor.formats.trainer import SCALER
+from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.training import Fragment, Left, describe, dominant, persistent_buffers, tied_names
+
+_WHERE = "the optimizer"
+_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_FREEZE = "freeze it (requires_grad_(False)) and leave it out of the optimizer, or use AdamW"
+_FIX = "use AdamW or another optimizer with an element of state for each of the params'"
+
+
+class PlainTraining:
+    """Implements `saving.training.Training`. Raises UnsupportedCheckpoint for an optimizer it can't save."""
+
+    stage = 0
+    tag = "plain"
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
+        self.model = unwrap(model)
+        self.optimizer = innermost(optimizer)
+        self.scaler = scaler
+        self.ranks = Ranks.here()
+        self.params: Mapping[str, ParamFact] = {}
+        self._groups: list[list[str]] = []
+        self.look_again()
+        self.tied: Mapping[str, str] = tied_names(self.model)
+        self.precision = dominant([param.dtype for param in self.model.parameters()])
+        self._num_steps = 0
+        self.optimizer.register_step_post_hook(self._count)
+
+    def look_again(self) -> bool:
+        names = {param: name for name, param in self.model.named_parameters()}
+        groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
+        known = [[name for name in group if name is not None] for group in groups]
+        if known != groups:
+            raise UnsupportedCheckpoint.at(_WHERE, "it has params that are not the model's", "give it the model's own")
+        has_changed, self._groups = known != self._groups, known
+        if has_changed:
+            self.params = describe(self.model, {name for group in known for name in group})
+        return has_changed
+
+    def has_stepped(self) -> bool:
+        return self._num_steps > 0
+
+    def has_state(self) -> bool:
+        names = [name for group in self._groups for name in group]
+        if not any(self._saved(name) for name in names):
+            return False
+        for name in names:
+            self._state_of(name)
+        return True
+
+    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+        mine = share_out({name: self._live(name).numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
+        for name in params:
+            if name in mine:
+                yield Fragment(name, MASTER, 0, self._live(name).detach().reshape(-1))
+                for kind, value in self._state_of(name).items():
+                    if kind != "step":
+                        yield Fragment(name, kind, 0, value.reshape(-1))
+
+    def masters(self) -> Iterator[Fragment]:
+        trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
+        mine = share_out({name: self._live(name).numel() for name in trained}, self.ranks.world_size)[self.ranks.rank]
+        yield from (
+            Fragment(name, MASTER, 0, self._live(name).detach().reshape(-1)) for name in trained if name in mine
+        )
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return persistent_buffers(self.model) if self.ranks.is_first else {}
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        if not self.ranks.is_first:
+            return {}
+        return {name: self._live(name) for name, fact in self.params.items() if fact.role == "frozen"}
+
+    def frozen_file(self) -> str:
+        return frozen_name(0, 1)
+
+    def trees(self) -> Mapping[str, Any]:
+        if not self.ranks.is_first:
+            return {}
+        trees: dict[str, Any] = {OPTIMIZER: self._optimizer_tree()}
+        if self.scaler is not None:
+            trees[SCALER] = self.scaler.state_dict()
+        return trees
+
+    def shards(self) -> Mapping[str, Any]:
+        return {}
+
+    def _count(self, *_: Any) -> None:
+        self._num_steps += 1
+
+    def _live(self, name: str) -> torch.nn.Parameter:
+        return self.model.get_parameter(name)
+
+    def _saved(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state.get(self._live(name)) or {}
+        return found
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        """Return the state of a param, ``step`` included.
+
+        A param that has had no gradient yet has none. Adam would begin with zeros, which is the same as having them.
+        """
+        state, param = self._saved(name), self._live(name)
+        if not state:
+            names = (other for group in self._groups for other in group)
+            like = next(found for other in names if (found := self._saved(other)))
+            if not like.keys() <= _ADAM:
+                raise UnsupportedCheckpoint.at(_WHERE, f"it keeps no state of {name}: it had no gradient yet", _FREEZE)
+            return {
+                kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
+                if kind == "step"
+                else torch.zeros_like(param)
+                for kind, value in like.items()
+            }
+        for kind, value in state.items():
+            if kind != "step" and (not isinstance(value, torch.Tensor) or value.shape != param.shape):
+                raise UnsupportedCheckpoint.at(_WHERE, f"its state {kind} of {name} is not of the param's shape", _FIX)
+        if state.keys() <= {"step"} or "step" not in state:
+            raise UnsupportedCheckpoint.at(_WHERE, f"it keeps no moments and step of {name}", _FIX)
+        return state
+
+    def _optimizer_tree(self) -> dict[str, Any]:
+        groups = self.optimizer.state_dict()["param_groups"]
+        names = [name for group in self._groups for name in group] if self.has_state() else []
+        numbers = [number for group in groups for number in group["params"]]
+        states = {number: self._state_of(name) for number, name in zip(numbers, names, strict=False)}
+        return {
+            "state": {
+                number: {
+                    kind: value if kind == "step" else Left(value.dtype, tuple(value.shape))
+                    for kind, value in state.items()
+                }
+                for number, state in states.items()
+            },
+            "param_groups": [
+                {**group, NAME_KEYS[0]: list(names)} for group, names in zip(groups, self._groups, strict=True)
+            ],
+        }
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's model inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Return torch's optimizer inside accelerate's, which is a torch optimizer, too."""
+    while hasattr(optimizer, "accelerator_state"):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
+def share_out(numels: Mapping[str, int], world_size: int) -> list[set[str]]:
+    """Share params out over the ranks, evenly by size; the same on every rank."""
+    shares: list[set[str]] = [set() for _ in range(world_size)]
+    loads = [0] * world_size
+    for name in sorted(numels, key=lambda name: (-numels[name], name)):
+        rank = loads.index(min(loads))
+        shares[rank].add(name)
+        loads[rank] += numels[name]
+    return shares

@@ -1,0 +1,160 @@
+"""What a training holds at a save, whatever trains it: the seam between the saver and DeepSpeed or plain torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.formats.partial.manifest import ParamFact
+from llmtailor.saving.bundle import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements of a state that this rank has: a one-dimensional view of a live tensor, without padding."""
+
+    param: str
+    kind: str
+    begin: int
+    """The first of them, counted in the flattened param."""
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor in a tree that is saved as a tensor of the named file: buffers and frozen params."""
+
+    file: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A tensor in a tree that is not saved there: its elements are in fragments, or follow from them."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Training(Protocol):
+    """A live training, between two optimizer steps."""
+
+    model: torch.nn.Module
+    """The user's, unwrapped"""
+    stage: int
+    """ZeRO stage, or 0 without DeepSpeed"""
+    precision: torch.dtype
+    """Of the weights in the forward pass"""
+    params: Mapping[str, ParamFact]
+    """Params and persistent buffers, in the order of the model"""
+    tied: Mapping[str, str]
+
+    @property
+    def tag(self) -> str:
+        """DeepSpeed's name for the checkpoint of this step."""
+        ...
+
+    def look_again(self) -> bool:
+        """Whether other params are trained than at the last look; ``params`` then says which."""
+        ...
+
+    def has_state(self) -> bool:
+        """Whether there are moments to save. Raises UnsupportedCheckpoint if they are not elementwise."""
+        ...
+
+    def has_stepped(self) -> bool:
+        """Whether the optimizer has made a step since this object exists."""
+        ...
+
+    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+        """Yield what this rank saves of these params. Without DeepSpeed ranks share them out."""
+        ...
+
+    def masters(self) -> Iterator[Fragment]:
+        """Yield this rank's fragments of all masters; each element is on one rank."""
+        ...
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the persistent buffers that this rank saves."""
+        ...
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        """Return the frozen params, or this rank's slices of them, that this rank saves."""
+        ...
+
+    def frozen_file(self) -> str:
+        """Return the name of the file that `frozen` goes to."""
+        ...
+
+    def trees(self) -> Mapping[str, Any]:
+        """Return the object trees of the stock files that this rank would write, tensors replaced where big."""
+        ...
+
+    def shards(self) -> Mapping[str, Any]:
+        """Return the stock names of the shard files of all ranks; see `formats.partial.manifest.Manifest`."""
+        ...
+
+
+def rng_tree() -> dict[str, Any]:
+    """Return this process's random number states, as the Trainer saves them in ``rng_state.pth``."""
+    tree: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        tree["cuda"] = torch.cuda.random.get_rng_state_all() if distributed else torch.cuda.random.get_rng_state()
+    return tree
+
+
+def describe(model: torch.nn.Module, trained: Collection[str]) -> dict[str, ParamFact]:
+    """Describe the params and persistent buffers of a model; under ZeRO-3 with the shapes before partitioning.
+
+    Raises UnsupportedCheckpoint for a dtype that safetensors files don't have.
+    """
+    facts = {}
+    for name, param in model.named_parameters():
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        facts[name] = ParamFact(shape, "trainable" if name in trained else "frozen", _dtype_name(name, param))
+    for name, buffer in persistent_buffers(model).items():
+        facts[name] = ParamFact(tuple(buffer.shape), "buffer", _dtype_name(name, buffer))
+    return facts
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedCheckpoint.at(name, f"its dtype is {tensor.dtype}, which can't be saved", "take a usual one")
+    return DTYPES[tensor.dtype]
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return further names of params, and the names they are stored under."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        stored = first.setdefault(id(param), name)
+        if stored != name:
+            tied[name] = stored
+    return tied
+
+
+def dominant(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the most frequent of the dtypes that weights are trained in."""
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    return max(known, key=dtypes.count)

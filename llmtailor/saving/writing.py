@@ -1,0 +1,206 @@
+"""What one rank writes at a save: its bundle, and its frozen params once by content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtailor import __version__
+from llmtailor.core.states import BUFFER
+from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
+from llmtailor.formats.partial.encoding import encode, placeholder, stored
+from llmtailor.formats.partial.manifest import (
+    MANIFEST,
+    SCHEMA_BUNDLE,
+    TREE,
+    BundleFact,
+    Manifest,
+    bundle_name,
+    manifest_json,
+    read_manifest,
+)
+from llmtailor.formats.safetensors_files import read_header
+from llmtailor.history.ledger import Ledger
+from llmtailor.io.checksums import crc32
+from llmtailor.io.files import replace_durably
+from llmtailor.saving.bundle import DTYPES, Entry, bytes_of, write_bundle
+from llmtailor.saving.model import TrainedModel
+from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.training import Kept, Left, Training
+from llmtailor.store import link_or_copy, sync
+
+_SAMPLES = 1 << 20
+"""Bytes of each frozen param that tell whether it has changed since it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveId:
+    """Which save a file belongs to."""
+
+    save_id: str
+    step: int
+
+
+def write_rank(
+    folder: Path, save: SaveId, training: Training, params: Collection[str], trees: Mapping[str, Any], ranks: Ranks
+) -> BundleFact:
+    """Write this rank's bundle: its fragments of ``params``, its buffers, and object trees of stock files by path.
+
+    Raises OSError, or UnsupportedCheckpoint for an object in a tree that a checkpoint may not hold.
+    """
+    path = folder / bundle_name(ranks.rank, ranks.world_size)
+    entries, begin = [], {}
+    for one in training.fragments(params):
+        entries.append(Entry(f"{one.kind}/{one.param}", one.tensor))
+        begin[one.param] = one.begin
+    entries += [Entry(f"{BUFFER}/{name}", tensor) for name, tensor in training.buffers().items()]
+    metadata = {
+        "schema": SCHEMA_BUNDLE,
+        "save_id": save.save_id,
+        "step": str(save.step),
+        "rank": str(ranks.rank),
+        "world_size": str(ranks.world_size),
+        "begin": _json(begin),
+    }
+    for stock, tree in trees.items():
+        metadata[TREE + stock] = _json(_encode(tree, _Special(path.name, entries), stock))
+    entries.sort(key=lambda entry: -entry.tensor.element_size())
+    return write_bundle(path, entries, metadata)
+
+
+def check_trees(trees: Mapping[str, Any]) -> None:
+    """Raise UnsupportedCheckpoint for object trees that `write_rank` would not write."""
+    for stock, tree in trees.items():
+        _encode(tree, _Special("", []), stock)
+
+
+def write_frozen(folder: Path, training: Training, before: Path | None) -> BundleFact | None:
+    """Write this rank's frozen params, or link the file of the save before if they are the same.
+
+    Whether they are is told by a sample of each: what training changes, it changes all over. Raises OSError.
+    """
+    frozen = training.frozen()
+    if not frozen:
+        return None
+    path = folder / training.frozen_file()
+    fingerprint = _fingerprint(frozen)
+    if before is not None and (fact := _known(before, path.name, fingerprint)) is not None:
+        link_or_copy(before / path.name, path)
+        return fact
+    entries = sorted(
+        (Entry(name, tensor) for name, tensor in frozen.items()), key=lambda one: -one.tensor.element_size()
+    )
+    return write_bundle(path, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint})
+
+
+def publish(
+    folder: Path,
+    save: SaveId,
+    training: Training,
+    model: TrainedModel,
+    policy: Mapping[str, Any],
+    chosen: Mapping[str, str],
+    facts: Sequence[BundleFact],
+    ledger: Ledger,
+    world_size: int,
+) -> None:
+    """Make all files of a folder durable, then let the checkpoint exist by writing its manifest.
+
+    Raises OSError, or StorageError for a rank's file that is not here as it was written.
+    """
+    for fact in facts:
+        path = folder / fact.path
+        if not path.is_file() or path.stat().st_size != fact.num_bytes:
+            fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
+            raise StorageError.at(path, "the file is not what its rank wrote", fix)
+    manifest = Manifest(
+        step=save.step,
+        save_id=save.save_id,
+        stage=training.stage,
+        world_size=world_size,
+        precision=DTYPES[training.precision],
+        tag=training.tag,
+        parts=chosen,
+        params=training.params,
+        tied=training.tied,
+        saved_as=model.saved_as,
+        bundles=tuple(facts),
+        shards=training.shards(),
+        ledger=ledger.to_json(),
+    )
+    content = manifest_json(
+        manifest,
+        policy=policy,
+        params_of=model.params_of,
+        num_bytes=model.num_bytes,
+        tool_version=__version__,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    for path in folder.iterdir():
+        sync(path)
+    sync(folder)
+    replace_durably(folder / MANIFEST, content)
+    sync(folder)
+    sync(folder.parent)
+
+
+class _Special:
+    """Writes the tensors of a tree as entries of the bundle, or as references to where they are."""
+
+    def __init__(self, file: str, entries: list[Entry]) -> None:
+        self.file = file
+        self.entries = entries
+
+    def __call__(self, value: Any) -> dict[str, Any] | None:
+        if isinstance(value, torch.Tensor):
+            key = f"tree/{len(self.entries)}"
+            self.entries.append(Entry(key, value.detach()))
+            return stored(self.file, key)
+        if isinstance(value, Kept):
+            return stored(value.file, value.key)
+        if isinstance(value, Left):
+            return placeholder(DTYPES[value.dtype], value.shape)
+        if isinstance(value, torch.Size):
+            size = {"$": "global", "module": "torch", "name": "Size"}
+            args = [{"$": "tuple", "items": list(value)}]
+            return {"$": "call", "func": size, "args": args, "new": False, "appends": [], "items": []}
+        return None
+
+
+def _encode(tree: Any, special: _Special, stock: str) -> Any:
+    try:
+        return encode(tree, special, stock)
+    except TypeError as error:
+        fix = "keep numbers, texts, lists, mappings and tensors there: a resume would not load anything else either"
+        raise UnsupportedCheckpoint.at("what a checkpoint holds", str(error), fix) from error
+
+
+def _known(before: Path, name: str, fingerprint: str) -> BundleFact | None:
+    """Return the fact of the same file of the save before, if its content is the same."""
+    try:
+        header = read_header(before, name, name)
+        listed = {one.path: one for one in read_manifest(before, name).bundles}
+    except SourceError:
+        return None
+    return listed.get(name) if header.metadata.get("fingerprint") == fingerprint else None
+
+
+def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    crc = 0
+    for name, tensor in sorted(tensors.items()):
+        flat = tensor.detach().reshape(-1)
+        stride = max(1, flat.numel() * flat.element_size() // _SAMPLES)
+        sample = flat[::stride].to("cpu").contiguous()
+        crc = crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), crc)
+        crc = crc32(bytes_of(sample), crc)
+    return f"{crc:08x}"
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))

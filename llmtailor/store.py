@@ -1,0 +1,138 @@
+"""The folder of a run's partial checkpoints: one writer at a time, complete or absent."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtailor.errors import TailorError, TargetError
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, Manifest, folder_name, read_manifest
+
+_STEP = re.compile(r"step-(\d{8,})")
+_LOCK = ".lock"
+ABANDONED = ".abandoned"
+
+
+class Folder:
+    """``<output_dir>/partial``."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = Path(output_dir).absolute() / FOLDER
+        self._lock = -1
+
+    def at(self, step: int) -> Path:
+        return self.path / folder_name(step)
+
+    def lock(self) -> None:
+        """Keep other runs out for as long as this process lives. Raises TargetError if one is in."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock >= 0:
+            return
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, so not of loader workers that outlive it
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(fd)
+                what = "another run is saving partial checkpoints here right now"
+                raise TargetError.at(self.path, what, "give this run an output_dir of its own") from error
+        self._lock = fd  # also where the file system knows no locks
+
+    def unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def complete(self) -> dict[int, Path]:
+        """Return the complete partial checkpoints by step."""
+        return {step: path for step, path in self._all() if is_partial(path)}
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Yield the manifests that can be read."""
+        for path in self.complete().values():
+            try:
+                yield read_manifest(path, path.name)
+            except TailorError:
+                continue
+
+    def begin(self, step: int) -> Path:
+        """Make the empty folder of a new save. One that an abandoned attempt left at this step moves aside."""
+        path = self.at(step)
+        if path.exists():
+            if is_partial(path):
+                _move_aside(path)
+            else:
+                shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def abandon_after(self, step: int) -> list[str]:
+        """Move all partial checkpoints of later steps aside, where nothing looks for them; return their names."""
+        later = [path for number, path in self.complete().items() if number > step]
+        for path in later:
+            _move_aside(path)
+        return [path.name for path in later]
+
+    def remove_abandoned(self) -> None:
+        for path in self.path.glob(f"step-*{ABANDONED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def sweep(self) -> list[str]:
+        """Remove what unfinished saves left behind; return their names."""
+        names = []
+        for _, path in list(self._all()):
+            if not is_partial(path):
+                shutil.rmtree(path, ignore_errors=True)
+                names.append(path.name)
+        return names
+
+    def remove(self, step: int) -> None:
+        """Remove a partial checkpoint: first its manifest, so that it is never there by half."""
+        path = self.at(step)
+        (path / MANIFEST).unlink(missing_ok=True)
+        sync(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _all(self) -> Iterator[tuple[int, Path]]:
+        if self.path.is_dir():
+            for path in sorted(self.path.iterdir()):
+                if (match := _STEP.fullmatch(path.name)) and path.is_dir():
+                    yield int(match[1]), path
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``, or a copy where links are not possible. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
+            raise
+        shutil.copyfile(source, target)
+        sync(target)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _move_aside(path: Path) -> None:
+    path.rename(_unused(path.with_name(path.name + ABANDONED)))
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

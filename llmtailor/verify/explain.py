@@ -1,0 +1,64 @@
+"""A verdict in words and as JSON data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmtailor.core.findings import ERROR, NOTE, SEVERITIES, WARNING
+from llmtailor.core.verdict import SCHEMA_LATEST, SCHEMA_VERIFY, Verdict
+from llmtailor.verify.latest import Latest
+
+_PLURAL = {ERROR: "errors", WARNING: "warnings", NOTE: "notes"}
+
+
+def to_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as JSON data; the keys are stable within a schema version."""
+    index = verdict.index
+    return {
+        "schema": SCHEMA_VERIFY,
+        "name": verdict.name,
+        "verdict": verdict.level,
+        "resumable": verdict.is_resumable,
+        "deep": verdict.is_deep,
+        "format": index.format if index else None,
+        "world_size": index.world_size if index else None,
+        "global_step": index.global_step if index else None,
+        "findings": [finding.to_json() for finding in verdict.findings],
+        "damaged_files": [{"path": path, "what": list(what)} for path, what in sorted(verdict.damage.files.items())],
+        "damaged_states": [
+            {"param": state.param, "kind": state.kind, "elements": [list(run) for run in runs]}
+            for state, runs in sorted(verdict.damage.states.items())
+        ],
+    }
+
+
+def latest_to_json(latest: Latest) -> dict[str, Any]:
+    """Return the outcome of a search as JSON data; the keys are stable within a schema version."""
+    return {
+        "schema": SCHEMA_LATEST,
+        "path": None if latest.path is None else str(latest.path),
+        "verdict": to_json(latest.verdict) if latest.verdict else None,
+        "passed_over": [to_json(verdict) for verdict in latest.passed_over],
+    }
+
+
+def to_text(verdict: Verdict, verbose: bool) -> str:
+    """Return the verdict in one line, then the findings, the severe ones first; ``verbose`` adds what is damaged."""
+    counts = ", ".join(
+        f"{len(found)} {severity if len(found) == 1 else _PLURAL[severity]}"
+        for severity in SEVERITIES
+        if (found := verdict.of_severity(severity))
+    )
+    lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
+    if verdict.index is not None:
+        index = verdict.index
+        read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
+        lines.append(f"{index.format}, step {index.global_step}, for {index.world_size} ranks; {read}")
+    lines += [f"{finding.severity}: {finding}" for finding in verdict.findings]
+    if verbose:
+        lines += [f"damaged file: {path}" for path in sorted(verdict.damage.files)]
+        lines += [
+            f"damaged state: {state.kind} of {state.param}, elements {', '.join(f'{a}-{b - 1}' for a, b in runs)}"
+            for state, runs in sorted(verdict.damage.states.items())
+        ]
+    return "\n".join(lines)

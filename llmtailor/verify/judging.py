@@ -1,0 +1,91 @@
+"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.core.index import CheckpointIndex, Survey
+from llmtailor.core.verdict import Damage, Verdict, by_severity
+from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.formats.base import display_name, survey_checkpoint
+from llmtailor.formats.manifest import ManifestFacts, read_manifest
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.plain.indexing import is_plain
+from llmtailor.formats.trainer import CONFIG, MANIFEST, is_weight_file
+from llmtailor.verify.beside import check_files_beside
+from llmtailor.verify.blemishes import join, lost_elements
+from llmtailor.verify.composite import check_manifest
+from llmtailor.verify.structure import check_index
+
+
+def verify_checkpoint(
+    path: Path,
+    deep: bool = False,
+    observe: Callable[[int], None] = lambda num_bytes: None,
+    name: str | None = None,
+) -> Verdict:
+    """Say whether a stock resume will take a checkpoint for what it claims to be, and what is damaged in it.
+
+    Headers and pickles are read, which takes seconds for any size. With ``deep`` so is every tensor, in parallel;
+    ``observe`` is then told how many bytes were read, from several threads. Messages call the checkpoint ``name``.
+    Raises UnsupportedCheckpoint for a kind that can't be judged, SourceError for a folder that is no checkpoint, and
+    Interrupted on Ctrl-C.
+    """
+    root, name = Path(path), name or display_name(Path(path))
+    survey = survey_checkpoint(root, name)
+    _refuse_unsupported(survey)
+    findings = [
+        Finding(problem.where, problem.what, problem.fix, _severity(problem.where.removeprefix(f"{name}/"), root))
+        for error in survey.problems.errors
+        for problem in error.problems
+    ]
+    index, states = survey.index, {}
+    values: list[Finding] = []
+    if index is not None:
+        manifest = _manifest_of(index, findings)
+        findings += [*index.findings, *check_index(index), *check_files_beside(index)]
+        findings += check_manifest(index, manifest) if manifest else ()
+        if deep:
+            from llmtailor.verify.deep import read_everything  # numpy takes a while
+
+            found = read_everything(index, survey.unreadable, manifest, observe)
+            findings, values, states = [*findings, *found.findings], [*found.values], found.states
+        else:
+            states = join(lost_elements(index, survey.unreadable))
+    damage = Damage(_damaged_files(findings, root, name), states)
+    return Verdict(name, deep, by_severity([*findings, *values]), damage, index)
+
+
+def _refuse_unsupported(survey: Survey) -> None:
+    """Raise if nothing is wrong but the kind of checkpoint: it may well be resumable."""
+    errors = survey.problems.errors
+    if errors and survey.index is None and all(isinstance(error, UnsupportedCheckpoint) for error in errors):
+        survey.problems.raise_if_any()
+
+
+def _severity(path: str, root: Path) -> str:
+    """What a resume does not read can't keep it from working; without DeepSpeed it reads weights and config.json."""
+    if is_partial(root):
+        return ERROR
+    if path == MANIFEST or (not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
+        return WARNING
+    return ERROR
+
+
+def _manifest_of(index: CheckpointIndex, findings: list[Finding]) -> ManifestFacts | None:
+    try:
+        return read_manifest(index.root, index.name)
+    except SourceError as error:
+        findings += [Finding(problem.where, problem.what, problem.fix, WARNING) for problem in error.problems]
+        return None
+
+
+def _damaged_files(findings: Iterable[Finding], root: Path, name: str) -> dict[str, tuple[str, ...]]:
+    damaged: dict[str, list[str]] = {}
+    for finding in findings:
+        path = finding.where.removeprefix(f"{name}/")
+        if finding.severity != NOTE and path != finding.where and not (root / path).is_dir():
+            damaged.setdefault(path, []).append(finding.what)
+    return {path: tuple(dict.fromkeys(told)) for path, told in damaged.items()}

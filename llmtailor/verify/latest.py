@@ -1,0 +1,52 @@
+"""The service behind ``llmtailor latest``: the newest checkpoint of a run that a stock resume can be trusted with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtailor.core.findings import ERROR, Finding
+from llmtailor.core.verdict import Damage, Verdict
+from llmtailor.errors import SourceError
+from llmtailor.formats.base import display_name
+from llmtailor.formats.run_folder import list_checkpoints
+from llmtailor.verify.judging import verify_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """The outcome of the search, newest first."""
+
+    path: Path | None
+    """The newest resumable checkpoint; None if there is none."""
+    verdict: Verdict | None
+    passed_over: tuple[Verdict, ...]
+    """The verdicts of those that are newer."""
+
+
+def find_latest(
+    run: Path, at: int | None = None, deep: bool = False, observe: Callable[[int], None] = lambda num_bytes: None
+) -> Latest:
+    """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
+
+    See `verify_checkpoint` for ``deep`` and ``observe``. Raises SourceError if there is no such folder, and Interrupted
+    on Ctrl-C.
+    """
+    passed_over: list[Verdict] = []
+    for path, verdict in _verdicts(run, at, deep, observe):
+        if verdict.is_resumable:
+            return Latest(path, verdict, tuple(passed_over))
+        passed_over.append(verdict)
+    return Latest(None, None, tuple(passed_over))
+
+
+def _verdicts(run: Path, at: int | None, deep: bool, observe: Callable[[int], None]) -> Iterator[tuple[Path, Verdict]]:
+    for step, path in sorted(list_checkpoints(run).items(), reverse=True):
+        if at is not None and step > at:
+            continue
+        try:
+            yield path, verify_checkpoint(path, deep, observe)
+        except SourceError as error:  # no checkpoint, or of a kind that can't be judged
+            findings = tuple(Finding(one.where, one.what, one.fix, ERROR) for one in error.problems)
+            yield path, Verdict(display_name(path), deep, findings, Damage(), None)

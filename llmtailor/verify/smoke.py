@@ -1,0 +1,206 @@
+"""``--resume-smoke``: a real resume on CPU ranks, with stock transformers and DeepSpeed, held against the files.
+
+The ranks run in processes of their own (`smoke_worker`); this one imports no framework. They tell checksums of what the
+engine holds after loading, per state, and here the same elements are read from the checkpoint by its index.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llmtailor
+from llmtailor.core.findings import NOTE, Finding
+from llmtailor.core.index import CheckpointIndex
+from llmtailor.core.states import MASTER, State
+from llmtailor.core.verdict import Verdict, by_severity
+from llmtailor.errors import Interrupted, UsageError
+from llmtailor.formats.deepspeed.files import find_shard_files
+from llmtailor.formats.trees import read_tree
+from llmtailor.io.casts import cast
+from llmtailor.io.checksums import crc32
+from llmtailor.verify.blemishes import held_of
+from llmtailor.verify.reading import CHUNK_ELEMENTS, Reader
+from llmtailor.verify.smoke_compare import compare
+
+MAX_RANKS = 8
+TIMEOUT_S = 900
+PROCESS_BYTES = 700 << 20
+"""What a rank takes before it has a model: torch, transformers and DeepSpeed."""
+_TAIL_LINES = 8
+
+
+def try_resume(verdict: Verdict) -> Verdict:
+    """Add to a verdict what a resume for a try brings to light; one that is bad already is not tried.
+
+    Raises what `resume_smoke` raises.
+    """
+    if verdict.index is None or not verdict.is_resumable:
+        what = "no resume was tried: the checkpoint is not resumable as it is"
+        return replace(verdict, findings=by_severity([*verdict.findings, Finding(verdict.name, what, "", NOTE)]))
+    return replace(verdict, findings=by_severity([*verdict.findings, *resume_smoke(verdict.index)]))
+
+
+def resume_smoke(index: CheckpointIndex) -> list[Finding]:
+    """Resume a checkpoint for a try, and return what the engine then holds otherwise than the files say.
+
+    Raises UsageError where that can't be done here: packages or memory are lacking, there are too many ranks, or the
+    model is not one of transformers'. Raises Interrupted on Ctrl-C.
+    """
+    check_possible(index)
+    with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
+        results, log = _run(make_task(index, folder), index.world_size if index.stage else 1, Path(folder))
+    if refusal := next((result["refusal"] for result in results if result["refusal"]), None):
+        raise UsageError.at("--resume-smoke", refusal, "verify without it, or resume with the script that trained")
+    reader = Reader(index.root)
+    try:
+        return compare(index, results, log, lambda *what: _checksum(index, reader, *what))
+    finally:
+        reader.close()
+
+
+def _checksum(index: CheckpointIndex, reader: Reader, state: State, begin: int, end: int, dtype: str) -> int:
+    held, crc = held_of(index, state), 0
+    for low in range(begin, end, CHUNK_ELEMENTS):
+        for fragment in held.place.cover(low, min(low + CHUNK_ELEMENTS, end)):
+            data = bytearray(fragment.extent.num_bytes)
+            reader.read_into(fragment.extent.path, fragment.extent.start, memoryview(data))
+            crc = crc32(memoryview(data) if dtype == held.dtype else cast(data, held.dtype, dtype), crc)
+    return crc
+
+
+def needed_bytes(index: CheckpointIndex) -> int:
+    """Return an estimate of the memory that the ranks take together."""
+    numel = sum(param.numel for param in index.params.values())
+    ranks = index.world_size if index.stage else 1
+    # a rank builds the model in fp32, and has it in the run's precision besides; masters and moments are there once in
+    # the engine, once as loaded
+    return ranks * (PROCESS_BYTES + 6 * numel) + 2 * 12 * numel
+
+
+def check_possible(index: CheckpointIndex) -> None:
+    """Raise UsageError with everything that keeps a resume from being tried here."""
+    wanted = ["torch", "transformers", "accelerate", *(["deepspeed"] if index.stage else [])]
+    if lacking := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        fix = "pip install 'llmtailor[train]', or verify without it"
+        raise UsageError.at("--resume-smoke", f"it needs {', '.join(lacking)}, which is not installed", fix)
+    if index.stage and index.world_size > MAX_RANKS:
+        what = f"the checkpoint is for {index.world_size} ranks, and at most {MAX_RANKS} processes are started"
+        fix = f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, and try OUT"
+        raise UsageError.at("--resume-smoke", what, fix)
+    dtypes = {held.dtype for state, held in index.held.items() if state.kind == MASTER}
+    if index.stage and dtypes != {"F32"}:
+        what = f"the masters are {', '.join(sorted(dtypes))}; only resumes with fp32 masters can be tried"
+        raise UsageError.at("--resume-smoke", what, "verify without it")
+    needed, free = needed_bytes(index), _available_bytes()
+    if free is not None and needed > free:
+        what = (
+            f"it needs about {needed / 1e9:.1f} GB of memory for the ranks together, and {free / 1e9:.1f} GB are free"
+        )
+        raise UsageError.at("--resume-smoke", what, "try it on a larger machine, or verify without it")
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    facts = dict(line.split(":", 1) for line in lines)
+    return int(facts["MemAvailable"].split()[0]) << 10 if "MemAvailable" in facts else None
+
+
+def make_task(index: CheckpointIndex, folder: str) -> dict[str, Any]:
+    """Say what the ranks shall build: the optimizer's groups, and DeepSpeed's settings that decide the layout."""
+    return {
+        "root": str(index.root.absolute()),
+        "folder": folder,
+        "stage": index.stage,
+        "precision": index.precision,
+        "frozen": [param.name for param in index.params.values() if param.role == "frozen"],
+        "groups": [
+            {"params": list(params), "hyper": {key: group.hyper[key] for key in _ADAMW if key in group.hyper}}
+            for group, params in zip(index.groups, index.group_params, strict=True)
+        ],
+        **(_deepspeed_task(index) if index.stage else {}),
+    }
+
+
+_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+
+
+def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
+    settings = index.settings
+    zero: dict[str, Any] = {"stage": index.stage}
+    if index.stage == 3:
+        zero["sub_group_size"] = settings.sub_group_size
+    else:
+        zero |= {"round_robin_gradients": settings.round_robin}
+        zero |= {"parameter_alignment": True} if settings.parameter_alignment else {}  # not known before 0.19.8
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": index.precision == "BF16"},
+        "fp16": {"enabled": index.precision == "F16"},
+    }
+    if settings.fp32_gradients:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    files = find_shard_files(index.root, index.name)
+    tree = read_tree(index.root, files.model[0], f"{index.name}/{files.model[0]}")
+    saved = tree.get("ds_config") or {}
+    if "scheduler" in saved:
+        config["scheduler"] = saved["scheduler"]
+        kind = "deepspeed"
+    else:
+        kind = "trainer" if tree.get("lr_scheduler") is None else "handed to deepspeed"
+    return {"config": config, "scheduler": kind}
+
+
+def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Start the ranks and wait for them; return what they told, by rank, and the end of what they printed."""
+    (folder / "task.json").write_text(json.dumps(task))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if task["stage"] else []
+    worker = ["-m", "llmtailor.verify.smoke_worker", str(folder / "task.json"), str(folder)]
+    command = [sys.executable, *launcher, *worker]
+    log = folder / "log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=folder, env=_environment(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt:
+            raise Interrupted.at("", "interrupted", "run the same command again") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    told = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    return [json.loads(path.read_text()) for path in told], tail
+
+
+def _environment() -> dict[str, str]:
+    """Offline, on the CPU, one thread per rank; and with this package, wherever it is run from."""
+    package = str(Path(llmtailor.__file__).parents[1])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,228 @@
+"""What torchrun starts for ``--resume-smoke``: a rank that resumes with stock classes, and tells what it then has.
+
+``python -m llmtailor.verify.smoke_worker TASK.json FOLDER`` writes ``FOLDER/rank-R.json``. Nothing of this package is
+used to read the checkpoint, so that its reading is put to the test as well. The only module here that imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import transformers
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class Refusal(Exception):
+    """The resume can't be tried with what transformers and config.json offer; says nothing about the checkpoint."""
+
+
+def build_model(task: dict[str, Any]) -> Any:
+    """Build the model from config.json with the class that it names; no code that comes with a checkpoint is run."""
+    config = transformers.AutoConfig.from_pretrained(task["root"], trust_remote_code=False, local_files_only=True)
+    names = getattr(config, "architectures", None) or []
+    kinds: list[Any] = [getattr(transformers, name, None) for name in names]
+    kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
+    if not kinds:
+        raise Refusal(f"this transformers ({transformers.__version__}) has no model class {', '.join(names) or '?'}")
+    model = kinds[0](config)
+    for name, param in model.named_parameters():
+        param.requires_grad = name not in task["frozen"]
+    return model
+
+
+def build_optimizer(model: Any, task: dict[str, Any]) -> torch.optim.Optimizer:
+    """Build AdamW with the param groups of the checkpoint."""
+    params = dict(model.named_parameters())
+    listed = [name for group in task["groups"] for name in group["params"]]
+    trained = {name for name, param in params.items() if param.requires_grad}
+    if trained != set(listed):
+        other = sorted(trained ^ set(listed))
+        what = "the model that transformers builds from config.json has other params than the checkpoint"
+        raise Refusal(f"{what}: {', '.join(other[:3])}{' ...' if len(other) > 3 else ''}")
+    return torch.optim.AdamW(
+        [{"params": [params[name] for name in group["params"]], **group["hyper"]} for group in task["groups"]]
+    )
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def fragment(param: str, kind: str, begin: int, tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "param": param,
+        "kind": kind,
+        "begin": begin,
+        "end": begin + tensor.numel(),
+        "dtype": str(tensor.dtype),
+        "crc": checksum(tensor),
+    }
+
+
+def flat_states(inner: Any, flat: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the flat tensors of one flat id: the masters, and the optimizer's elementwise states."""
+    states = {kind: value for kind, value in inner.state.get(flat, {}).items() if kind != "step"}
+    return {"master": master, **{kind: value for kind, value in states.items() if value.numel() >= master.numel()}}
+
+
+def partitioned(zero: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
+    """ZeRO-3: every param is cut on its own; the sub-groups of the engine say in which order they lie."""
+    for flat_id, params in enumerate(zero.fp16_groups):
+        flat = zero.fp32_partitioned_groups_flat[flat_id]
+        states, at = flat_states(zero.optimizer, flat, flat), 0
+        for param in params:
+            part = param.partition_numel()
+            begin, end = min(rank * part, param.ds_numel), min((rank + 1) * part, param.ds_numel)
+            if begin < end:
+                for kind, tensor in states.items():
+                    yield fragment(names[id(param)], kind, begin, tensor[at : at + end - begin])
+                yield fragment(names[id(param)], "module", begin, param.ds_tensor.view(-1)[: end - begin])
+            at += part
+
+
+def vectors(zero: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
+    """ZeRO-1/2: a group is one vector, cut into equal partitions. BF16_Optimizer has other names for the same."""
+    groups = getattr(zero, "round_robin_bit16_groups", None) or zero.bf16_groups
+    flats = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
+    all_offsets = getattr(zero, "round_robin_bit16_offsets", None)
+    for group, params in enumerate(groups):
+        states = flat_states(zero.optimizer, flats[group], flats[group])
+        low, at = rank * flats[group].numel(), 0
+        for number, param in enumerate(params):
+            offset = all_offsets[group][number] if all_offsets else at
+            begin, end = max(low, offset), min(low + flats[group].numel(), offset + param.numel())
+            if begin < end:
+                for kind, tensor in states.items():
+                    yield fragment(names[id(param)], kind, begin - offset, tensor[begin - low : end - low])
+            at = offset + param.numel()
+
+
+def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
+    """Resume with DeepSpeed's own engine, as the Trainer does."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+
+    get_accelerator().is_fp16_supported = lambda: True  # nothing is computed, so fp16 on a CPU is fine
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
+    model = build_model(task).float()
+    optimizer = build_optimizer(model, task)
+    scheduler = None
+    if task["scheduler"] != "deepspeed":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(task["groups"]))
+    handed = scheduler if task["scheduler"] == "handed to deepspeed" else None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=task["config"], lr_scheduler=handed)
+    deepspeed_load_checkpoint(engine, task["root"])
+    if task["scheduler"] == "trainer":
+        assert scheduler is not None
+        scheduler.load_state_dict(torch.load(Path(task["root"], "scheduler.pt"), weights_only=True))
+    rank, zero = torch.distributed.get_rank(), engine.optimizer
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    is_cut = engine.zero_optimization_stage() == 3
+    fragments = list((partitioned if is_cut else vectors)(zero, names, rank))
+    flats = zero.fp32_partitioned_groups_flat if is_cut else getattr(zero, "single_partition_of_fp32_groups", None)
+    flats = flats or zero.fp32_groups_flat_partition
+    for name, param in engine.module.named_parameters():
+        if is_cut and not param.requires_grad:
+            part = param.partition_numel()
+            begin, end = min(rank * part, param.ds_numel), min((rank + 1) * part, param.ds_numel)
+            fragments += [fragment(name, "frozen", begin, param.ds_tensor.view(-1)[: end - begin])] * (begin < end)
+        elif not is_cut and rank == 0:
+            fragments.append(fragment(name, "module" if param.requires_grad else "frozen", 0, param))
+    return {
+        "fragments": fragments,
+        "steps": [step_of(zero.optimizer, flat) for flat in flats],
+        "groups": group_facts(zero.optimizer),
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "scheduler": try_step(scheduler or engine.lr_scheduler),
+    }
+
+
+def resume_trainer(task: dict[str, Any]) -> dict[str, Any]:
+    """Resume as the Trainer does without DeepSpeed: by its own methods, for they are what silently skips things."""
+    model = build_model(task).to(_DTYPES[task["precision"]])
+    optimizer = build_optimizer(model, task)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(task["groups"]))
+    with_cpu = transformers.TrainingArguments(output_dir=task["folder"], use_cpu=True, report_to=[], disable_tqdm=True)
+    trainer = transformers.Trainer(model=model, args=with_cpu, optimizers=(optimizer, scheduler))
+    trainer._load_from_checkpoint(task["root"])
+    trainer._load_optimizer_and_scheduler(task["root"])
+    fragments, steps = [], []
+    for name, param in model.named_parameters():
+        fragments.append(fragment(name, "master" if param.requires_grad else "frozen", 0, param))
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for kind, value in optimizer.state.get(param, {}).items():
+                if kind != "step":
+                    fragments.append(fragment(names[id(param)], kind, 0, value))
+            steps.append(step_of(optimizer, param))
+    return {
+        "fragments": fragments,
+        "steps": steps,
+        "groups": group_facts(optimizer),
+        "global_steps": None,
+        "skipped_steps": None,
+        "scheduler": try_step(scheduler),
+    }
+
+
+def step_of(optimizer: Any, flat: torch.Tensor) -> float | None:
+    step = optimizer.state.get(flat, {}).get("step")
+    return None if step is None else float(step)
+
+
+def group_facts(optimizer: Any) -> list[dict[str, Any]]:
+    plain = (bool, int, float, str, type(None), list, tuple)
+    return [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+        for group in optimizer.param_groups
+    ]
+
+
+def try_step(scheduler: Any) -> dict[str, Any]:
+    """Say what the scheduler counts and sets, and whether it can go on: lists of a wrong length show only now."""
+    state = scheduler.state_dict()
+    facts = {"num_steps": state.get("last_epoch"), "rates": state.get("_last_lr"), "problem": None}
+    try:
+        scheduler.step()
+    except Exception as error:
+        facts["problem"] = f"{type(error).__name__}: {error}"
+    return facts
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ.get("RANK", "0"))
+    result: dict[str, Any] = {"problem": None, "refusal": None}
+    try:
+        result |= (resume_deepspeed if task["stage"] else resume_trainer)(task)
+    except Refusal as error:
+        result["refusal"] = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        result["problem"] = f"{type(error).__name__}: {error}"
+    Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(result))
+    if result["problem"] is None and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a failure makes torchrun stop the ranks that wait for this one; and without the interpreter's teardown, because in
+    # that a gloo thread aborts the process now and then
+    os._exit(0 if result["problem"] is None else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Parts of models that transformers itself builds and saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtailor.arch import dissect
+from llmtailor.core.anatomy import Anatomy
+
+torch = pytest.importorskip("torch", reason="the models are built with torch")
+transformers = pytest.importorskip("transformers", reason="the models are built with transformers")
+safetensors = pytest.importorskip("safetensors", reason="saved names are read with safetensors")
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT: dict[str, Any] = {"vocab_size": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
+CLIP: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "depth": 2, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 2]}
+
+
+def names_of(model: Any) -> tuple[list[str], dict[str, str]]:
+    """Return params and buffers, and the tied names."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            tied[name] = first[id(param)]
+        first.setdefault(id(param), name)
+    return [*first.values(), *(name for name, _ in model.named_buffers())], tied
+
+
+def anatomy_of(model: Any, on_disk: list[str] | None = None) -> Anatomy:
+    names, tied = names_of(model)
+    numels = {name: param.numel() for name, param in model.named_parameters()}
+    return dissect([*names, *(on_disk or [])], tied, numels)
+
+
+# architecture, changes to the config, tied, stack, parts beside the usual ones
+MODELS: list[tuple[str, str, dict[str, Any], bool, str, list[str]]] = [
+    ("LlamaForCausalLM", "LlamaConfig", TEXT, False, "model.layers", ["rotary_emb"]),
+    ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "tie_word_embeddings": True}, True, "model.layers", ["rotary_emb"]),
+    ("Qwen2ForCausalLM", "Qwen2Config", TEXT, False, "model.layers", ["rotary_emb"]),
+    ("Qwen3ForCausalLM", "Qwen3Config", {**TEXT, "tie_word_embeddings": True}, True, "model.layers", ["rotary_emb"]),
+    ("MistralForCausalLM", "MistralConfig", TEXT, False, "model.layers", ["rotary_emb"]),
+    ("MixtralForCausalLM", "MixtralConfig", {**TEXT, "num_local_experts": 2}, False, "model.layers", ["rotary_emb"]),
+    ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, "num_experts": 2, "moe_intermediate_size": 8}, False,
+     "model.layers", ["rotary_emb"]),
+    ("GemmaForCausalLM", "GemmaConfig", TEXT, True, "model.layers", ["rotary_emb"]),
+    ("Gemma2ForCausalLM", "Gemma2Config", TEXT, True, "model.layers", ["rotary_emb"]),
+    ("Gemma3ForCausalLM", "Gemma3TextConfig", TEXT, True, "model.layers", ["rotary_emb"]),
+    ("PhiForCausalLM", "PhiConfig", {**TEXT, "num_key_value_heads": 2}, False, "model.layers", ["rotary_emb"]),
+    ("Phi3ForCausalLM", "Phi3Config", TEXT, False, "model.layers", ["rotary_emb"]),
+    ("GPT2LMHeadModel", "GPT2Config", GPT, True, "transformer.h", ["wpe"]),
+    ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, False, "gpt_neox.layers", ["rotary_emb"]),
+    ("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16}, True, "model.decoder.layers",
+     ["embed_positions"]),
+    ("FalconForCausalLM", "FalconConfig", {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 3,
+     "num_attention_heads": 2, "new_decoder_architecture": True}, True, "transformer.h", ["rotary_emb"]),
+    ("BloomForCausalLM", "BloomConfig", {"vocab_size": 32, "hidden_size": 16, "n_layer": 3, "n_head": 2}, True,
+     "transformer.h", ["word_embeddings_layernorm"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "changes", "tied", "stack", "others"),
+    MODELS,
+    ids=[f"{row[0]}-{'tied' if row[3] else 'untied'}" for row in MODELS],
+)
+def test_causal_lm(
+    architecture: str, config: str, changes: dict[str, Any], tied: bool, stack: str, others: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(getattr(transformers, config)(**changes))
+    found = anatomy_of(model)
+
+    usual = ["embed_tokens", "layer 0", "layer 1", "layer 2", "norm", *([] if tied else ["lm_head"])]
+    assert [part for part in found.parts if part not in others] == usual
+    assert found.num_layers == 3
+    assert found.tied is tied
+    for number in range(3):
+        own = [name for name in found.part_of if name.startswith(f"{stack}.{number}.")]
+        assert own
+        assert found.names(f"layer {number}") == own
+    inputs = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    assert found.part_of[inputs] == "embed_tokens"
+    head = model.get_output_embeddings().weight
+    heads = [name for name, p in model.named_parameters(remove_duplicate=False) if p is head]
+    assert {found.part_of[name] for name in heads} == {"embed_tokens" if tied else "lm_head"}
+    assert not any(name.startswith(f"{stack}.") for name in found.names("norm"))
+
+
+# architecture, config, its arguments, tied, stack in memory
+SAVED: list[tuple[str, str, dict[str, Any], bool, str]] = [
+    ("MixtralForCausalLM", "MixtralConfig", {**TEXT, "num_local_experts": 2}, False, "model.layers"),
+    ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**TEXT, "num_experts": 2, "moe_intermediate_size": 8}, False,
+     "model.layers"),
+    ("Qwen2VLForConditionalGeneration", "Qwen2VLConfig",
+     {"text_config": {**TEXT, "rope_scaling": MROPE}, "vision_config": VISION}, False, "model.language_model.layers"),
+    ("Gemma3ForConditionalGeneration", "Gemma3Config",
+     {"text_config": TEXT, "vision_config": CLIP, "mm_tokens_per_image": 4}, True, "model.language_model.layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "config", "arguments", "tied", "stack"), SAVED, ids=[row[0] for row in SAVED])
+def test_weights_on_disk_belong_to_the_parts_of_their_params(
+    architecture: str, config: str, arguments: dict[str, Any], tied: bool, stack: str, tmp_path: Path
+) -> None:
+    """transformers saves fused experts one by one, and vision-language models under their older names."""
+    model = getattr(transformers, architecture)(getattr(transformers, config)(**arguments))
+    model.save_pretrained(tmp_path)
+    with safetensors.safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        on_disk = list(file.keys())
+        numel_on_disk = {name: file.get_slice(name).get_shape() for name in on_disk}
+
+    in_memory = names_of(model)[0]
+    assert set(on_disk) - set(in_memory), "nothing is renamed any more: this case proves nothing"
+    found = anatomy_of(model, on_disk)
+    assert found.num_layers == 3
+    assert found.tied is tied
+
+    params = {name: param.numel() for name, param in model.named_parameters()}
+    for part in found.parts:
+        disk = sum(torch.Size(numel_on_disk[name]).numel() for name in found.names(part) if name in numel_on_disk)
+        memory = sum(params[name] for name in found.names(part) if name in params)
+        buffers_only = memory == 0 and disk == 0
+        assert buffers_only or disk == memory, part
+    assert {found.part_of[name] for name in params if name.startswith(f"{stack}.2.")} == {"layer 2"}

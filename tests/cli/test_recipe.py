@@ -1,0 +1,239 @@
+"""From a run's folder to a recipe and to a composite, in one command or two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import llmtailor
+from helpers.checkpoints import SMALL, make, optim_states
+
+STEPS = (100, 110, 120, 130, 140)
+PARTS = ["embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    for step in STEPS:
+        make(root, step)
+    (root / "checkpoint-best").mkdir()  # no checkpoint-N
+    (root / "logs").mkdir()
+    return root
+
+
+@pytest.fixture
+def run(pristine, tmp_path):
+    shutil.copytree(pristine, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def call(cwd: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmtailor", *arguments]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def steps_of(cwd: Path, *arguments: str) -> list[int]:
+    """Write a recipe, plan with it, and return the step of each part; `merge --run` must plan the same."""
+    call(cwd, "recipe", *arguments, "-o", "recipe.yaml", "--force")
+    plan = json.loads(call(cwd, "merge", "recipe.yaml", "--dry-run", "--json").stdout)
+    at_once = json.loads(call(cwd, "merge", "--run", *arguments, "--dry-run", "--json").stdout)
+    keys = ("part", "step", "staleness")
+    assert [[row[key] for key in keys] for row in plan["parts"]] == [
+        [row[key] for key in keys] for row in at_once["parts"]
+    ]
+    assert [row["part"] for row in plan["parts"]] == PARTS
+    return [row["step"] for row in plan["parts"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ([], [140] * 7),
+        (["--strategy", "latest", "--at", "125"], [120] * 7),
+        (["--strategy", "parity"], [140, 140, 130, 140, 130, 140, 140]),
+        (["--strategy", "parity", "--flip", "--failure-step", "130"], [130, 120, 130, 120, 130, 130, 130]),
+        (["--strategy", "filter", "--first", "1", "--last", "1", "--every", "3"], [140, 140, 120, 120, 140, 140, 140]),
+        (["--strategy", "spread", "--over", "3"], [140, 140, 130, 120, 140, 140, 140]),
+    ],
+)
+def test_strategies(run, arguments, steps):
+    assert steps_of(run.parent, "run", *arguments) == steps
+
+
+def test_a_map(run):
+    (run.parent / "parts.json").write_text(json.dumps({"odd": 110, "norm": "checkpoint-100", "lm_head": 130}))
+    assert steps_of(run.parent, "run", "--map", "parts.json") == [140, 140, 110, 140, 110, 100, 130]
+
+
+def test_the_update_log(run):
+    """LLMTailor's numbering for four layers, untied: 0 norm, 1..4 layers, 5 lm_head, 6 embed_tokens."""
+    lines = [(110, [1, 2, 6]), (120, [0, 3, 4]), (130, [2, 5]), (140, [0, 1, 2, 3, 4, 5, 6])]
+    text = "".join(json.dumps({"step": step, "flag": ids}) + "\n" for step, ids in lines)
+    (run.parent / "flags.jsonl").write_text(text)
+    arguments = ["run", "--from-flags", "flags.jsonl", "--base", "run/checkpoint-100"]
+    at_130 = [110, 110, 130, 120, 120, 120, 130]
+    assert steps_of(run.parent, *arguments, "--failure-step", "130", "--total-layers", "4") == at_130
+    assert steps_of(run.parent, *arguments, "--failure-step", "115") == [110, 110, 110, 100, 100, 100, 100]
+    assert steps_of(run.parent, *arguments, "--failure-step", "200") == [140] * 7
+    assert "lm_head" in (run.parent / "recipe.yaml").read_text()
+    base_outside = run.parent / "elsewhere"
+    (run / "checkpoint-100").rename(base_outside)
+    outside = ["run", "--from-flags", "flags.jsonl", "--base", "elsewhere", "--at", "115"]
+    assert steps_of(run.parent, *outside) == [110, 110, 110, 100, 100, 100, 100]
+
+
+def test_unusable_checkpoints_are_skipped_and_named(run):
+    optim_states(run / "checkpoint-140").unlink()
+    shutil.rmtree(run / "checkpoint-120")
+    make(run, 120, shape=replace(SMALL, num_layers=3))
+    (run / "checkpoint-110" / "latest").write_text("nowhere")
+    (run / "checkpoint-90").mkdir()
+    (run / "checkpoint-95").symlink_to(run / "checkpoint-100")
+    text = call(run.parent, "recipe", "run", "--strategy", "parity").stdout
+    skipped = [line for line in text.splitlines() if "skipped" in line]
+    for told in ("checkpoint-140", "checkpoint-120", "checkpoint-110", "checkpoint-90", "checkpoint-95"):
+        assert any(told in line for line in skipped), told
+    assert "shard 0 of 2 is missing" in " ".join(text.replace("#", " ").split())  # the head is wrapped
+    assert any("the folder says step 95, its content is of step 100" in line for line in skipped)
+    assert steps_of(run.parent, "run", "--strategy", "parity") == [130, 130, 100, 130, 100, 130, 130]
+
+
+def test_a_save_that_did_not_finish_is_named(run):
+    for step in STEPS:
+        shutil.rmtree(run / f"checkpoint-{step}")
+    (run / "partial" / "step-00000100").mkdir(parents=True)
+    told = call(run.parent, "merge", "--run", "run", code=4).stderr
+    assert "run/partial/step-00000100: there is no manifest.json: the save did not finish" in told
+
+
+def test_merge_run_writes_the_composite(run):
+    call(run.parent, "merge", "--run", "run", "--strategy", "parity", "--at", "130", "out")
+    manifest = json.loads((run.parent / "out" / "llmtailor.json").read_text())
+    assert [row["step"] for row in manifest["parts"]] == [130, 130, 120, 130, 120, 130, 130]
+    assert "parity" in manifest["recipe"]["text"]
+    call(run.parent, "merge", "--run", "run", "--strategy", "parity")
+    assert (run / "checkpoint-140-merged" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["recipe"], 2, "RUN_DIR or --explain"),
+        (["recipe", "run", "--explain", "x.yaml"], 2, "RUN_DIR or --explain"),
+        (["recipe", "run", "--strategy", "prity"], 2, "prity"),
+        (["recipe", "run", "--total-layers", "4"], 2, "--from-flags"),
+        (["recipe", "run", "--from-flags", "f", "--strategy", "parity"], 2, "can't be combined"),
+        (["recipe", "run", "--strategy", "explicit"], 2, "--map"),
+        (["recipe", "run", "--map", "missing.json"], 3, "missing.json"),
+        (["recipe", "run", "--map", "list.json"], 3, "list.json"),
+        (["recipe", "run", "--from-flags", "missing.jsonl", "--at", "130"], 3, "missing.jsonl"),
+        (["recipe", "nowhere"], 4, "no such folder"),
+        (["recipe", "run/logs"], 4, "no checkpoint-N"),
+        (["recipe", "run", "--at", "50"], 4, "the first is 100"),
+        (["recipe", "run", "--strategy", "filter", "--every", "9"], 3, "--every"),
+        (["recipe", "run", "-o", "list.json"], 6, "--force"),
+        (["merge"], 2, "needs a recipe"),
+        (["merge", "recipe.yaml", "--strategy", "parity"], 2, "--run"),
+        (["merge", "recipe.yaml", "out", "--run", "run"], 2, "CONFIG"),
+    ],
+)
+def test_bad_arguments(run, arguments, code, told):
+    (run.parent / "list.json").write_text("[1]")
+    result = call(run.parent, *arguments, code=code)
+    assert told in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_bad_log_is_told_with_its_lines(run):
+    (run.parent / "flags.jsonl").write_text('{"step": 110, "flag": [99]}\nnonsense\n{"step": 115, "flag": [1]}\n')
+    result = call(run.parent, "recipe", "run", "--from-flags", "flags.jsonl", "--at", "130", code=3)
+    assert "flags.jsonl:2" in result.stderr
+    (run.parent / "flags.jsonl").write_text('{"step": 110, "flag": [99]}\n{"step": 115, "flag": [1]}\n')
+    result = call(run.parent, "recipe", "run", "--from-flags", "flags.jsonl", "--at", "130", code=3)
+    assert "99" in result.stderr
+    assert "115" in result.stderr
+
+
+def test_explain_writes_the_normal_form_of_the_originals_yaml(run, monkeypatch):
+    """It plans the same, and is a recipe of its own."""
+    monkeypatch.setenv("RUN", str(run))
+    config = Path(__file__).parents[2] / "configs" / "llmtailor-original.yaml"
+    text = (
+        config.read_text().replace("checkpoint-10\n", "checkpoint-100\n").replace("checkpoint-20\n", "checkpoint-120\n")
+    )
+    (run.parent / "original.yaml").write_text(text)
+    normal = call(run.parent, "recipe", "--explain", "original.yaml", "-o", "normal.yaml")
+    assert "wrote normal.yaml" in normal.stderr
+    explained = (run.parent / "normal.yaml").read_text()
+    assert "parts:" in explained
+    assert "slices" not in explained.replace("# ", "#").split("merge_method")[1]
+    plans = [llmtailor.plan_merge(run.parent / name, run.parent / "out") for name in ("original.yaml", "normal.yaml")]
+    assert plans[0].report.parts == plans[1].report.parts
+    assert plans[0].report.base == plans[1].report.base
+    assert call(run.parent, "recipe", "--explain", "original.yaml").stdout.count("merge_method: passthrough") == 1
+
+
+def test_explain_of_a_bad_recipe(run):
+    (run.parent / "bad.yaml").write_text(
+        "base_model: run/checkpoint-100\nparts: [{from: run/checkpoint-7, select: 77}]\n"
+    )
+    result = call(run.parent, "recipe", "--explain", "bad.yaml", code=4)
+    assert "checkpoint-7" in result.stderr
+
+
+SPLIT = """
+base_model: run/checkpoint-140
+slices:
+  - sources: [{model: run/checkpoint-100, layer_range: [0, 0]}]
+post_weights:
+  - {name: model.norm.weight, model: run/checkpoint-120}
+"""
+
+
+def test_weights_and_optimizer_from_different_checkpoints(run):
+    (run.parent / "split.yaml").write_text(SPLIT)
+    result = call(run.parent, "merge", "split.yaml", "out", code=3)
+    assert "--allow-split" in result.stderr
+    result = call(run.parent, "merge", "split.yaml", "out", "--allow-split")
+    assert "norm" in result.stderr
+    composition = llmtailor.plan_merge(run.parent / "split.yaml", run.parent / "x", llmtailor.Options(allow_split=True))
+    rows = {(row.part, row.step): row for row in composition.report.parts if row.part == "norm"}
+    assert set(rows) == {("norm", 100), ("norm", 120)}
+    numel = SMALL.hidden_size
+    assert rows["norm", 100].num_bytes == 3 * 4 * numel
+    assert rows["norm", 120].num_bytes == 2 * numel
+
+
+def test_tokenizer_files(run):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (run / "checkpoint-140" / name).write_text(f"base's {name}")
+    (run / "checkpoint-100" / "tokenizer.json").write_text("another")
+    (run.parent / "recipe.yaml").write_text("base_model: run/checkpoint-140\n")
+
+    def files(*options):
+        shutil.rmtree(run.parent / "out", ignore_errors=True)
+        call(run.parent, "merge", "recipe.yaml", "out", *options)
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        return [path.read_text() if (path := run.parent / "out" / name).exists() else None for name in names]
+
+    assert files() == ["base's tokenizer.json", "base's tokenizer_config.json", "base's chat_template.jinja"]
+    assert files("--no-copy-tokenizer") == [None, None, None]
+    (run.parent / "recipe.yaml").write_text(
+        "base_model: run/checkpoint-140\ntokenizer_source: run/checkpoint-100\nchat_template: '{{ messages }}'\n"
+    )
+    assert files() == ["another", None, "{{ messages }}"]
+    (run.parent / "recipe.yaml").write_text("base_model: run/checkpoint-140\nchat_template: chatml\n")
+    assert "im_start" in files()[2]
+    (run.parent / "recipe.yaml").write_text("base_model: run/checkpoint-140\ntokenizer_source: run/checkpoint-110\n")
+    result = call(run.parent, "merge", "recipe.yaml", "out2", code=4)
+    assert "no tokenizer files" in result.stderr

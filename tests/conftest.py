@@ -1,0 +1,46 @@
+"""Fixtures for tests that need real training. They are lazy: a session that asks for no run trains nothing.
+
+``LLMTAILOR_TEST_CACHE=DIR`` keeps the runs (not what tests resume) for the next session.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import pytest
+
+from real.harness import Run, Runs, Train, TrainingFailed, missing, torchrun
+from real.spec import Spec
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
+
+TRAINING = {"runs", "train"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    absent = missing()
+    for item in items:
+        if TRAINING & set(getattr(item, "fixturenames", ())):
+            item.add_marker("real")
+        if absent and item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.skip(reason=f"real training needs {', '.join(absent)}"))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """``runs["llama"]`` is a finished training of real/runs.py. Never write into its folder."""
+    return Runs(tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """``train(specs, ranks)`` trains them in one torchrun. Starting it costs 15 s, a spec 1 s: collect them."""
+
+    def start(specs: Iterable[Spec], ranks: int, program: str = "train.py") -> dict[str, Run]:
+        try:
+            return torchrun(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
+        except TrainingFailed as error:
+            pytest.fail(str(error), pytrace=False)
+
+    return start

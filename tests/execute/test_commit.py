@@ -1,0 +1,335 @@
+"""The output is absent, or complete: staging, locking, replacing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtailor.core.index import FileFact
+from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
+from llmtailor.execute import commit
+from llmtailor.execute.commit import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
+from llmtailor.execute.identity import Identity
+from llmtailor.execute.journal import Mark
+from llmtailor.io import rename
+
+IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
+
+
+def begun(staging: Staging, name: str = "file") -> Staging:
+    """Begin a merge and write a file."""
+    staging.begin(IDENTITY)
+    (staging.path / name).write_text("x")
+    return staging
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_output_appears_only_when_published(tmp_path):
+    out = tmp_path / "deep" / "er" / "out"
+    with Staging(out) as staging:
+        begun(staging)
+        (staging.path / "sub").mkdir()
+        (staging.path / "sub" / "file").write_text("x")
+        assert not out.exists()
+        staging.publish()
+    assert (out / "sub" / "file").read_text() == "x"
+    assert names(out) == ["file", "sub"]
+    assert names(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError(), SourceError([]), VerificationError([]), Interrupted([])])
+def test_an_error_before_anything_is_durable_leaves_nothing(tmp_path, error):
+    with pytest.raises(type(error)), Staging(tmp_path / "out") as staging:
+        begun(staging)
+        raise error
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (Interrupted([]), True),
+        (StorageError([]), True),
+        (TargetError([]), True),
+        (MemoryError(), True),
+        (SourceError([]), False),
+        (VerificationError([]), False),
+    ],
+)
+def test_what_can_be_gone_on_with_is_kept_unless_it_is_refused(tmp_path, error, is_kept):
+    with pytest.raises(type(error)), Staging(tmp_path / "out") as staging:
+        begun(staging).journal.add("file", Mark(1, 2))
+        raise error
+    assert names(tmp_path) == [".out.llmtailor-staging"] * is_kept
+    assert (peek(tmp_path / "out") is not None) == is_kept
+
+
+def test_the_next_one_finds_what_was_kept(tmp_path):
+    with pytest.raises(Interrupted), Staging(tmp_path / "out") as staging:
+        begun(staging).journal.add("file", Mark(1, 2))
+        (staging.path / "sub").mkdir()
+        (staging.path / "sub" / "unknown").write_text("x")
+        raise Interrupted([])
+    assert occupied_bytes(tmp_path / "out") > 0
+    with Staging(tmp_path / "out") as staging:
+        assert staging.unfinished.identity == IDENTITY
+        assert staging.unfinished.marks == {"file": (Mark(1, 2),)}
+        assert staging.kept_bytes == 1
+        staging.go_on()
+        assert names(staging.path) == ["file"]
+        staging.publish()
+        assert staging.kept_bytes == 0
+    assert names(tmp_path) == ["out"]
+    assert occupied_bytes(tmp_path / "out") == 0
+
+
+def test_beginning_anew_forgets_what_was_kept(tmp_path):
+    with pytest.raises(Interrupted), Staging(tmp_path / "out") as staging:
+        begun(staging, "old").journal.add("old", Mark(1, 2))
+        raise Interrupted([])
+    with Staging(tmp_path / "out") as staging:
+        staging.begin(IDENTITY)
+        assert names(staging.path) == []
+        assert staging.kept_bytes == 0
+        assert peek(tmp_path / "out").marks == {}
+
+
+def test_what_a_killed_run_left_without_a_journal_is_removed_by_the_next(tmp_path):
+    left = tmp_path / ".out.llmtailor-staging" / "out"
+    (left / "sub").mkdir(parents=True)
+    (left / "sub" / "old").write_text("x")
+    (left / "file").write_text("x")
+    (left / "link").symlink_to(tmp_path)
+    with Staging(tmp_path / "out") as staging:
+        assert staging.unfinished is None
+        staging.begin(IDENTITY)
+        assert staging.path == left and names(left) == []
+        staging.publish()
+    assert names(tmp_path / "out") == []
+    assert names(tmp_path) == ["out"]
+
+
+def test_two_runs_cannot_write_one_output(tmp_path):
+    with Staging(tmp_path / "out") as staging:
+        begun(staging)
+        other = (
+            f"from llmtailor.execute.commit import Path, Staging\nStaging(Path({str(tmp_path / 'out')!r})).__enter__()"
+        )
+        run = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+        assert run.returncode != 0 and "TargetError" in run.stderr and "another llmtailor" in run.stderr
+        staging.publish()
+    assert (tmp_path / "out" / "file").exists()
+
+
+def test_whoever_comes_second_finds_the_output(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(TargetError, match="exists already"), Staging(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_systems_without_locks(tmp_path, monkeypatch, code):
+    """A file takes the place of the lock. One that is left is respected, since its holder may live on another node."""
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    owner = tmp_path / ".out.llmtailor-staging" / "owner"
+    with Staging(tmp_path / "out") as staging:
+        begun(staging)
+        assert f"process {os.getpid()} on" in owner.read_text()
+        with pytest.raises(TargetError, match=f"process {os.getpid()} on .*no locks") as caught, Staging(staging.out):
+            pass
+        assert str(owner) in caught.value.problems[0].fix
+        assert owner.exists()
+        staging.publish()
+    assert names(tmp_path) == ["out"]
+
+    owner.parent.mkdir()
+    owner.touch()  # its holder was killed before it could even write its name
+    with pytest.raises(TargetError, match="unknown process"), Staging(tmp_path / "out", replace=True):
+        pass
+    owner.unlink()
+    with Staging(tmp_path / "out", replace=True) as staging:
+        begun(staging)
+        staging.publish()
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_merge_that_ends_while_another_one_begins(tmp_path, monkeypatch, has_locks):
+    """The second one opens the journal, the first one removes it, and the second one locks a file that nobody sees."""
+    real, first = fcntl.flock, Staging(tmp_path / "first")
+
+    def flock(*arguments):
+        if first is not None:
+            end_first()
+        if not has_locks:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(*arguments)
+
+    def end_first():
+        nonlocal first
+        ended, first = first, None
+        assert (ended.folder / "journal").exists()
+        ended.__exit__(None, None, None)
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    first.__enter__()
+    monkeypatch.setattr("fcntl.flock", flock)
+    with Staging(tmp_path / "first") as staging:
+        begun(staging)
+        staging.publish()
+    assert names(tmp_path) == ["first"]
+
+
+def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(StorageError, match="Input/output error"), Staging(tmp_path / "out"):
+        pass
+
+
+def test_replacing_swaps_whole_folders(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with Staging(out, replace=True) as staging:
+        begun(staging, "new")
+        assert (out / "old").exists()
+        staging.publish()
+    assert names(out) == ["new"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_replacing_keeps_the_old_one_if_it_fails(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with pytest.raises(RuntimeError), Staging(out, replace=True) as staging:
+        begun(staging)
+        raise RuntimeError
+    assert (out / "old").read_text() == "old"
+
+
+def test_an_output_that_appears_meanwhile_is_not_overwritten(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(TargetError, match="meantime"), Staging(out) as staging:
+        begun(staging).journal.add("file", Mark(1, 2))
+        out.mkdir()  # even an empty one, which a plain rename would replace
+        staging.publish()
+    assert names(out) == []
+    assert peek(out) is not None, "hours of work need not be lost"
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_file_systems_without_renameat2(tmp_path, monkeypatch, replace):
+    class NoLibc:
+        def __init__(self, *_, **__):
+            raise OSError
+
+    monkeypatch.setattr(rename.ctypes, "CDLL", NoLibc)
+    out = tmp_path / "out"
+    if replace:
+        out.mkdir()
+        (out / "old").write_text("old")
+    with Staging(out, replace=replace) as staging:
+        begun(staging, "new")
+        staging.publish()
+    assert names(out) == ["new"]
+    assert names(tmp_path) == ["out"]
+    if not replace:
+        with pytest.raises(TargetError, match="meantime"), Staging(tmp_path / "other") as staging:
+            begun(staging)
+            (tmp_path / "other").mkdir()
+            staging.publish()
+
+
+def test_an_output_that_was_put_aside_comes_back(tmp_path):
+    """Killed between the two renames that replace a folder where the file system can't exchange two."""
+    out = tmp_path / "out"
+    aside = tmp_path / ".out.llmtailor-staging" / "old"
+    aside.mkdir(parents=True)
+    (aside / "mine").write_text("old")
+    with pytest.raises(TargetError, match="exists already"), Staging(out):
+        pass
+    assert names(out) == ["mine"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_an_output_that_was_put_aside_stays_if_it_cannot_come_back(tmp_path, monkeypatch):
+    aside = tmp_path / ".out.llmtailor-staging" / "old"
+    aside.mkdir(parents=True)
+    (aside / "mine").write_text("old")
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(commit.Path, "rename", refuse)
+    with pytest.raises(StorageError, match="Input/output error"), Staging(tmp_path / "out"):
+        pass
+    assert (aside / "mine").read_text() == "old"
+
+
+def test_replacing_takes_back_the_first_of_two_renames_if_the_second_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        rename.replace_folder(tmp_path / "missing", tmp_path / "target", tmp_path / "aside")
+    assert names(tmp_path / "target") == ["mine"]
+
+
+def test_the_target_may_not_be_or_hold_or_lie_in_a_source(tmp_path):
+    source = tmp_path / "run" / "checkpoint-1"
+    source.mkdir(parents=True)
+    for out, told in [(source, "is the source"), (source.parent, "contains"), (source / "x", "lies in")]:
+        with pytest.raises(TargetError, match=told):
+            check_target(out, [source], replace=True)
+    check_target(source.parent / "checkpoint-2", [source], replace=False)
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    with pytest.raises(TargetError, match="is the source"):
+        check_target(link, [source], replace=True)
+
+
+def test_an_existing_target_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(TargetError, match="--force"):
+        check_target(tmp_path / "out", [], replace=False)
+    check_target(tmp_path / "out", [], replace=True)
+    for replace in (False, True):
+        with pytest.raises(TargetError, match="no folder"):
+            check_target(tmp_path / "file", [], replace=replace)
+
+
+def test_space_is_checked_where_the_output_will_be(tmp_path):
+    out = tmp_path / "not" / "there"
+    free = free_bytes(out)
+    assert 0 < free <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    check_space(out, 1)
+    with pytest.raises(StorageError, match="needed") as caught:
+        check_space(out, free * 10)
+    assert caught.value.exit_code == 8
+
+
+def test_a_place_where_we_may_not_write(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(commit.Path, "mkdir", refuse)
+    with pytest.raises(StorageError, match="Permission denied"), Staging(tmp_path / "out"):
+        pass

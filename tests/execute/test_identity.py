@@ -1,0 +1,93 @@
+"""Which merge may go on with what another has written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmtailor.core.index import FileFact
+from llmtailor.core.plan import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
+from llmtailor.core.states import MASTER, WEIGHT, State
+from llmtailor.execute.identity import identify, is_another, plan_digest, why_not
+
+FACT = FileFact(100, 5, 6, 7)
+PLAN = Plan(
+    ("/a", "/b"),
+    (
+        FilePlan(
+            "one",
+            34,
+            (
+                Inline(0, b"head", "why"),
+                Copy(4, 12, 0, "x", 0, State("w", MASTER), 0),
+                Zeros(12, 20, "padding"),
+                Convert(20, 30, 1, "y", 0, "F32", "BF16", State("w", WEIGHT), 0, 1.0),
+                Checksum(30, 4, 12),
+            ),
+        ),
+        FilePlan("two", 4, (Inline(0, b"more", "why"),)),
+    ),
+)
+FACTS = ({"x": FACT, "unread": FACT}, {"y": FACT})
+WORDS = {"tool_version": "1", "recipe": "recipe.yaml", "request": ("a", 1), "begun": "today"}
+
+
+def the(plan: Plan = PLAN, facts=FACTS, **words):
+    return identify(plan, facts, **{**WORDS, **words})
+
+
+def changed(plan: Plan, number: int, **fields) -> Plan:
+    """Return a plan with one piece changed."""
+    first, *others = plan.files
+    pieces = list(first.pieces)
+    pieces[number] = replace(pieces[number], **fields)
+    return replace(plan, files=(replace(first, pieces=tuple(pieces)), *others))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        changed(PLAN, 0, data=b"HEAD"),
+        changed(PLAN, 1, source=1),
+        changed(PLAN, 1, path="z"),
+        changed(PLAN, 1, offset=8),
+        changed(PLAN, 1, begin=2),
+        changed(PLAN, 3, source_dtype="F64"),
+        changed(PLAN, 3, scale=0.5),
+        changed(PLAN, 4, over_stop=20),
+        replace(PLAN, sources=("/a", "/c")),
+        replace(PLAN, files=PLAN.files[::-1]),
+        replace(PLAN, files=(PLAN.files[0], replace(PLAN.files[1], path="three"))),
+        replace(PLAN, files=PLAN.files[:1]),
+    ],
+)
+def test_every_part_of_a_plan_counts(other):
+    assert plan_digest(other) != plan_digest(PLAN)
+
+
+def test_only_files_that_are_read_count():
+    assert the().sources == {"/a/x": FACT, "/b/y": FACT}
+    assert the().num_bytes == 38
+
+
+def test_the_same_merge_goes_on():
+    assert why_not(the(), the(begun="tomorrow", recipe="renamed.yaml", request=("other words", 1))) == ""
+    assert why_not(the(), the(facts=({"x": replace(FACT, ctime_ns=9, inode=9)}, {"y": FACT}))) == ""
+
+
+def test_other_sources_versions_and_recipes_do_not():
+    touched = the(facts=({"x": replace(FACT, mtime_ns=9)}, {"y": replace(FACT, num_bytes=9)}))
+    assert why_not(the(), touched) == "its sources have changed since: /a/x, /b/y"
+    assert why_not(the(), the(plan=changed(PLAN, 0, data=b"HEAD"))) == "its sources have changed since"
+    assert why_not(the(), the(tool_version="2")) == "it was begun by llmtailor 1, and this is 2"
+    other = the(plan=changed(PLAN, 1, source=1), facts=({}, {"x": FACT, "y": FACT}), request=())
+    assert "another recipe" in why_not(the(), other)
+
+
+def test_only_what_somebody_may_still_want_is_another():
+    other_plan = changed(PLAN, 0, data=b"HEAD")
+    assert is_another(the(), the(plan=other_plan, request=()))
+    assert not is_another(the(), the(plan=other_plan))
+    assert not is_another(the(), the(request=()))
+    assert not is_another(the(), the(tool_version="2"))

@@ -1,0 +1,150 @@
+"""The runner writes exactly the planned bytes, reports their checksums, and stops cleanly."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.render import render_plan
+from llmtailor.core.plan import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
+from llmtailor.core.states import MASTER, WEIGHT, State
+from llmtailor.errors import SourceError
+from llmtailor.execute import runner, streams
+from llmtailor.execute.runner import Context, execute
+
+
+@pytest.fixture
+def source(tmp_path):
+    root = tmp_path / "source"
+    root.mkdir()
+    (root / "data").write_bytes(np.random.default_rng(0).bytes(30_000))
+    return root
+
+
+def a_plan(source, name="sub/out"):
+    state = State("w", MASTER)
+    pieces = (
+        Inline(0, b"head", "header"),
+        Copy(4, 12_004, 0, "data", 100, state, 0),
+        Zeros(12_004, 14_000, "padding"),
+        Copy(14_000, 20_000, 0, "data", 20_000, state, 3000),
+        Checksum(20_000, 4, 14_000),
+        Inline(20_004, b"tail", "end"),
+        Checksum(20_008, 14_000, 20_000),
+    )
+    return Plan((str(source),), (FilePlan(name, 20_012, pieces),))
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 7, 4096, 8 << 20])
+def test_the_bytes_are_those_of_the_slow_executor(source, tmp_path, monkeypatch, buffer_bytes):
+    monkeypatch.setattr(streams, "BUFFER_BYTES", buffer_bytes)
+    plan = a_plan(source)
+    seen = []
+    (result,) = execute(plan, tmp_path / "out", Context(observe=seen.append))
+    written = (tmp_path / "out/sub/out").read_bytes()
+    assert written == render_plan(plan.files[0], [source])
+    assert result.crc == zlib.crc32(written) and result.num_bytes == len(written) == sum(seen)
+    data = (source / "data").read_bytes()
+    assert [(run.begin, run.num_bytes, run.crc) for run in result.runs()] == [
+        (0, 12_000, zlib.crc32(data[100:12_100])),
+        (3000, 6000, zlib.crc32(data[20_000:26_000])),
+    ]
+
+
+@pytest.mark.parametrize("buffer_bytes", [16, 64, 8 << 20])
+def test_conversions_are_torchs(source, tmp_path, monkeypatch, buffer_bytes):
+    monkeypatch.setattr(streams, "BUFFER_BYTES", buffer_bytes)
+    masters = torch.randn(5000)
+    (source / "masters").write_bytes(masters.numpy().tobytes())
+    piece = Convert(0, 10_000, 0, "masters", 0, "F32", "BF16", State("w", WEIGHT), 0)
+    execute(Plan((str(source),), (FilePlan("w", 10_000, (piece,)),)), tmp_path / "out")
+    written = torch.frombuffer(bytearray((tmp_path / "out/w").read_bytes()), dtype=torch.bfloat16)
+    assert torch.equal(written, masters.bfloat16())
+
+
+def test_many_files_at_once(source, tmp_path):
+    one = a_plan(source).files[0]
+    plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(20)))
+    results = execute(plan, tmp_path / "out")
+    assert [result.path for result in results] == [file.path for file in plan.files]
+    wanted = render_plan(one, [source])
+    assert all((tmp_path / "out" / file.path).read_bytes() == wanted for file in plan.files)
+
+
+def test_a_source_that_shrinks_is_an_error_and_not_zeros(source, tmp_path):
+    plan = a_plan(source)
+    (source / "data").write_bytes(bytes(15_000))
+    with pytest.raises(SourceError, match="ends before byte") as caught:
+        execute(plan, tmp_path / "out")
+    assert str(source / "data") in caught.value.problems[0].where
+
+
+def test_a_source_that_vanishes_is_an_error(source, tmp_path):
+    (source / "data").unlink()
+    with pytest.raises(SourceError, match="No such file"):
+        execute(a_plan(source), tmp_path / "out")
+
+
+def test_a_write_that_fails_is_an_error(source, tmp_path):
+    """The kernel refuses to let a file grow beyond the limit, as it would on a full disk."""
+    program = textwrap.dedent(f"""
+        import resource, signal, sys
+        from pathlib import Path
+        from llmtailor.core.plan import FilePlan, Plan, Copy
+        from llmtailor.errors import StorageError
+        from llmtailor.execute.runner import execute
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        plan = Plan(({str(source)!r},), (FilePlan("f", 20_000, (Copy(0, 20_000, 0, "data", 0),)),))
+        try:
+            execute(plan, Path({str(tmp_path / "out")!r}))
+        except StorageError as error:
+            sys.exit("File too large" not in str(error))
+        sys.exit("no error")
+    """)
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_one_failure_stops_the_others(source, tmp_path, monkeypatch):
+    """A failing file must not leave the user waiting for the other hundred gigabytes."""
+    monkeypatch.setattr(streams, "BUFFER_BYTES", 4096)
+    with (source / "large").open("wb") as file:
+        file.truncate(256 << 20)  # 65,536 chunks: far more than are written while the news spreads
+    begun, failed = threading.Event(), threading.Event()
+    released = []
+
+    def observe(num_bytes):
+        begun.set()
+        released.append(failed.wait(timeout=30))
+
+    long = FilePlan("long", 256 << 20, (Copy(0, 256 << 20, 0, "large", 0),))
+    bad = FilePlan("bad", 10, (Copy(0, 10, 0, "missing", 0),))
+    monkeypatch.setattr(runner, "MAX_WORKERS", 2)
+    monkeypatch.setattr(runner.os, "cpu_count", lambda: 2)
+    original = SourceError.at
+    monkeypatch.setattr(SourceError, "at", lambda *args: (begun.wait(timeout=30), failed.set(), original(*args))[2])
+    with pytest.raises(SourceError):
+        execute(Plan((str(source),), (long, bad)), tmp_path / "out", Context(observe=observe))
+    assert released and all(released)
+    assert len(released) < 65_536 // 2
+
+
+def test_memory_stays_flat(tmp_path):
+    """A file eight times as large as what the process may add to its memory."""
+    source = tmp_path / "source"
+    source.mkdir()
+    with (source / "data").open("wb") as file:
+        file.truncate(1 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    piece = Copy(0, 1 << 30, 0, "data", 0)
+    execute(Plan((str(source),), (FilePlan("f", 1 << 30, (piece,)),)), tmp_path / "out")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10  # in KiB
+    (tmp_path / "out/f").unlink()

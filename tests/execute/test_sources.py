@@ -1,0 +1,85 @@
+"""Source files are read again, and compared with what was written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from xxhash import xxh3_128
+
+from llmtailor.core.plan import Convert, Copy, FilePlan, Inline, Plan
+from llmtailor.errors import Interrupted, SourceError
+from llmtailor.execute import sources
+from llmtailor.execute.runner import execute
+from llmtailor.execute.sources import files_read, read_again
+from llmtailor.execute.stopping import Stop
+
+
+@pytest.fixture
+def merged(tmp_path):
+    """Files, a plan that takes overlapping ranges of them in any order, and what was written."""
+    data = np.random.default_rng(0)
+    for name, numel in {"a": 5001, "b": 300, "unread": 3}.items():
+        (tmp_path / name).write_bytes(data.standard_normal(numel, "f4").tobytes() + b"x")
+    (tmp_path / "empty").touch()
+    pieces = (
+        Inline(0, b"head", "why"),
+        Copy(4, 10_004, 0, "a", 10_000),
+        Copy(10_004, 10_104, 0, "a", 3),
+        Convert(10_104, 10_704, 0, "b", 0, "F32", "BF16"),
+        Convert(10_704, 15_704, 0, "a", 1, "F32", "F16", scale=0.5),
+        Copy(15_704, 15_704, 0, "empty", 0),
+        Copy(15_704, 15_705, 0, "a", 20_004),
+    )
+    plan = Plan((str(tmp_path),), (FilePlan("one", 15_705, pieces), FilePlan("two", 5, (Copy(0, 5, 0, "a", 10_000),))))
+    return plan, execute(plan, tmp_path / "out"), tmp_path
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 4096, 1 << 20])
+def test_what_has_not_changed_gets_a_digest(merged, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    plan, results, root = merged
+    files = files_read(plan)
+    assert files == [(0, "a"), (0, "b"), (0, "empty")]
+    seen = []
+    digests = read_again(plan, results, files, seen.append, Stop())
+    assert digests == {(0, name): xxh3_128((root / name).read_bytes()).hexdigest() for name in ("a", "b", "empty")}
+    assert sum(seen) == 20_005 + 1201
+
+
+@pytest.mark.parametrize(("name", "at"), [("a", 3), ("a", 102), ("a", 12_000), ("a", 20_004), ("b", 3), ("b", 1199)])
+@pytest.mark.parametrize("chunk_bytes", [7, 1 << 20])
+def test_a_byte_that_was_taken_and_has_changed_is_found(merged, monkeypatch, name, at, chunk_bytes):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    plan, results, root = merged
+    data = bytearray((root / name).read_bytes())
+    data[at] ^= 0x80
+    (root / name).write_bytes(data)
+    with pytest.raises(SourceError, match="changed") as caught:
+        read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+    assert caught.value.problems[0].where == str(root / name)
+
+
+def test_a_byte_that_was_not_taken_may_change(merged):
+    plan, results, root = merged
+    data = bytearray((root / "b").read_bytes())
+    data[-1] ^= 0x80
+    (root / "b").write_bytes(data)
+    read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+
+
+def test_files_that_shrink_or_vanish(merged):
+    plan, results, root = merged
+    (root / "a").write_bytes((root / "a").read_bytes()[:-1])
+    with pytest.raises(SourceError, match="ends before byte 20005"):
+        read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+    (root / "a").unlink()
+    with pytest.raises(SourceError, match="No such file"):
+        read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+
+
+def test_it_stops_on_request(merged):
+    plan, results, _ = merged
+    stop = Stop()
+    stop.requested = True
+    with pytest.raises(Interrupted):
+        read_again(plan, results, files_read(plan), lambda num_bytes: None, stop)

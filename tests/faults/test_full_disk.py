@@ -1,0 +1,100 @@
+"""A file system of our own, too small or filled up by somebody else while a merge writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults.driver import Server
+from scripts.faults import large_scene
+
+IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-euo", "pipefail", "-c"]
+"""A mount of our own needs no privileges there, and is gone with the last process."""
+MOUNT = 'mount -t tmpfs -o "size=$1" tmpfs "$2"; cd "$3"; '
+OURS = f"{sys.executable} -m llmtailor merge recipe.yaml $2/out --quiet"
+
+
+def in_a_small_file_system(script: str, size: int, place: Path, root: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        subprocess.run([*IN_A_NAMESPACE, MOUNT, "bash", "1m", str(place), "/"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted in a namespace here: {error}")
+    words = [*IN_A_NAMESPACE, MOUNT + script, "bash", str(size), str(place), str(root)]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    with Server() as server:
+        yield large_scene(server, tmp_path_factory.mktemp("run"), "merge", 64)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "small").mkdir()
+    return tmp_path / "small"
+
+
+def test_too_small_from_the_begin(scene, place):
+    """Nothing is written, and nothing is left."""
+    script = f'code=0; {OURS} || code=$?; ls -A "$2"; echo "code $code"'
+    result = in_a_small_file_system(script, 10 << 20, place, scene.root)
+    assert result.stdout == "code 8\n", result
+    assert "bytes are needed and" in result.stderr
+    assert "free " in result.stderr
+
+
+def test_filled_up_meanwhile(scene, place):
+    """What is written is kept; once there is room, the same command goes on, and the result is the same."""
+    script = f"""
+        for attempt in 1 2 3 4 5; do  # the merge may be done before it is stopped
+            {OURS} >/dev/null & merge=$!
+            until (($(du -sm "$2" | cut -f1) >= 10)); do :; done
+            kill -STOP $merge
+            [[ -e $2/out ]] || break
+            kill -CONT $merge
+            wait $merge
+            rm -r "$2/out"
+        done
+        head -c 1G /dev/zero >"$2/filler" || true
+        kill -CONT $merge
+        code=0; wait $merge || code=$?
+        echo "code $code" "$(ls -A "$2" | xargs)"
+        rm "$2/filler"
+        {OURS}
+        diff -r "$2/out" "$3/wanted" || true
+        ls -A "$2"
+    """
+    subprocess.run([*OURS.replace("$2/out", "wanted").split()], cwd=scene.root, check=True, capture_output=True)
+    total = sum(path.stat().st_size for path in (scene.root / "wanted").rglob("*") if path.is_file())
+    result = in_a_small_file_system(script, total + (40 << 20), place, scene.root)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "code 8 .out.llmtailor-staging filler", result
+    assert "No space left on device" in result.stderr
+    assert "the same command goes on with" in result.stderr
+    assert "note: going on with the merge" in result.stderr
+    assert lines[1].startswith("wrote "), result
+    assert lines[2].startswith("diff -r") and "llmtailor.json" in lines[2]  # the date, and nothing else
+    assert [line for line in lines[3:] if line[0] not in "<>-" and not line[0].isdigit()] == ["out"], result
+
+
+def test_no_room_for_another_file(scene, place):
+    """The bytes would fit, but the file system has run out of inodes."""
+    script = f"""
+        mount -o remount,nr_inodes=12 "$2"
+        code=0; {OURS} || code=$?
+        echo "code $code" "$(ls -A "$2" | xargs)"
+        mount -o remount,nr_inodes=1000 "$2"
+        {OURS}
+        ls -A "$2"
+    """
+    result = in_a_small_file_system(script, 100 << 20, place, scene.root)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "code 8 .out.llmtailor-staging", result
+    assert "No space left on device" in result.stderr
+    assert "note: going on with the merge" in result.stderr
+    assert lines[1].startswith("wrote ") and lines[2:] == ["out"], result

@@ -1,0 +1,47 @@
+"""What the params of an adapter are called on disk: held against what PEFT itself would write."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+
+from llmtailor.core.index import Param
+from llmtailor.formats.adapters import NAMING
+from llmtailor.formats.disk_names import on_disk
+from real.models import build
+
+TARGETS = {"target_modules": ["q_proj", "v_proj", "up_proj"]}
+CONFIGS = {
+    "lora": LoraConfig(**TARGETS),
+    "dora": LoraConfig(**TARGETS, use_dora=True),
+    "whole modules": LoraConfig(**TARGETS, modules_to_save=["lm_head", "input_layernorm"]),
+    "embeddings": LoraConfig(target_modules=["embed_tokens", "q_proj"]),
+    "tokens": LoraConfig(**TARGETS, trainable_token_indices=[1, 2]),
+    "biases": LoraConfig(**TARGETS, bias="all"),
+    "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trained_params_are_saved_by_these_names(name):
+    model = get_peft_model(build("qwen2", 2, tied=False), CONFIGS[name])
+    written = {key: tuple(tensor.shape) for key, tensor in get_peft_model_state_dict(model).items()}
+    trained = {key: tuple(param.shape) for key, param in model.named_parameters() if param.requires_grad}
+    ours = [disk for key, shape in trained.items() for disk in on_disk(Param(key, shape, "trainable"), NAMING)]
+    assert {disk.name: disk.shape for disk in ours}.items() <= written.items()
+    assert len({disk.name for disk in ours}) == len(trained)
+    if name != "embeddings":  # the frozen layer below is saved, too
+        assert len(ours) == len(written)
+
+
+def test_prompts_go_by_another_rule():
+    model = get_peft_model(
+        build("llama", 2, tied=False), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    trained = [key for key, param in model.named_parameters() if param.requires_grad]
+    ours = {disk.name for key in trained for disk in on_disk(Param(key, (1,), "trainable"), NAMING)}
+    assert not ours & get_peft_model_state_dict(model).keys()

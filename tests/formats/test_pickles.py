@@ -1,0 +1,155 @@
+"""The pickle reader decodes what pickle writes, runs nothing, and the writer is its inverse."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import pickletools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtailor.errors import SourceError, UnsafePickle
+from llmtailor.formats.pickle_nodes import Call, Global, Ordered
+from llmtailor.formats.pickle_reader import MAX_DEPTH, read_pickle
+from llmtailor.formats.pickle_writer import write_pickle
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1)
+keys = st.booleans() | st.integers(-(2**59), 2**59) | st.text()
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.dictionaries(keys, inner).map(collections.OrderedDict)
+    ),
+    max_leaves=30,
+)
+
+
+@given(trees, st.sampled_from([2, 3, 4, 5]))
+@settings(max_examples=200, deadline=None)
+def test_what_pickle_wrote_comes_back_through_reader_and_writer(tree, protocol):
+    decoded = read_pickle(pickle.dumps(tree, protocol), "x")
+    data, storages = write_pickle(decoded)
+    assert storages == []
+    assert pickle.loads(data) == tree
+    assert type(pickle.loads(data)) is type(tree)
+
+
+def test_sharing_survives():
+    shared = [1, 2]
+    tree = pickle.loads(write_pickle(read_pickle(pickle.dumps({"a": shared, "b": shared}, 2), "x"))[0])
+    assert tree["a"] is tree["b"]
+
+
+def test_attributes_of_an_ordered_dict_survive():
+    original = collections.OrderedDict(a=1)
+    original._metadata = {"version": 1}
+    decoded = read_pickle(pickle.dumps(original, 2), "x")
+    assert isinstance(decoded, Ordered) and decoded == {"a": 1}
+    again = pickle.loads(write_pickle(decoded)[0])
+    assert again == original and again._metadata == {"version": 1}
+
+
+def test_a_class_is_carried_by_name_without_being_imported():
+    data = b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n)\x81"
+    data += b"}X\x01\x00\x00\x00sG?\xf0\x00\x00\x00\x00\x00\x00sb."
+    node = read_pickle(data, "x")
+    assert isinstance(node, Call) and node.new
+    assert node.func == Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+    assert node.state == {"s": 1.0}
+    opcodes = [(op.name, arg) for op, arg, _ in pickletools.genops(write_pickle(node)[0])]
+    assert ("GLOBAL", "deepspeed.runtime.fp16.loss_scaler LossScaler") in opcodes
+    assert [name for name, _ in opcodes if name in ("NEWOBJ", "BUILD")] == ["NEWOBJ", "BUILD"]
+
+
+class Exploit:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+EXPLOITS = {
+    "system": lambda marker: Exploit(os.system, f"touch {marker}"),
+    "eval": lambda marker: Exploit(eval, f"open({str(marker)!r}, 'w')"),
+    "exec": lambda marker: {"deep": [Exploit(exec, f"open({str(marker)!r}, 'w')")]},
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4])
+@pytest.mark.parametrize("name", EXPLOITS)
+def test_no_pickle_runs_code(tmp_path, name, protocol):
+    marker = tmp_path / "ran"
+    data = pickle.dumps(EXPLOITS[name](marker), protocol)
+    with pytest.raises(SourceError) as caught:
+        read_pickle(data, "evil.pt")
+    assert not marker.exists()
+    assert isinstance(caught.value, UnsafePickle)
+    assert any(name in problem.what for problem in caught.value.problems)
+    pickle.loads(data)  # the exploit is a real one
+    assert marker.exists()
+
+
+def test_every_unknown_global_is_named():
+    data = pickle.dumps([Exploit(os.system, "x"), Exploit(eval, "y")], 2)
+    with pytest.raises(UnsafePickle) as caught:
+        read_pickle(data, "x")
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x02",
+        b"\x80\x02}",
+        b"\x80\x02h\x05.",  # a memo entry that is not there
+        b"\x80\x02u.",  # items without a mark
+        b"\x80\x02(K\x01u.",
+        b"\x80\x02}(K\x01u.",  # a key without a value
+        b"\x80\x02}(]K\x01u.",  # a key that can't be one
+        b"\x80\x02K\x01K\x02.",
+        b"\x80\x02]q\x00h\x00a.",  # a list that contains itself
+        b"\x80\x02K\x01)R.",  # a call of a number
+        b"\x80\x02X\xff\xff\xff\x7fab.",  # a string longer than the file
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        b"\x80\x02U\x01a.",  # python 2 strings have no place here
+        b"\x80\x02X\x01\x00\x00\x000Q.",  # a persistent id where none is expected
+        b"\x80\x02" + b"]" * (MAX_DEPTH + 50) + b"a" * (MAX_DEPTH + 49) + b".",
+        b"garbage",
+    ],
+)
+def test_damaged_pickles_are_refused(data):
+    with pytest.raises(SourceError) as caught:
+        read_pickle(data, "x")
+    assert caught.value.problems[0].fix
+
+
+@given(st.binary(max_size=60), st.data())
+@settings(max_examples=300, deadline=None)
+def test_mutated_pickles_end_in_a_tree_or_a_refusal(noise, data):
+    original = pickle.dumps({"a": [1, 2.5, "x" * 20, (None, True)], "b": collections.OrderedDict(c=1)}, 2)
+    at = data.draw(st.integers(0, len(original)))
+    mutated = original[:at] + noise + original[at + data.draw(st.integers(0, 10)) :]
+    try:
+        read_pickle(mutated, "x")
+    except SourceError as error:
+        assert error.problems
+
+
+def test_a_billion_laughs_are_refused():
+    """Shared lists are small in memory, but whoever compares or prints them walks every path."""
+    nested: list = []
+    for _ in range(20):
+        nested = [nested, nested]
+    assert len(write_pickle(read_pickle(pickle.dumps(nested, 2), "x"))[0]) < 1000
+    for _ in range(20):
+        nested = [nested, nested]
+    with pytest.raises(SourceError, match="it unfolds to more than"):
+        read_pickle(pickle.dumps(nested, 2), "x")

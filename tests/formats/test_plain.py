@@ -1,0 +1,370 @@
+"""optimizer.pt and its names: damage is refused, and ZeRO-3 becomes plain without a bit lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoints import SMALL, make
+from llmtailor.core.states import MASTER, State
+from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.formats.base import index_checkpoint
+from llmtailor.formats.plain.indexing import is_plain
+from llmtailor.formats.plain.model import ModelFacts
+from llmtailor.formats.plain.optimizer import SavedGroup, SavedOptimizer
+from llmtailor.formats.plain.order import derived_names
+from oracle import zero3
+from plain.composing import plain_target, read, to_plain, to_zero
+from real.models import build
+from scripts.synthetic import pickled_as_deepspeed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_DECAY = ("norm", "bias")
+
+
+def two_groups(model):
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    plain = [any(word in name for word in NO_DECAY) for name, _ in named]
+    return [
+        {"params": [param for (_, param), bare in zip(named, plain, strict=True) if not bare], "weight_decay": 0.1},
+        {"params": [param for (_, param), bare in zip(named, plain, strict=True) if bare], "weight_decay": 0.0},
+    ]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """What the Trainer leaves behind after one step, made without it."""
+    root = tmp_path_factory.mktemp("plain") / "checkpoint-1"
+    model = build("llama", 2, False)
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    tokens = torch.arange(12)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    scheduler.step()
+    model.save_pretrained(root)
+    torch.save(optimizer.state_dict(), root / "optimizer.pt")
+    torch.save(scheduler.state_dict(), root / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, root / "rng_state.pth")
+    (root / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    return root
+
+
+def edit_optimizer(root, change):
+    tree = torch.load(root / "optimizer.pt", weights_only=True)
+    change(tree)
+    torch.save(tree, root / "optimizer.pt")
+
+
+def edit_weights(root, change):
+    weights = load_file(root / "model.safetensors")
+    change(weights)
+    save_file(weights, root / "model.safetensors", {"format": "pt"})
+
+
+def edit_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def drop_id(tree, number, group):
+    del tree["state"][number]
+    tree["param_groups"][group]["params"].remove(number)
+
+
+def swap(tree, one, other):
+    tree["state"][one], tree["state"][other] = tree["state"][other], tree["state"][one]
+
+
+def factored(tree):
+    for state in tree["state"].values():
+        state["exp_avg_sq_row"] = torch.zeros(1)
+
+
+DAMAGE = {
+    "no optimizer": (lambda root: (root / "optimizer.pt").unlink(), "optimizer.pt: the file is missing"),
+    "no scheduler": (lambda root: (root / "scheduler.pt").unlink(), "scheduler.pt: the file is missing"),
+    "no weights": (lambda root: (root / "model.safetensors").unlink(), "no weights in safetensors form"),
+    "no config": (lambda root: (root / "config.json").unlink(), "config.json: the file is missing"),
+    "truncated": (
+        lambda root: (root / "optimizer.pt").write_bytes((root / "optimizer.pt").read_bytes()[:5000]),
+        "truncated",
+    ),
+    "a state is missing": (
+        lambda root: edit_optimizer(root, lambda tree: tree["state"].pop(3)),
+        "the optimizer state of id 3 is missing",
+    ),
+    "an id is missing": (
+        lambda root: edit_optimizer(root, lambda tree: drop_id(tree, 3, 0)),
+        "the shapes do not tell which",
+    ),
+    "an id too many": (
+        lambda root: edit_optimizer(root, lambda tree: tree["param_groups"][1]["params"].append(3)),
+        "own id 3 twice",
+    ),
+    "a state too many": (
+        lambda root: edit_optimizer(root, lambda tree: tree["state"].update({99: tree["state"][0]})),
+        "the state of id 99, which no param group owns",
+    ),
+    "states of different shapes swapped": (
+        lambda root: edit_optimizer(root, lambda tree: swap(tree, 0, 1)),
+        "has shape",
+    ),
+    "moments of different shapes": (
+        lambda root: edit_optimizer(root, lambda tree: tree["state"][0].update(exp_avg=torch.zeros(3))),
+        "different shapes",
+    ),
+    "another kind of state": (
+        lambda root: edit_optimizer(root, lambda tree: tree["state"][0].update(more=tree["state"][0]["exp_avg"])),
+        "other kinds",
+    ),
+    "not elementwise": (lambda root: edit_optimizer(root, factored), "only Adam-like"),
+    "no step": (lambda root: edit_optimizer(root, lambda tree: tree["state"][0].pop("step")), "no step of its own"),
+    "three groups": (
+        lambda root: edit_optimizer(
+            root, lambda tree: tree["param_groups"].append({**tree["param_groups"][1], "params": []})
+        ),
+        "not the Trainer's two",
+    ),
+    "too few names": (
+        lambda root: edit_optimizer(root, lambda tree: tree["param_groups"][0].update(lt_params=["x"])),
+        "16 ids and 1 names",
+    ),
+    "a layer's weight is missing": (
+        lambda root: edit_weights(root, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")),
+        "the weights of model.layers.1.mlp.up_proj.weight are missing",
+    ),
+    "a weight of another shape": (
+        lambda root: edit_weights(root, lambda weights: weights.update({"model.norm.weight": torch.zeros(3)})),
+        "the weight model.norm.weight has shape [3]",
+    ),
+    "config of another model": (
+        lambda root: edit_json(root / "config.json", lambda config: config.update(num_hidden_layers=1)),
+        "ids, the model has",
+    ),
+    "an unknown model": (
+        lambda root: edit_json(root / "config.json", lambda config: config.update(architectures=["Nothing"])),
+        "no model class Nothing",
+    ),
+    "another save's optimizer": (
+        lambda root: edit_optimizer(
+            root, lambda tree: [state.update(step=torch.tensor(7.0)) for state in tree["state"].values()]
+        ),
+        "from step 7, the schedule is at step 1",
+    ),
+}
+
+UNDECIDED = {
+    *(
+        "only Adam-like",
+        "no step of its own",
+        "config.json: the file is missing",
+        "the shapes do not tell which",
+        "not the Trainer's two",
+    ),
+    *("no model class Nothing",),
+}
+"""Not readable here, which does not mean damaged"""
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_refused(pristine, tmp_path, case):
+    damage, told = DAMAGE[case]
+    root = tmp_path / "checkpoint-1"
+    shutil.copytree(pristine, root)
+    damage(root)
+    assert is_plain(root)
+    with pytest.raises(SourceError) as caught:
+        index_checkpoint(root, "ckpt")
+    assert told in str(caught.value)
+    assert all(problem.where.startswith("ckpt") and problem.fix for problem in caught.value.problems)
+    assert (
+        isinstance(caught.value, UnsupportedCheckpoint) == (told in UNDECIDED) or case == "moments of different shapes"
+    )
+
+
+def test_remote_code_is_never_run(pristine, tmp_path):
+    root = tmp_path / "checkpoint-1"
+    shutil.copytree(pristine, root)
+    (root / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    evil = {"model_type": "evil", "auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"}}
+    edit_json(root / "config.json", lambda config: config.update(evil))
+    with pytest.raises(SourceError, match="transformers can't build the model"):
+        index_checkpoint(root, "ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_make_the_model_unnecessary(pristine, tmp_path):
+    root = tmp_path / "checkpoint-1"
+    shutil.copytree(pristine, root)
+    index = index_checkpoint(root, "ckpt")
+
+    def name_them(tree):
+        for group, params in zip(tree["param_groups"], index.group_params, strict=True):
+            group["param_names"] = list(params)
+
+    edit_optimizer(root, name_them)
+    edit_json(root / "config.json", lambda config: config.update(architectures=["Nothing"]))
+    named = index_checkpoint(root, "ckpt")
+    assert (named.params, named.held.keys(), named.group_params) == (
+        index.params,
+        index.held.keys(),
+        index.group_params,
+    )
+    assert [group.hyper for group in named.groups] == [group.hyper for group in index.groups]
+
+
+def saved(*groups):
+    shapes = [shape for group in groups for shape in group]
+    tensors = {number: {"exp_avg": type("T", (), {"shape": shape})()} for number, shape in enumerate(shapes)}
+    made, at = [], 0
+    for number, group in enumerate(groups):
+        made.append(SavedGroup(tuple(range(at, at + len(group))), None, {"weight_decay": 0.1 * (not number)}))
+        at += len(group)
+    return SavedOptimizer(tuple(made), tensors, {}, True)
+
+
+MODEL = ModelFacts(
+    {"embed": (9, 4), "a.q": (4, 4), "a.up": (8, 4), "b.q": (4, 4), "b.up": (8, 4), "head": (9, 4), "norm": (4,)},
+    frozenset(("embed", "a.q", "a.up", "b.q", "b.up", "head")),
+    {},
+    frozenset(),
+)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ([(4, 4), (8, 4), (4, 4), (8, 4), (9, 4)], ("a.q", "a.up", "b.q", "b.up", "head")),
+        ([(9, 4), (4, 4), (8, 4), (4, 4), (8, 4)], ("embed", "a.q", "a.up", "b.q", "b.up")),
+        ([(9, 4), (4, 4), (4, 4), (8, 4), (9, 4)], ("embed", "a.q", "b.q", "b.up", "head")),
+        ([(9, 4), (9, 4)], ("embed", "head")),
+        ([(9, 4), (4, 4), (8, 4), (9, 4)], None),
+        ([(9, 4)], None),
+    ],
+)
+def test_frozen_params_are_told_only_where_the_shapes_leave_no_doubt(shapes, names):
+    optimizer = saved(shapes, [(4,)])
+    if names:
+        assert derived_names(optimizer, MODEL, "x") == (names, ("norm",))
+    else:
+        with pytest.raises(SourceError, match="do not tell which"):
+            derived_names(optimizer, MODEL, "x")
+
+
+def test_shapes_that_fit_nowhere(pristine):
+    with pytest.raises(SourceError, match="do not fit"):
+        derived_names(saved([(8, 4), (9, 4), (4, 4)], [(4,)]), MODEL, "x")
+
+
+@pytest.mark.parametrize("groups", ["default", "layer"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_zero3_becomes_plain_without_a_bit_lost(tmp_path, groups, world_size):
+    source = make(tmp_path, 7, shape=replace(SMALL, head_dim=4), groups=groups, world_size=2, sub_group_size=100)
+    with pickled_as_deepspeed():
+        oracle = zero3.load(source)
+    base = index_checkpoint(source)
+    out = to_plain(base, tmp_path / "plain", world_size)
+    assert not {"latest", "llmtailor.json"} & {path.name for path in out.iterdir()}
+    assert len(list(out.glob("rng_state*"))) == world_size
+
+    config = transformers.AutoConfig.from_pretrained(out)
+    assert config.dtype == torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for name, param in model.named_parameters():
+        assert not zero3.differ(param.detach(), oracle.kind(MASTER)[name])
+
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [params[name] for name in names]} for names in base.group_params])
+    optimizer.load_state_dict(torch.load(out / "optimizer.pt", weights_only=True))
+    for name, param in params.items():
+        state = optimizer.state[param]
+        assert state["step"] == 7
+        for moment in MOMENTS:
+            assert not zero3.differ(state[moment], oracle.kind(moment)[name])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [
+        group.hyper["weight_decay"] for group in base.groups
+    ]
+    model(input_ids=torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
+    optimizer.step()
+
+    index = index_checkpoint(out, "plain")
+    assert index.params == base.params and index.group_params == base.group_params
+    assert [flat.params for flat in index.flat_ids] == [flat.params for flat in plain_target(base).flats]
+    assert set(index.steps().values()) == {7.0} and index.world_size == world_size
+    assert [group.hyper for group in index.groups] == [group.hyper for group in base.groups]
+
+
+def test_weights_over_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmtailor.formats.new_weights.SHARD_BYTES", 1000)
+    base = index_checkpoint(make(tmp_path, 7))
+    out = to_plain(base, tmp_path / "plain")
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 2 and not (out / "model.safetensors").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    with pickled_as_deepspeed():
+        masters = zero3.load(base.root).kind(MASTER)
+    assert all(not zero3.differ(param.detach(), masters[name]) for name, param in model.named_parameters())
+    again = to_plain(index_checkpoint(out, "plain"), tmp_path / "again")
+    assert all((again / name).read_bytes() == (out / name).read_bytes() for name in [*files, "optimizer.pt"])
+
+
+def test_a_base_without_scheduler_cannot_become_plain(tmp_path):
+    source = make(tmp_path, 7)
+    (source / "scheduler.pt").unlink()
+    with pytest.raises(SourceError, match="drops the optimizer"):
+        to_plain(index_checkpoint(source), tmp_path / "plain")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["BF16", "F32"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_to_plain_to_zero_is_the_same_again(tmp_path, stage, precision, tied):
+    source = make(tmp_path, 7, shape=replace(SMALL, head_dim=4, tied=tied), groups="layer")
+    there = index_checkpoint(to_plain(index_checkpoint(source), tmp_path / "plain"), "plain")
+    zero = to_zero(there, tmp_path / "zero", stage, 3, precision)
+    index = index_checkpoint(zero)
+    assert (index.stage, index.world_size, index.precision) == (stage, 3, precision)
+    assert index.findings == () and index.tied == there.tied
+    with pickled_as_deepspeed():
+        oracle = zero3.load(source)
+    for state, tensor in oracle.states.items():
+        if state.kind == MASTER or state.kind in MOMENTS:
+            assert not zero3.differ(read(zero, index.held[state]), tensor)
+    weights = load_file(zero / "model.safetensors")
+    assert set(weights) == {*index.params, *(index.tied if stage < 3 else ())}
+    for name, master in oracle.kind(MASTER).items():
+        assert torch.equal(weights[name], master.to(torch.bfloat16 if precision == "BF16" else torch.float32))
+    assert set(index.steps().values()) == {7.0}
+    assert [dict(group.hyper) for group in index.groups] == [dict(group.hyper) for group in there.groups]
+
+
+def test_a_bf16_model_gets_fp32_masters(pristine, tmp_path):
+    root = tmp_path / "checkpoint-1"
+    shutil.copytree(pristine, root)
+    edit_weights(root, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}))
+
+    def round_moments(tree):
+        for state in tree["state"].values():
+            state.update({moment: state[moment].bfloat16() for moment in MOMENTS})
+
+    edit_optimizer(root, round_moments)
+    base = index_checkpoint(root, "ckpt")
+    assert base.precision == "BF16"
+    zero = to_zero(base, tmp_path / "zero", 3, 2, "BF16")
+    index = index_checkpoint(zero)
+    weights = load_file(root / "model.safetensors")
+    moments = torch.load(root / "optimizer.pt", weights_only=True)["state"]
+    names = [param for group in base.group_params for param in group]
+    for number, name in enumerate(names):
+        master = read(zero, index.held[State(name, MASTER)])
+        assert master.dtype == torch.float32 and torch.equal(master, weights[name].float())
+        for moment in MOMENTS:
+            assert torch.equal(read(zero, index.held[State(name, moment)]), moments[number][moment].float())

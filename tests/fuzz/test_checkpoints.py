@@ -1,0 +1,332 @@
+"""Damaged real checkpoints: a merge of one ends in a refusal, or in what torch reads out of it, bit for bit.
+
+Damage that the output does not show is right as well: padding is never copied, and what follows from the layout is
+written anew. Then the output must equal that of the sound checkpoint.
+
+``LLMTAILOR_FUZZ_ROUNDS=1000`` damages each checkpoint that many times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import llmtailor
+from llmtailor.core.recipe import Recipe
+from llmtailor.core.states import BUFFER, WEIGHT, State
+from llmtailor.errors import SourceError, TailorError
+from llmtailor.formats.base import index_checkpoint
+from oracle import any as oracle
+from oracle import zero3, zero12
+from oracle.zero3 import Snapshot, assert_same
+from scripts import fuzz
+
+ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "25"))
+STEP = 4
+REAL = {"zero3": "zero3", "zero3-frozen": "llama-extras-layer", "zero2": "zero2-extras", "zero1": "zero1"}
+
+
+def merge(checkpoint: Path, out: Path, **options: Any) -> Path:
+    llmtailor.merge(Recipe("x", "", checkpoint, (), None, None), out, llmtailor.Options(**options))
+    return out
+
+
+def load_plain(checkpoint: Path) -> Snapshot:
+    """Read a plain checkpoint with torch: states by id, whatever their names."""
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=False)
+    states = {State(name, "weight"): tensor for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    steps = {}
+    for number, state in saved["state"].items():
+        for kind, tensor in state.items():
+            if kind == "step":
+                steps[str(number)] = float(tensor)
+            else:
+                states[State(str(number), kind)] = tensor
+    names = ("lt_params", "param_names")
+    groups = [{key: value for key, value in group.items() if key not in names} for group in saved["param_groups"]]
+    return Snapshot(
+        states, steps, [], {"groups": groups, "names": [group.get("lt_params") for group in saved["param_groups"]]}
+    )
+
+
+def load(checkpoint: Path, rest: bool) -> Snapshot:
+    """Read a checkpoint the slow way; without ``rest`` only what belongs to a param."""
+    if not (checkpoint / "latest").exists():
+        return load_plain(checkpoint)
+    if rest:
+        return oracle.load(checkpoint)
+    with patch.object(zero3, "_rest", lambda *_: {}), patch.object(zero12, "_rest", lambda *_: {}):
+        return oracle.load(checkpoint)
+
+
+def read(checkpoint: Path, rest: bool) -> Snapshot | None:
+    """Read it, or return None for what torch or the oracle can't make sense of."""
+    try:
+        return load(checkpoint, rest)
+    except Exception:  # it is damaged, and torch has many words for that
+        return None
+
+
+def check(damaged: Path, sound: Path, out: Path, **options: Any) -> bool:
+    """Merge a damaged checkpoint; return whether it was accepted, and then is right."""
+    try:
+        merge(damaged, out, **options)
+    except TailorError as error:
+        assert all(problem.where and problem.what and problem.fix for problem in error.problems)
+        assert not out.exists()
+        return False
+    wanted = read(damaged, rest=True)
+    if options:
+        wanted = wanted or read(damaged, rest=False) or load(sound, rest=False)
+        assert_same(trained(load(out, rest=False)), trained(wanted), rest=False)
+        return True
+    made = load(out, rest=wanted is not None)
+    if wanted is not None:
+        assert_same(without_new_weights(made, wanted), wanted)
+        return True
+    wanted = read(damaged, rest=False) or load(sound, rest=False)
+    assert_same(without_new_weights(made, wanted), wanted, rest=False)
+    return True
+
+
+def without_new_weights(made: Snapshot, wanted: Snapshot) -> Snapshot:
+    """Where the source has no weights, the output has the rounded masters; tests of their own see to these."""
+    if any(state.kind == WEIGHT for state in wanted.states):
+        return made
+    states = {state: tensor for state, tensor in made.states.items() if state.kind != WEIGHT}
+    return replace(made, states=states)
+
+
+def trained(snapshot: Snapshot) -> Snapshot:
+    """Leave out what depends on the layout: buffers of every rank, names of tied weights, flat ids."""
+    states = {state: tensor for state, tensor in snapshot.states.items() if state.kind not in (BUFFER, WEIGHT)}
+    return Snapshot(states, snapshot.steps, [])
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"world_size": 3}, {"stage": 2}, {"stage": 3, "groups": "layer"})
+
+
+@pytest.fixture(scope="module")
+def sound(runs, tmp_path_factory) -> dict[str, Path]:
+    found = {form: runs[name].checkpoint(STEP) for form, name in REAL.items()}
+    found["plain"] = tmp_path_factory.mktemp("plain") / f"checkpoint-{STEP}"
+    recipe = Recipe("x", "", found["zero3"], (), None, None)
+    llmtailor.merge(recipe, found["plain"], llmtailor.Options(stage=0))
+    return found
+
+
+@pytest.fixture
+def copy_of(sound, tmp_path):
+    def copy(form: str) -> Path:
+        shutil.rmtree(tmp_path / "checkpoint-4", ignore_errors=True)
+        return Path(shutil.copytree(sound[form], tmp_path / "checkpoint-4"))
+
+    return copy
+
+
+@pytest.mark.parametrize("form", [*REAL, "plain"])
+def test_sound_checkpoints_are_accepted(sound, tmp_path, form):
+    assert check(sound[form], sound[form], tmp_path / "out")
+
+
+FILES = (".pt", ".pth", ".json", ".safetensors", "latest")
+
+
+@pytest.mark.parametrize("form", [*REAL, "plain"])
+def test_random_damage(sound, copy_of, tmp_path, form):
+    rng = random.Random(form)
+    accepted = 0
+    for round_ in range(ROUNDS):
+        damaged = copy_of(form)
+        files = sorted(path for path in damaged.rglob("*") if path.is_file() and path.name.endswith(FILES))
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            _damage(rng.choice(files), rng.choice(files), rng)
+        options = rng.choice(LAYOUTS) if form != "plain" else {}
+        accepted += check(damaged, sound[form], tmp_path / f"out-{round_}", **options)
+        shutil.rmtree(tmp_path / f"out-{round_}", ignore_errors=True)
+    assert 0 < accepted < ROUNDS
+
+
+def _damage(path: Path, other: Path, rng: random.Random) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    way = rng.randrange(8)
+    if way == 0:
+        path.unlink()
+    elif way == 1:
+        path.write_bytes(data[: rng.randrange(len(data) + 1)])
+    elif way == 2 and other.exists() and other != path:
+        shutil.copy(other, path)
+    elif way == 3:
+        path.write_bytes(data + data[rng.randrange(len(data) + 1) :])
+    elif way < 6:
+        at = rng.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+    elif path.suffix == ".safetensors":
+        path.write_bytes(fuzz.PARSERS["safetensors"].mutate(data, data, rng))
+    else:
+        path.write_bytes(fuzz.mutate_content(data, other.read_bytes() if other.exists() else b"", rng))
+
+
+# --- files that belong elsewhere -------------------------------------------------------------------------------------
+
+
+def swap(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def shards(checkpoint: Path, kind: str) -> list[Path]:
+    return sorted(checkpoint.glob(f"global_step*/*_{kind}.pt"))
+
+
+@pytest.mark.parametrize(
+    ("form", "kinds"),
+    [
+        ("zero3", ["optim_states"]),
+        ("zero3", ["model_states"]),
+        ("zero3", ["optim_states", "model_states"]),
+        ("zero3-frozen", ["optim_states", "model_states"]),
+        ("zero2", ["optim_states"]),
+        ("zero1", ["optim_states"]),
+    ],
+)
+def test_the_shards_of_two_ranks_swapped(copy_of, form, kinds):
+    """torch writes the name of the file into the file. Nothing else in those of ZeRO-3 says whose they are."""
+    damaged = copy_of(form)
+    for kind in kinds:
+        swap(*shards(damaged, kind))
+    with pytest.raises(SourceError) as caught:
+        index_checkpoint(damaged)
+    told = [problem for problem in caught.value.problems if "it is the shard of another rank" in problem.what]
+    assert len(told) == 2 * len(kinds)
+
+
+def saved_under_no_name(path: Path) -> None:
+    """Save a shard as engines do that hand torch an open file."""
+    tree = torch.load(path, weights_only=False)
+    with path.open("wb") as file:
+        torch.save(tree, file)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "told"),
+    [
+        ("zero2", "optim_states", "param_slice_mappings are those of rank"),
+        ("zero1", "optim_states", "param_slice_mappings are those of rank"),
+        ("tied", "model_states", "it lists shared_params, as only rank 0 does"),
+    ],
+)
+def test_swapped_shards_that_do_not_know_their_names(runs, sound, copy_of, form, kind, told):
+    sound["tied"] = runs["llama-tied"].checkpoint(STEP)
+    damaged = copy_of(form)
+    for path in shards(damaged, kind):
+        saved_under_no_name(path)
+    assert index_checkpoint(damaged).findings == ()
+    swap(*shards(damaged, kind))
+    with pytest.raises(SourceError, match=told):
+        index_checkpoint(damaged)
+
+
+def test_swapped_random_number_states_are_told_of(copy_of, sound, tmp_path):
+    damaged = copy_of("zero3")
+    swap(damaged / "rng_state_0.pth", damaged / "rng_state_1.pth")
+    told = [finding.what for finding in index_checkpoint(damaged).findings]
+    what = "the file was saved as rng_state_{}.pth, so it holds the random numbers of another rank"
+    assert told == [what.format(1), what.format(0)]
+    assert check(damaged, sound["zero3"], tmp_path / "out")
+
+
+Exchange = Callable[[Path, Path, Path], None]
+"""(checkpoint, one of another step, one of another run)"""
+
+
+def take(pattern: str, *, run: bool = False) -> Exchange:
+    def exchange(checkpoint: Path, other_step: Path, other_run: Path) -> None:
+        source = other_run if run else other_step
+        (theirs,) = source.glob(pattern)
+        (mine,) = checkpoint.glob(pattern)
+        shutil.copy(theirs, mine)
+
+    return exchange
+
+
+@pytest.mark.parametrize(
+    ("form", "exchange", "told"),
+    [
+        ("zero3", take("global*/*pp_rank_1_*optim_states.pt"), "Adam's step differs"),
+        ("zero3", take("global*/*pp_rank_0_*model_states.pt"), "global_steps differs"),
+        ("zero2", take("global*/*pp_rank_1_*optim_states.pt"), "Adam's step differs"),
+        ("zero2", take("global*/*model_states.pt"), "the model states are from step"),
+        ("zero3", take("scheduler.pt"), ""),
+        ("zero3", take("trainer_state.json"), ""),
+        ("zero3", take("model.safetensors"), ""),
+        ("zero3", take("global*/*pp_rank_1_*optim_states.pt", run=True), ""),
+        ("zero3", take("global*/*pp_rank_0_*model_states.pt", run=True), ""),
+        ("zero2", take("global*/*pp_rank_0_*optim_states.pt", run=True), ""),
+    ],
+)
+def test_files_of_another_step_or_run(runs, sound, copy_of, tmp_path, form, exchange, told):
+    """Of another step it is told, where a file says its step. What torch can't tell either is taken as it is."""
+    damaged = copy_of(form)
+    seeds = {"zero3": "zero3-b", "zero2": "zero2-fp32-grads"}
+    exchange(damaged, runs[REAL[form]].checkpoint(2), runs[seeds[form]].checkpoint(STEP))
+    if told:
+        with pytest.raises(SourceError, match=told):
+            index_checkpoint(damaged)
+    else:
+        check(damaged, sound[form], tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "trainer_state.json"])
+def test_counters_of_another_step_are_told_of(runs, copy_of, name):
+    damaged = copy_of("zero3")
+    shutil.copy(runs[REAL["zero3"]].checkpoint(2) / name, damaged / name)
+    told = [finding.what for finding in index_checkpoint(damaged).findings if finding.where.endswith(name)]
+    assert any("2" in what and "4" in what for what in told)
+
+
+@pytest.mark.parametrize("form", ["zero3", "zero2"])
+def test_every_file_missing_in_turn(copy_of, sound, tmp_path, form):
+    names = [path.relative_to(sound[form]) for path in sorted(sound[form].rglob("*")) if path.is_file()]
+    for number, name in enumerate(names):
+        damaged = copy_of(form)
+        (damaged / name).unlink()
+        accepted = check_dry(damaged)
+        needed = name.name in ("latest", "trainer_state.json") or "_states.pt" in name.name
+        assert accepted != needed, name
+        assert number < 40
+
+
+def check_dry(damaged: Path) -> bool:
+    try:
+        llmtailor.plan_merge(Recipe("x", "", damaged, (), None, None), damaged.parent / "never")
+    except TailorError:
+        return False
+    return True
+
+
+def test_the_oracle_notices(sound, copy_of, tmp_path):
+    """Were a wrong output accepted, `check` would say so: here the output is damaged after the merge."""
+    out = merge(sound["zero3"], tmp_path / "out")
+    path = shards(out, "optim_states")[0]
+    tree = torch.load(path, weights_only=False)
+    tree["optimizer_state_dict"]["fp32_flat_groups"][0][3] += 1
+    torch.save(tree, path)
+    with pytest.raises(AssertionError, match="1 differences"):
+        assert_same(load(out, rest=True), load(sound["zero3"], rest=True))
+    assert list(itertools.islice(shards(out, "optim_states"), 2))

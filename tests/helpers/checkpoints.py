@@ -1,0 +1,57 @@
+"""Small checkpoints without DeepSpeed, and ways to damage them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.synthetic import SHAPES, Shape, lay_out, make_checkpoint, pickled_as_deepspeed
+
+SMALL = replace(
+    SHAPES["tiny"], vocab_size=11, hidden_size=6, intermediate_size=10, num_heads=2, num_kv_heads=1, head_dim=3
+)
+"""Sizes that 2 and 3 do not divide, so that there is padding."""
+
+
+def make(
+    root: Path,
+    step: int,
+    *,
+    shape: Shape = SMALL,
+    world_size: int = 2,
+    groups: str = "default",
+    sub_group_size: int = 10**9,
+    shard_bytes: int = 10**9,
+) -> Path:
+    """Make ``root/checkpoint-STEP``."""
+    path = root / f"checkpoint-{step}"
+    make_checkpoint(path, shape, lay_out(shape, world_size, groups, sub_group_size), step, shard_bytes=shard_bytes)
+    return path
+
+
+def optim_states(checkpoint: Path, rank: int = 0) -> Path:
+    (path,) = checkpoint.glob(f"global_step*/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return path
+
+
+def model_states(checkpoint: Path, rank: int = 0) -> Path:
+    (path,) = checkpoint.glob(f"global_step*/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    return path
+
+
+def load(path: Path) -> Any:
+    """Load a torch file with stand-ins for DeepSpeed's classes."""
+    with pickled_as_deepspeed():
+        return torch.load(path, weights_only=False)
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Load a torch file, change the tree in place and save it again."""
+    with pickled_as_deepspeed():
+        tree = torch.load(path, weights_only=False)
+        change(tree)
+        torch.save(tree, path)

@@ -1,0 +1,228 @@
+"""Small files that ask for the impossible: torch files, and safetensors."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hostile.exploits import STOP, text, write_zip
+
+Build = Callable[[Path], None]
+Bytes = bytes | Callable[[], bytes]
+"""Large ones are made when they are needed."""
+
+
+def made(data: Bytes) -> bytes:
+    return data() if callable(data) else data
+
+
+def plain(data: Bytes) -> Build:
+    return lambda path: [path.write_bytes(made(data))].clear()
+
+
+def sparse(num_bytes: int, head: bytes = b"") -> Build:
+    def build(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(head)
+            file.truncate(num_bytes)
+
+    return build
+
+
+# --- torch files -----------------------------------------------------------------------------------------------------
+
+
+def pickled(opcodes: Bytes, data: bytes = bytes(8)) -> Build:
+    def build(path: Path) -> None:
+        write_zip(path, {"x/data.pkl": b"\x80\x02" + made(opcodes) + STOP, "x/data/0": data, "x/version": b"3\n"})
+
+    return build
+
+
+def laughs(empty: bytes, wrap: bytes, before: bytes = b"") -> bytes:
+    """Each level holds the one below twice."""
+    out = empty + b"q\x00"
+    for level in range(1, 60):
+        below = b"h" + bytes([level - 1])
+        out += before + b"(" + below + below + wrap + b"q" + bytes([level])
+    return out
+
+
+def long(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def tensor(shape: bytes, stride: bytes, offset: bytes = b"K\x00", numel: bytes = b"K\x02") -> Build:
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + numel + b"tQ"
+    hooks = b"ccollections\nOrderedDict\n)R"
+    return pickled(
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + shape + stride + b"\x89" + hooks + b"tR"
+    )
+
+
+def deflated(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(20_000_000))
+
+
+_LOCAL = struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 3, 3, 10, 0) + b"x/data.pkl\x80\x02N"
+"""The one record of the files below"""
+
+
+def directory(
+    *entries: tuple[str, int, int], count: int | None = None, size: int | None = None, comment: bytes = b""
+) -> Build:
+    """A directory made by hand, (name, size, offset) per entry; ``count`` and ``size`` are what the end record says."""
+    listed = b"".join(_entry(*entry) for entry in entries)
+    counts = [len(entries) if count is None else count] * 2
+    end = (0, 0, *counts, len(listed) if size is None else size, len(_LOCAL), len(comment))
+    return plain(_LOCAL + listed + struct.pack("<4sHHHHIIH", b"PK\x05\x06", *end) + comment)
+
+
+def _entry(name: str, size: int, at: int) -> bytes:
+    fields = (*[0] * 6, 0, size, size, len(name), *[0] * 5, at)
+    return struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", *fields) + name.encode()
+
+
+def zip64(size: int, start: int, count: int) -> Build:
+    """An end record for large files says where the directory is."""
+    body = _LOCAL + _entry("x/data.pkl", 3, 0)
+    end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, len(body), 1)
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    return plain(body + end64 + locator + end)
+
+
+def many_entries() -> Build:
+    """Half a million entries for the one record."""
+    count = 500_000
+    start, listed = len(_LOCAL), b"".join(_entry("x/data.pkl", 3, 0) for _ in range(count))
+    end64_at = start + len(listed)
+    end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(listed), start)
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, end64_at, 1)
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, len(listed), start, 0)
+    return plain(_LOCAL + listed + end64 + locator + end)
+
+
+ONE = ("x/data.pkl", 3, 0)
+DEVICE = b"ctorch\ndevice\nq\x00"
+ORDERED = b"ccollections\nOrderedDict\nq\x00"
+TORCH_FILES: dict[str, tuple[Build, str]] = {
+    "deflated records": (deflated, "compressed"),
+    "half a million entries": (lambda path: many_entries()(path), "twice"),
+    "the same entry twice": (directory(ONE, ONE), "twice"),
+    "records that overlap": (directory(ONE, ("x/data.pkl"[:10], 2, 0)), "twice"),
+    "a record beyond the file": (directory(("x/data.pkl", 3, 1 << 31)), "not where"),
+    "a record larger than the file": (directory(("x/data.pkl", 1 << 31, 0)), "not where"),
+    "a record in the directory": (directory(("x/data.pkl", 60, 0)), "not where"),
+    "a name that the record has not": (directory(("x/data.pk2", 3, 0)), "not where"),
+    "a count of 65,535 entries": (directory(ONE, count=0xFFFF), "ends early"),
+    "no entries": (directory(ONE, count=0), "directory of 0 records"),
+    "a directory of 4 GiB": (directory(ONE, size=0xFFFFFFFE), "not where"),
+    "an entry without its zip64 sizes": (directory(("x/data.pkl", 0xFFFFFFFF, 0)), "lacks its zip64 sizes"),
+    "a directory of 2**63 bytes": (zip64(2**63, 0, 1), "not where"),
+    "a directory at 2**64 - 1": (zip64(57, 2**64 - 1, 1), "not where"),
+    "2**63 entries": (zip64(56, len(_LOCAL), 2**63), "more than"),
+    "a comment": (directory(ONE, comment=b"c" * 65_535), "not at its end"),
+    "a name of 60 KB": (directory(("x/" + "d" * 60_000, 3, 0)), "takes 60,048 bytes"),
+    "4 TB of nothing": (sparse(1 << 42), "no torch.save file"),
+    "4 TB behind a head": (sparse(1 << 42, b"PK\x03\x04"), "truncated or damaged"),
+    "5 million lists": (pickled(lambda: b"]" * 5_000_000), "more than 4,000,000 opcodes"),
+    "a million objects": (pickled(lambda: b"(" + DEVICE + b"h\x00)R" * 1_000_000 + b"t"), ""),
+    "half a million marks": (pickled(lambda: b"(" * 500_000), "in the middle"),
+    "half a million dicts": (pickled(lambda: b"(" + ORDERED + b"h\x00)R" * 500_000 + b"t"), ""),
+    "a text of 60 MiB": (
+        pickled(lambda: b"X" + struct.pack("<I", 60 << 20) + "\U0001f600".encode() + b"a" * ((60 << 20) - 4)), "",
+    ),
+    "a pickle of 70 MiB": (pickled(lambda: b"N" * (70 << 20)), "a pickle bomb"),
+    "a million levels": (pickled(lambda: b"]" * 1_000_000 + b"a" * 999_999), "nests deeper"),
+    "levels by way of the memo": (pickled(b"]q\x00" + b"(h\x00lq\x00" * 5000 + b"("), "in the middle"),
+    "levels by way of the memo, closed": (pickled(b"(" + b"]q\x00" + b"(h\x00lq\x00" * 5000 + b"t"), "nests deeper"),
+    "a billion laughs in lists": (pickled(b"(" + laughs(b"]", b"l") + b"t"), "unfolds to more"),
+    "a billion laughs in tuples": (pickled(b"(" + laughs(b")", b"t") + b"t"), "unfolds to more"),
+    "a billion laughs in calls": (
+        pickled(b"(" + laughs(DEVICE + b")R", b"tR", b"ctorch\nSize\n") + b"t"), "unfolds|nests",
+    ),
+    "a dict of dicts as keys": (pickled(b"(" + laughs(b"}", b"d") + b"t"), "a key that is neither"),
+    "keys of one hash": (
+        pickled(lambda: b"}(" + b"".join(long(at * (2**61 - 1)) + b"N" for at in range(1, 200_000)) + b"u"),
+        "a key that is neither",
+    ),
+    "an integer of 60 MiB": (
+        pickled(lambda: b"\x8b" + struct.pack("<I", 60 << 20) + b"\x01" * (60 << 20)), "an integer of",
+    ),
+    "a decimal of 10 MB": (pickled(lambda: b"L" + b"9" * 10_000_000 + b"L\n"), "opcode"),
+    "a tensor of 2**186 elements": (tensor(long(2**62) * 3 + b"\x87", b"K\x01" * 3 + b"\x87"), "reaches beyond"),
+    "a tensor of 100 dimensions": (tensor(b"(" + b"K\x01" * 100 + b"t", b"(" + b"K\x01" * 100 + b"t"), "beyond"),
+    "a tensor of a million dimensions": (
+        lambda path: tensor(*[b"(" + b"M\xff\xff" * 1_000_000 + b"t"] * 2)(path), "reaches beyond",
+    ),
+    "strides beyond all": (tensor(b"K\x02\x85", long(2**70) + b"\x85"), "reaches beyond"),
+    "a negative offset": (tensor(b"K\x01\x85", b"K\x01\x85", b"J\xff\xff\xff\xff"), "reaches beyond"),
+    "an offset beyond": (tensor(b"K\x01\x85", b"K\x01\x85", b"K\x02"), "reaches beyond"),
+    "a negative extent": (tensor(b"J\xff\xff\xff\xff\x85", b"K\x01\x85"), "reaches beyond"),
+    "a shape that is a number": (tensor(b"K\x01", b"K\x01\x85"), "reaches beyond"),
+    "a storage of another length": (tensor(b"K\x01\x85", b"K\x01\x85", b"K\x00", long(2**40)), "has 8 bytes where"),
+    "a storage of a negative length": (tensor(b"K\x01\x85", b"K\x01\x85", b"K\x00", long(-2)), "has 8 bytes where"),
+}  # fmt: skip
+"""name -> what writes it, and the refusal (a regular expression); without one it may be read"""
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def header(content: Bytes, body: int = 0, length: int | None = None) -> Build:
+    def build(path: Path) -> None:
+        told = made(content)
+        path.write_bytes(struct.pack("<Q", len(told) if length is None else length) + told + bytes(body))
+
+    return build
+
+
+def one(**changes: object) -> bytes:
+    return json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2], **changes}}).encode()
+
+
+def named(name: bytes) -> bytes:
+    return one().replace(b'"a"', b'"' + name + b'"')
+
+
+def tensors() -> bytes:
+    return b"{" + b",".join(b'"%d":{"dtype":"U8","shape":[],"data_offsets":[0,1]}' % at for at in range(100_000)) + b"}"
+
+
+WEIGHTS: dict[str, tuple[Build, str]] = {
+    "a length beyond the file": (header(b"{}", length=1 << 40), "a header of"),
+    "a length of 2**63": (header(b"{}", length=2**63), "a header of"),
+    "a length of 2**64 - 1": (header(b"{}", length=2**64 - 1), "a header of"),
+    "a header of 100 MB": (sparse((100 << 20) + 8, struct.pack("<Q", 100 << 20)), "a header of"),
+    "a header full of lists": (header(lambda: b'{"a":[' + b"[]," * 3_000_000 + b"[]]}"), "damaged"),
+    "a header full of tensors": (header(tensors, 1), "does not begin"),
+    "a million levels": (header(lambda: b"[" * 1_000_000), "damaged"),
+    "a key twice": (header(b'{"a": {"dtype":"U8","shape":[2],"data_offsets":[0,2]}, ' + one()[1:], 2), "twice"),
+    "a key twice inside": (header(one()[:-2] + b', "shape": [2]}}', 2), "twice"),
+    "a shape of floats": (header(one(shape=[2.0]), 2), "no count"),
+    "a shape of bools": (header(one(shape=[True, 2]), 2), "no count"),
+    "a shape of NaN": (header(one(shape=[float("nan")]), 2), "NaN is no JSON"),
+    "an offset of Infinity": (header(one(data_offsets=[0, float("inf")]), 2), "Infinity is no JSON"),
+    "a shape that is a mapping": (header(one(shape={}), 2), "no count"),
+    "a shape that is a text": (header(one(shape="2"), 2), "no count"),
+    "a shape of a million": (header(lambda: one(shape=[2**52] * 1_000_000), 2), "no count"),
+    "a shape beyond 64 bits": (header(one(shape=[2**52] * 60), 2), "2 bytes for a tensor"),
+    "a shape with a zero": (header(one(shape=[2**52, 0, 2**52]), 2), "2 bytes for a tensor"),
+    "a shape of 5000 digits": (header(one(shape=[7]).replace(b"7", b"9" * 5000), 2), "damaged"),
+    "a dtype in a list": (header(one(dtype=["U8"]), 2), "damaged"),
+    "three offsets": (header(one(data_offsets=[0, 1, 2]), 2), "damaged"),
+    "negative offsets": (header(one(data_offsets=[-2, 0]), 2), "no count"),
+    "a hole": (header(one(data_offsets=[2, 4]), 4), "does not begin"),
+    "a tail": (header(one(), 3), "too long"),
+    "a name with an escape": (header(named(b"\\u001b[2J"), 2), "can't be one"),
+    "a name that is half a character": (header(named(b"\\ud800"), 2), "can't be one"),
+    "a name of 1 MB": (header(lambda: named(b"a" * 1_000_000), 2), "can't be one"),
+    "metadata that is half a character": (header(b'{"__metadata__": {"a": "\\ud800"}}'), "damaged"),
+    "metadata of numbers": (header(b'{"__metadata__": {"a": 1}}'), "no mapping of texts"),
+    "metadata in a list": (header(b'{"__metadata__": []}'), "no mapping of texts"),
+}

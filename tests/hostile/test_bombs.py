@@ -1,0 +1,95 @@
+"""What asks for the impossible is refused, within bounds of memory and time that the operating system enforces."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hostile.bombs import TORCH_FILES, WEIGHTS, laughs
+from hostile.exploits import STOP
+from hostile.sayings import SAYINGS
+
+MEMORY = 2 << 30
+"""Address space of the process that reads them, in bytes"""
+SECONDS = 100
+"""CPU time of that process for all of them together"""
+KINDS = {"torch": TORCH_FILES, "weights": WEIGHTS, "checkpoint": SAYINGS}
+ALL = [(kind, name, told) for kind, bombs in KINDS.items() for name, (_, told) in bombs.items()]
+
+PROGRAM = """
+import json, resource, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
+from llmtailor.cli.tables import inspection_text
+from llmtailor.errors import TailorError
+from llmtailor.formats.safetensors_files import read_header
+from llmtailor.formats.torchzip import read_torch_file
+from llmtailor.inspection import inspect_checkpoint
+
+def inspect(path):
+    content = inspect_checkpoint(path)
+    json.dumps(content), inspection_text(content)
+
+read = {
+    "torch": lambda path: read_torch_file(path.parent, path.name, path.name),
+    "weights": lambda path: read_header(path.parent, path.name, path.name),
+    "checkpoint": inspect,
+}
+for line in sys.stdin:
+    kind, name, path = json.loads(line)
+    told, crash = [], ""
+    try:
+        read[kind](Path(path))
+    except TailorError as error:
+        told = [problem.to_json() for problem in error.problems[:50]]
+    except BaseException as error:
+        crash = f"{type(error).__name__}: {error}"[:500]
+    print(json.dumps([kind, name, told, crash]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def verdicts(pristine, tmp_path_factory):
+    """(kind, name) -> the problems that a process bounded in memory and time tells of each bomb, or its crash."""
+    root = tmp_path_factory.mktemp("bombs")
+    jobs = []
+    for number, (kind, name, _) in enumerate(ALL):
+        path = root / str(number)
+        if kind == "checkpoint":
+            shutil.copytree(pristine["zero3"], path)
+        build, _ = KINDS[kind][name]
+        build(path)
+        jobs.append((kind, name, str(path)))
+    command = [sys.executable, "-c", PROGRAM, str(MEMORY), str(SECONDS)]
+    lines = "".join(json.dumps(job) + "\n" for job in jobs)
+    result = subprocess.run(command, input=lines, capture_output=True, text=True)
+    shutil.rmtree(root)
+    assert result.returncode == 0, f"{result.returncode} after {result.stdout[-500:]}: {result.stderr[-2000:]}"
+    return {(kind, name): (told, crash) for kind, name, told, crash in map(json.loads, result.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(("kind", "name", "told"), ALL, ids=[f"{kind}: {name}" for kind, name, _ in ALL])
+def test_it_is_refused_with_a_reason(verdicts, kind, name, told):
+    problems, crash = verdicts[kind, name]
+    assert not crash
+    assert not told or problems, "it was read"
+    assert any(re.search(told, problem["what"]) for problem in problems) or not told, problems
+    assert all(problem["where"] and problem["fix"] for problem in problems)
+
+
+def test_the_bombs_are_real():
+    """A pickle of 450 bytes has 2**59 leaves to be walked; 64-bit keys of one hash make a dict quadratic."""
+    data = b"\x80\x02(" + laughs(b"]", b"l") + b"t" + STOP
+    assert len(data) < 600
+    tree, depth = pickle.loads(data)[-1], 0
+    while tree:
+        tree, depth = tree[1], depth + 1
+    assert depth == 59
+    assert len({hash(at * (2**61 - 1)) for at in range(1, 1000)}) == 1

@@ -1,0 +1,316 @@
+"""What stands where a file belongs: pipes, devices, folders, links, files that change, names that lead elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import llmtailor
+from helpers.checkpoints import make, model_states, optim_states
+from llmtailor.compose import plan_merge
+from llmtailor.core.layout import FileLayout
+from llmtailor.core.recipe import Recipe
+from llmtailor.errors import SourceError, TailorError
+from llmtailor.formats.base import index_checkpoint
+from llmtailor.formats.deepspeed.target import lay_out_shards
+from llmtailor.formats.safetensors_files import INDEX, read_weights
+from llmtailor.io.sources import open_source, read_source
+from llmtailor.plan.target import make_target
+from llmtailor.publish import write
+
+pytestmark = pytest.mark.timeout(60)  # a pipe that is opened carelessly blocks for ever
+
+
+def merge(checkpoint: Path, out: Path) -> Path:
+    llmtailor.merge(Recipe("x", "", checkpoint, (), None, None), out)
+    return out
+
+
+# --- no regular files ------------------------------------------------------------------------------------------------
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def listener(path: Path) -> None:
+    here = Path.cwd()
+    try:
+        os.chdir(path.parent)  # the paths of sockets are short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def circle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def nowhere(path: Path) -> None:
+    path.symlink_to("gone")
+
+
+IMPOSTORS = [pipe, device, folder, listener, circle, nowhere]
+READ = {
+    "zero3": [
+        "latest", "trainer_state.json", "config.json", "scheduler.pt", "rng_state_0.pth", "model.safetensors",
+        "global_step100/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "global_step100/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ],
+    "zero2": ["llmtailor.json", "global_step100/mp_rank_00_model_states.pt"],
+    "plain": ["optimizer.pt", "scheduler.pt", "model.safetensors"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form, names in READ.items() for name in names])
+def test_nothing_hangs_and_nothing_is_made_up(copy_of, form, name, impostor):
+    checkpoint = copy_of(form)
+    (checkpoint / name).unlink()
+    impostor(checkpoint / name)
+    try:
+        index = index_checkpoint(checkpoint)
+    except SourceError as error:
+        assert all(problem.where and problem.fix for problem in error.problems)
+    else:  # as if it were missing: of these, that is told, or nothing depends on them
+        told = [finding for finding in index.findings if name in finding.where or "weights" in finding.what]
+        assert told or name in ("rng_state_0.pth", "config.json", "llmtailor.json")
+        assert name not in index.files
+
+
+@pytest.mark.parametrize(
+    ("impostor", "told"), [(pipe, "a named pipe"), (device, "a device"), (folder, "a folder"), (listener, "a socket")]
+)
+def test_it_is_told_what_stands_there(tmp_path, impostor, told):
+    impostor(tmp_path / "x")
+    with (
+        pytest.raises(SourceError, match=f"ckpt/x: this is {told}, where a file belongs"),
+        open_source(tmp_path / "x", "ckpt/x"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["x\0y", "x" * 300])
+def test_names_that_no_file_can_have(tmp_path, name):
+    with pytest.raises(SourceError) as caught, open_source(tmp_path / name, "x"):
+        pass
+    assert caught.value.problems[0].fix
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def test_links_are_followed_and_told_of(copy_of, tmp_path):
+    """As in a cache of the Hugging Face Hub, where every file is a link to a blob elsewhere."""
+    plain = copy_of("zero3")
+    linked = tmp_path / "snapshots" / "checkpoint-100"
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(path for path in plain.rglob("*") if path.is_file())):
+        target = linked / path.relative_to(plain)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, tmp_path / "blobs" / str(number))
+        target.symlink_to(os.path.relpath(tmp_path / "blobs" / str(number), target.parent))
+    index = index_checkpoint(linked)
+    (finding,) = index.findings
+    assert f"{len(index.files)} of its files are symbolic links out of the folder" in finding.what
+    first, second = merge(plain, tmp_path / "one"), merge(linked, tmp_path / "two")
+    for path in first.rglob("*"):
+        other = second / path.relative_to(first)
+        assert not other.is_symlink()
+        if path.is_file() and path.name not in ("llmtailor.json", "README.md"):
+            assert path.read_bytes() == other.read_bytes()
+
+
+def test_a_linked_root_and_links_inside_are_nothing_to_tell(copy_of, tmp_path):
+    checkpoint = copy_of("zero3")
+    (checkpoint / "scheduler.pt").rename(checkpoint / "other.pt")
+    (checkpoint / "scheduler.pt").symlink_to("other.pt")
+    (tmp_path / "link").symlink_to(checkpoint)
+    assert index_checkpoint(tmp_path / "link").findings == ()
+
+
+def test_a_linked_tag_folder_is_told_of(copy_of, tmp_path):
+    checkpoint = copy_of("zero3")
+    (checkpoint / "global_step100").rename(tmp_path / "elsewhere")
+    (checkpoint / "global_step100").symlink_to(tmp_path / "elsewhere")
+    (finding,) = index_checkpoint(checkpoint).findings
+    assert "1 of its files are symbolic links out of the folder: global_step100" in finding.what
+
+
+# --- names that lead elsewhere ---------------------------------------------------------------------------------------
+
+AWAY = ["..", ".", "", "../checkpoint-100", "/etc", "a/b", "global_step100/", "global_step100\nglobal_step100", "a\0b"]
+AWAY += ["global_step100/../global_step100", "\x1b[2J", "é" * 200]
+
+
+@pytest.mark.parametrize("tag", [*AWAY, b"\xff\xfe"])
+def test_latest_may_only_name_a_folder_of_the_checkpoint(copy_of, tag):
+    checkpoint = copy_of("zero3")
+    (checkpoint / "latest").write_bytes(tag if isinstance(tag, bytes) else tag.encode())
+    with pytest.raises(SourceError) as caught:
+        index_checkpoint(checkpoint)
+    (problem,) = caught.value.problems
+    assert problem.where.endswith("checkpoint-100/latest")
+    assert "global_step100" in problem.fix
+    assert "\x1b" not in str(caught.value.problems[0])
+
+
+def test_latest_can_not_lead_to_shards_above_it(copy_of, tmp_path):
+    """With the shards in the parent folder ".." would do, and the output's be written beside the staging folder."""
+    checkpoint = copy_of("zero3", "inner/checkpoint-100")
+    for path in (checkpoint / "global_step100").iterdir():
+        path.rename(checkpoint.parent / path.name)
+    (checkpoint / "latest").write_text("..")
+    with pytest.raises(SourceError, match="no folder of this checkpoint"):
+        merge(checkpoint, tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../x", "a//x", ".", ""])
+def test_no_file_can_be_laid_out_outside_of_the_output(path):
+    with pytest.raises(ValueError, match="not a path below the output"):
+        FileLayout(path, ())
+
+
+OUTSIDE = ["../x.safetensors", "/x.safetensors", "..", "a/x.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "x\n.safetensors", "x\0.safetensors", "x.bin"])
+def test_an_index_may_only_name_files_beside_it(tmp_path, name):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(SourceError, match="the index points to"):
+        read_weights(tmp_path, "x")
+
+
+def test_an_index_of_many_files_takes_no_square(tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {f"{at}": f"{at}.safetensors" for at in range(20_000)}}))
+    with pytest.raises(SourceError) as caught:
+        read_weights(tmp_path, "x")
+    assert len(caught.value.problems) == 20_000
+
+
+def test_the_command_that_is_proposed_for_latest_is_quoted(copy_of):
+    checkpoint = copy_of("zero3")
+    (checkpoint / "latest").unlink()
+    shutil.rmtree(checkpoint / "global_step100")
+    (checkpoint / "global_step1; touch hacked").mkdir()
+    with pytest.raises(SourceError) as caught:
+        index_checkpoint(checkpoint)
+    assert "'global_step1; touch hacked'" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize("rank", ["00", "٣", "+1", "1 "])
+def test_no_two_names_mean_the_same_rank(copy_of, rank):
+    checkpoint, name = copy_of("zero3"), f"zero_pp_rank_{rank}_mp_rank_00"
+    shutil.copy(model_states(checkpoint), checkpoint / "global_step100" / f"{name}_model_states.pt")
+    shutil.copy(optim_states(checkpoint), checkpoint / "global_step100" / f"bf16_{name}_optim_states.pt")
+    assert index_checkpoint(checkpoint).world_size == 2
+
+
+def test_names_for_a_terminal(copy_of, tmp_path):
+    """A carried file may have any name; on the screen it is shown without what a terminal would act on."""
+    checkpoint = copy_of("zero3")
+    odd = os.fsdecode(b"\xff\x1b[2J\n.txt")
+    (checkpoint / odd).write_bytes(b"x")
+    for command in (["inspect", "checkpoint-100"], ["convert", "checkpoint-100", "out", "--dry-run"],
+                    ["convert", "checkpoint-100", "out"]):  # fmt: skip
+        result = subprocess.run([sys.executable, "-m", "llmtailor", *command], cwd=tmp_path, capture_output=True)
+        assert result.returncode == 0, result.stderr
+        assert b"\x1b" not in result.stdout + result.stderr
+    assert (tmp_path / "out" / odd).is_file()
+    assert (tmp_path / "out" / "llmtailor.json").is_file()
+
+
+# --- files that change -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_shrinks_under_us(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(100))
+    with open_source(tmp_path / "x", "ckpt/x") as file:
+        os.truncate(tmp_path / "x", 50)
+        assert file.read(0, 50) == bytes(50)
+        with pytest.raises(SourceError, match="became shorter while it was read"):
+            file.read(40, 100)
+
+
+def test_a_file_that_grows_under_us(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(100))
+    assert len(read_source(tmp_path / "x", "x", 100)) == 100
+    with pytest.raises(SourceError, match="more than it ever needs"):
+        read_source(tmp_path / "x", "x", 99)
+
+
+def test_shards_that_change_between_index_and_layout(copy_of, tmp_path):
+    checkpoint = copy_of("zero3")
+    index = index_checkpoint(checkpoint)
+    other = make(tmp_path / "other", 100, groups="layer")
+    shutil.copy(optim_states(other), optim_states(checkpoint))
+    with pytest.raises(SourceError, match="the file changed while it was read"):
+        list(lay_out_shards(index, make_target(index), [100.0, 100.0]))
+
+
+def test_files_that_change_between_plan_and_copy(copy_of, tmp_path):
+    checkpoint = copy_of("zero3")
+    composition = plan_merge(Recipe("x", "", checkpoint, (), None, None), tmp_path / "out")
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(SourceError, match="changed while it was read"):
+        write(composition)
+    assert not (tmp_path / "out").exists()
+
+
+# --- permissions -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def powerless():
+    """Be a user who may read only what all may."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def public(pristine):
+    """A checkpoint in a folder that all may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o755)
+        yield Path(shutil.copytree(pristine["zero3"], Path(root) / "checkpoint-100"))
+
+
+@pytest.mark.parametrize("name", [".", "global_step100", "scheduler.pt", "latest", "model.safetensors", "config.json"])
+def test_what_may_not_be_read(public, name):
+    with powerless():
+        index_checkpoint(public)
+    (public / name).chmod(0)
+    try:
+        with powerless(), pytest.raises(TailorError) as caught:
+            index_checkpoint(public)
+    finally:
+        (public / name).chmod(0o755)
+    assert isinstance(caught.value, SourceError)
+    assert "ermission denied" in caught.value.problems[0].what
+    assert "run as a user who may read" in caught.value.problems[0].fix

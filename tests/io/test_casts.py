@@ -1,0 +1,67 @@
+"""Casts and checksums, against torch and zlib."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtailor.core.states import State
+from llmtailor.io.casts import cast
+from llmtailor.io.checksums import combine, crc32, part_digest
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+INTEGERS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def raw(tensor):
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def same(ours: bytes, theirs: torch.Tensor) -> bool:
+    """Bit for bit, but for the payload of NaNs, which no two libraries agree on."""
+    mine = torch.frombuffer(bytearray(ours), dtype=theirs.dtype)
+    nan = torch.isnan(theirs)
+    return torch.equal(torch.isnan(mine), nan) and raw(mine[~nan]) == raw(theirs[~nan])
+
+
+@pytest.mark.parametrize("target", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("source", DTYPES)
+def test_casts_are_torchs_bit_for_bit(source, target):
+    size = DTYPES[source].itemsize
+    bits = np.random.default_rng(0).integers(0, np.iinfo(INTEGERS[size]).max, 200_000, INTEGERS[size], endpoint=True)
+    values = torch.frombuffer(bytearray(bits.tobytes()), dtype=DTYPES[source])
+    assert same(cast(raw(values), source, target), values.to(DTYPES[target]))
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 1.00390625, 1.01171875, 3.4e38, -3.4e38, 1e-45, float("inf"), float("nan")]
+)
+def test_rounding_at_the_edges(value):
+    values = torch.tensor([value])
+    assert same(cast(raw(values), "F32", "BF16"), values.bfloat16())
+
+
+@given(st.lists(st.binary(max_size=50), max_size=6))
+def test_checksums_of_runs_combine_into_that_of_the_whole(runs):
+    crc = 0
+    for run in runs:
+        crc = combine(crc, crc32(run), len(run))
+    assert crc == zlib.crc32(b"".join(runs))
+
+
+def test_a_digest_does_not_depend_on_order_but_on_everything_else():
+    one, two = (State("a", "master"), 8, 1), (State("b", "exp_avg"), 8, 2)
+    assert part_digest([one, two]) == part_digest([two, one])
+    others = [
+        [one],
+        [one, (State("b", "exp_avg"), 8, 3)],
+        [one, (State("b", "exp_avg"), 9, 2)],
+        [one, (State("c", "exp_avg"), 8, 2)],
+        [one, (State("b", "master"), 8, 2)],
+    ]
+    assert len({part_digest(states) for states in [[one, two], *others]}) == 6

@@ -1,0 +1,1 @@
+"""Partial checkpoints, proved with the real Trainer and DeepSpeed."""

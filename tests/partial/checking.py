@@ -1,0 +1,125 @@
+"""Hold composites of partial checkpoints against the truth that the training processes wrote down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import llmtailor
+from llmtailor.core.states import BUFFER, FROZEN, MASTER
+from oracle.any import load
+from oracle.zero3 import MOMENTS, differ
+from partial.composing import compose
+from partial.harness import Done, without_saver
+from partial.same import differences
+
+NOT_OURS = {"training_args.bin", "zero_to_fp32.py", "zero_to_torch.py"}
+"""Files of the Trainer's checkpoints that no resume reads"""
+ABOUT = {"llmtailor.json", "README.md"}
+
+
+def newest(done: Done, at: int) -> dict[str, int]:
+    """Return the step that each part's newest state is of, by the manifests."""
+    return {part["part"]: step for step in done.saves if step <= at for part in done.manifest(step)["parts"]}
+
+
+def check_composite(done: Done, at: int, scratch: Path) -> dict[str, int]:
+    """Compose the state at a step, compare it with the truth, and return the step that each part is of."""
+    held = newest(done, at)
+    ours, stock = scratch / "ours", scratch / "stock"
+    compose(done.folder, at, done.ranks, out=ours)
+    if not done.job.stage:
+        compare_plain(done, held, at, ours)
+        return held
+    compose_stock(done, held, at, stock)
+    compare_folders(ours, stock)
+    compare_with_truth(done, held, at, ours)
+    return held
+
+
+def compose_stock(done: Done, held: dict[str, int], at: int, out: Path) -> None:
+    """Compose the same from the checkpoints that the Trainer itself has made."""
+    parts = [
+        {"from": str(done.stock(step)), "select": int(part.removeprefix("layer ")) if "layer " in part else part}
+        for part, step in held.items()
+    ]
+    recipe = out.with_name(f"{out.name}.yaml")
+    recipe.write_text(yaml.safe_dump({"base_model": str(done.stock(at)), "parts": parts}))
+    llmtailor.merge(recipe, out, llmtailor.Options(world_size=done.ranks))
+
+
+def compare_folders(ours: Path, stock: Path) -> None:
+    """Demand the same files, and in them the same trees, to the bit and the type."""
+    compare_files(ours, stock, files(ours))
+
+
+def compare_files(ours: Path, stock: Path, paths: set[str]) -> None:
+    assert files(stock) - files(ours) <= NOT_OURS
+    assert not files(ours) - files(stock) - ABOUT
+    wrong: list[str] = []
+    for path in sorted(paths - ABOUT):
+        if path.endswith((".pt", ".pth")):
+            trees = [torch.load(folder / path, weights_only=False) for folder in (ours, stock)]
+            wrong += [f"{path}{where}" for where in differences(*trees)]
+        elif path == "trainer_state.json":
+            states = [json.loads((folder / path).read_text()) for folder in (ours, stock)]
+            for state in states:
+                state["log_history"] = without_saver(state["log_history"])
+            wrong += [f"{path}{where}" for where in differences(*states)]
+        elif (ours / path).read_bytes() != (stock / path).read_bytes():
+            wrong.append(path)
+    assert not wrong, "\n".join(wrong)
+
+
+def compare_with_truth(done: Done, held: dict[str, int], at: int, composite: Path) -> None:
+    """Demand every state that the processes had at the step of its part."""
+    snapshot = load(composite)
+    part_of = {param: part["part"] for part in done.manifest(done.saves[0])["parts"] for param in part["params"]}
+    truths = {step: done.truth(step) for step in {at, *held.values()}}
+    for state, tensor in snapshot.states.items():
+        if state.kind in (MASTER, *MOMENTS) and not done.job.round_robin:
+            assert not differ(tensor, truths[held[part_of[state.param]]][state.kind][state.param]), state
+        elif state.kind == FROZEN:
+            assert not differ(tensor, truths[at]["frozen"][state.param]), state
+        elif state.kind == BUFFER:  # they go with the layer
+            truth = truths[held.get(f"layer {layer_of(state.param)}", at)]
+            assert not differ(tensor[0], truth["buffer"][state.param]), state
+    kinds = [state.kind for state in snapshot.states]
+    assert kinds.count(MASTER) == kinds.count("exp_avg") == kinds.count("exp_avg_sq") == len(part_of)
+    assert kinds.count(FROZEN) == len(truths[at]["frozen"])
+
+
+def compare_plain(done: Done, held: dict[str, int], at: int, composite: Path) -> None:
+    """Without DeepSpeed all states lie in two files, under numbers, which the process has told the order of."""
+    changing = {"optimizer.pt", "model.safetensors"}
+    compare_files(composite, done.stock(at), files(composite) - changing)
+    truths = {step: done.truth(step) for step in {at, *held.values()}}
+    part_of = {param: part["part"] for part in done.manifest(done.saves[0])["parts"] for param in part["params"]}
+    now = truths[at]
+    weights = {name: truths[held[part_of[name]]][MASTER][name] for name in now[MASTER]} | now["frozen"]
+    for name in now["buffer"]:
+        weights[name] = truths[held.get(f"layer {layer_of(name)}", at)]["buffer"][name]
+    stored = load_file(composite / "model.safetensors")
+    tied = json.loads((composite / "config.json").read_text()).get("tie_word_embeddings")
+    assert stored.keys() == weights.keys() - ({"lm_head.weight"} if tied else set())
+    assert not [name for name, tensor in stored.items() if differ(tensor, weights[name])]
+    optimizer, base = (torch.load(folder / "optimizer.pt") for folder in (composite, done.stock(at)))
+    groups = [{key: value for key, value in group.items() if key != "lt_params"} for group in optimizer["param_groups"]]
+    assert not list(differences(groups, base["param_groups"]))
+    assert list(optimizer["state"]) == list(range(len(now["order"])))
+    for number, name in enumerate(now["order"]):
+        truth = truths[held[part_of[name]]]
+        wanted = {kind: truth[kind][name] for kind in ("step", *MOMENTS)}
+        assert not list(differences(dict(optimizer["state"][number]), wanted)), name
+
+
+def layer_of(name: str) -> str:
+    return name.split(".layers.")[1].split(".")[0]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,17 @@
+"""From a run's folder to a complete checkpoint, as ``llmtailor merge --run`` does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llmtailor
+from llmtailor.core.report import Report
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs import recipe_for_run
+
+
+def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:
+    text = recipe_for_run(run, at, StrategyOptions("latest"), None)
+    recipe = parse_recipe(text, name="run", folder=run.absolute(), environ={})
+    return llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks))

@@ -1,0 +1,285 @@
+"""Train jobs one after another in one process group: ``torchrun driver.py JOBS.json FOLDER``.
+
+Like real/train.py, with the saver attached. While it trains, a job writes down the truth about each save in two ways
+that share no code with the saver: what DeepSpeed's own functions (or the live tensors) say, and a checkpoint of the
+Trainer's own at the very moment when it would have been saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import gc
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from llmtailor.errors import TailorError
+from llmtailor.saving import attach
+from partial.composing import compose
+from partial.jobs import Job, from_json
+from real.models import add_extras, build, tokenizer
+from real.train import DECAY, PR_SET_PDEATHSIG, RATE, LayerGroups, Tokens, deepspeed_config, end
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+HOLD_LOCK = (
+    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+)
+
+
+class Messages(logging.Handler):
+    """What the saver said to the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(f"{record.levelname}: {record.getMessage()}")
+
+
+class Disturbance(TrainerCallback):  # type: ignore[misc]
+    """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
+    ``frozen``: a frozen param changes before a save; ``locked``: another run saves in the same folder."""
+
+    LIMIT_BYTES = 4096
+
+    def __init__(self, what: dict[str, Any], model: Any, folder: Path, rank: int) -> None:
+        self.what = {"step": -1, **what}
+        self.model = model
+        self.other_run: subprocess.Popen[str] | None = None
+        if what["what"] == "locked" and rank == 0:
+            (folder / "partial").mkdir(parents=True)
+            command = [sys.executable, "-c", HOLD_LOCK, str(folder / "partial" / ".lock")]
+            self.other_run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert self.other_run.stdout and self.other_run.stdout.readline()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.what["step"]:
+            return
+        if self.what["what"] == "full" and args.process_index == self.what["rank"]:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.LIMIT_BYTES, hard))
+        if self.what["what"] == "frozen":
+            for name, param in self.model.named_parameters():
+                if fnmatch.fnmatch(name, self.what["param"]):
+                    zero3 = hasattr(param, "ds_id")
+                    with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero3):
+                        if not zero3 or args.process_index == 0:
+                            param.mul_(2)
+
+    def end(self) -> None:
+        if self.other_run:
+            self.other_run.communicate("")
+
+    def relieve(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def watched(kind: type[Trainer], job: Job, folder: Path) -> type[Trainer]:
+    """A Trainer that writes down the truth where it would save."""
+
+    class Watched(kind):  # type: ignore[misc,valid-type]
+        disturbance: Disturbance | None = None
+        _in_stock = False
+        _seen = 0
+
+        def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            if self.disturbance:
+                self.disturbance.relieve()
+            step = self.state.global_step
+            if job.truth and step > self._seen and (step % (job.every or 1) == 0 or step == self.state.max_steps):
+                self._seen = step
+                shutil.rmtree(
+                    folder / "stock" / f"checkpoint-{step}", ignore_errors=True
+                )  # of what the job goes on from
+                torch.distributed.barrier()
+                write_truth(self, folder / "truth" / f"{step}.pt")
+                self._in_stock = True
+                self._save_checkpoint(self.model, None)
+                self._in_stock = False
+
+        def _get_output_dir(self, trial: Any = None) -> str:
+            return str(folder / "stock") if self._in_stock else super()._get_output_dir(trial)
+
+    return Watched
+
+
+def write_truth(trainer: Any, path: Path) -> None:
+    """Write masters, moments, steps, frozen params and buffers, asked from whoever trains."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+    stage = engine.zero_optimization_stage() if engine else 0
+    if engine and engine.skipped_steps == engine.global_steps:
+        return  # fp16: every step so far overflowed, and there is nothing to ask for yet
+    truth: dict[str, Any] = {"master": {}, "step": {}, "frozen": {}, **{moment: {} for moment in MOMENTS}}
+    truth["buffer"] = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
+    lied_to = getattr(engine and engine.optimizer, "round_robin_gradients", False)  # its mappings are wrong then
+    if stage in (1, 2):  # DeepSpeed 0.19.8 links the moments of all groups once the first has made a step
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            with deepspeed.zero.GatheredParameters(param, enabled=stage == 3):
+                truth["frozen"][name] = param.detach().clone()
+        elif engine and not lied_to:
+            truth["master"][name] = safe_get_full_fp32_param(param)
+            for moment in MOMENTS:
+                truth[moment][name] = safe_get_full_optimizer_state(param, moment)
+        elif not engine:
+            state = inner(trainer.optimizer).state[param]
+            truth["master"][name] = param.detach().clone()
+            truth["step"][name] = state["step"].clone()
+            for moment in MOMENTS:
+                truth[moment][name] = state[moment].clone()
+    if not engine:
+        names = {param: name for name, param in model.named_parameters()}
+        truth["order"] = [names[param] for group in inner(trainer.optimizer).param_groups for param in group["params"]]
+    if trainer.args.process_index == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(truth, path)
+
+
+def inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if hasattr(optimizer, "accelerator_state") else optimizer
+
+
+def arguments(job: Job, folder: Path) -> TrainingArguments:
+    if not job.stage:  # forget that a job before this one used DeepSpeed
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        unset_hf_deepspeed_config()
+    usual: dict[str, Any] = {
+        "output_dir": str(folder),
+        "deepspeed": deepspeed_config(job) if job.stage else None,
+        "bf16": job.dtype == "bf16" and job.stage > 0,
+        "fp16": job.dtype == "fp16" and job.stage > 0,
+        "use_cpu": True,
+        "per_device_train_batch_size": job.per_device_batch,
+        "max_steps": job.steps,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "lr_scheduler_type": "linear",
+        "learning_rate": RATE,
+        "weight_decay": DECAY,
+        "seed": job.seed,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(**{**usual, **(job.arguments or {})})
+
+
+def make_model(job: Job) -> Any:
+    set_seed(job.seed)
+    model = build(job.arch, job.layers, job.tied)
+    if job.extras:
+        add_extras(model)
+    for name, param in model.named_parameters():
+        if any(fnmatch.fnmatch(name, glob) for glob in job.frozen):
+            param.requires_grad = False
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = job.dropout
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = job.dropout
+    return model.to(torch.bfloat16) if job.dtype == "bf16" and not job.stage else model
+
+
+def prepare(job: Job, root: Path, rank: int) -> str | None:
+    """Copy what the job goes on from, and compose its checkpoint; return that."""
+    folder = root / job.name
+    if rank == 0 and job.goes_on:
+        for kept in ("partial", "stock", "truth"):
+            if kept == "partial" or (root / job.goes_on / kept).exists():
+                shutil.copytree(root / job.goes_on / kept, folder / kept)
+        if job.at is not None:
+            compose(folder, job.at, torch.distributed.get_world_size())
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    resume = folder / f"checkpoint-{job.at}" if job.at is not None else job.resume_from and root / job.resume_from
+    return str(resume) if resume else None
+
+
+def train(job: Job, root: Path) -> None:
+    began = time.monotonic()
+    folder = root / job.name
+    args = arguments(job, folder)
+    rank = args.process_index
+    resume = prepare(job, root, rank)
+    model = make_model(job)
+    trainer: Any = watched(LayerGroups if job.groups == "layer" else Trainer, job, folder)(
+        model=model,
+        args=args,
+        train_dataset=Tokens(),
+        eval_dataset=torch.utils.data.Subset(Tokens(), range(6)),
+        data_collator=default_data_collator,
+        processing_class=tokenizer() if job.tokenizer else None,
+    )
+    trainer.remove_callback(PrinterCallback)  # it can't print where the disk is full
+    if job.disturb:
+        trainer.disturbance = Disturbance(job.disturb, model, folder, rank)
+        trainer.add_callback(trainer.disturbance)
+    messages = Messages()
+    logger = logging.getLogger("llmtailor.saving")
+    logger.addHandler(messages)
+    error = None
+    try:
+        if job.policy is not None:
+            attach(trainer, policy=job.policy, save_steps=job.every, **(job.options or {}))
+        trainer.train(resume_from_checkpoint=resume)
+    except TailorError as caught:
+        if not job.fails:
+            raise
+        error = {"class": type(caught).__name__, "text": str(caught)}
+    logger.removeHandler(messages)
+    if trainer.disturbance:
+        trainer.disturbance.end()
+    result = {"log": trainer.state.log_history, "messages": messages.told, "error": error}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"result-{rank}.json").write_text(json.dumps(result, indent=1))
+    if rank == 0:
+        print(f"=== {job.name}: done in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun puts us out of reach of its process group
+    root = Path(sys.argv[2])
+    jobs = [from_json(data) for data in json.loads(Path(sys.argv[1]).read_text())]
+    get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
+    for job in jobs:
+        print(f"=== {job.name}", flush=True)
+        train(job, root)
+        gc.collect()  # engines are full of cycles
+        gc.freeze()  # what is left are modules: not to be searched again, which takes as long as the training
+    end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""The saver inside the Trainer: when it saves, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
+
+from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
+from llmtailor.saving import PartialSaving  # noqa: E402
+from oracle.zero3 import differ  # noqa: E402
+from partial.alone import MOMENTS, Alone  # noqa: E402
+from partial.composing import compose  # noqa: E402
+from plain.training import Tokens  # noqa: E402
+from real.models import tokenizer  # noqa: E402
+
+FULL = {"policy": "full", "save_steps": 2}
+ODD = ("layers.1.", "lm_head")
+"""The odd half of parity"""
+EACH = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+def check(run, at, out, held=None):
+    """Compose a step and compare it with what the optimizer held then, or at the step of each param."""
+    compose(run.folder, at, out=out)
+    weights = load_file(out / "model.safetensors")
+    optimizer = torch.load(out / "optimizer.pt")
+    names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
+    assert sorted(names) == sorted(run.truth.at[at])
+    for number, name in enumerate(names):
+        truth = run.truth.at[held(name) if held else at][name]
+        found = {"master": weights[name], **optimizer["state"][number]}
+        assert found.keys() == truth.keys()
+        assert not [kind for kind in truth if differ(found[kind], truth[kind])], name
+    return out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "save_steps", "saves"),
+    [
+        ({"save_strategy": "steps", "save_steps": 4}, None, [4, 6]),
+        ({"save_strategy": "steps", "save_steps": 4}, 3, [3, 6]),
+        ({"save_strategy": "no"}, 4, [4, 6]),
+        ({"save_strategy": "epoch"}, None, [4, 6]),
+        ({"save_strategy": "epoch"}, 5, [5, 6]),
+        ({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}, None, [4, 8]),
+        ({"save_strategy": "steps", "save_steps": 4, "logging_strategy": "no"}, None, [4, 6]),
+        ({"save_strategy": "epoch", "logging_strategy": "epoch", "eval_strategy": "epoch"}, None, [4, 6]),
+    ],
+)
+def test_it_saves_when_the_trainer_would_and_at_the_end(tmp_path, arguments, save_steps, saves):
+    """16 rows are 4 steps."""
+    run = Alone(tmp_path / "run", {"policy": "full", "save_steps": save_steps}, **arguments).train()
+    assert run.saves == saves
+    assert not run.checkpoints
+    for step in saves:
+        check(run, step, tmp_path / f"out-{step}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"},
+        {"save_strategy": "steps", "save_steps": 2, **EACH, "gradient_accumulation_steps": 2},
+    ],
+)
+def test_a_training_is_the_same_with_the_saver_and_goes_on_so(tmp_path, arguments):
+    """Dropout: two evaluation sets draw nothing, but the order of batches and the masks depend on the states."""
+    sets = {"a": Tokens(6), "b": Tokens(5)}
+    plateau = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+        "metric_for_best_model": "a_loss",
+    }
+    common = {"dropout": 0.1, "eval_sets": sets, **arguments, **plateau}
+    watched = Alone(tmp_path / "watched", {"policy": "full"}, **common).train()
+    alone = Alone(tmp_path / "alone", **{**common, "save_strategy": "no"}).train()
+    assert watched.log == alone.log
+    at = watched.saves[0]
+    resumed = Alone(tmp_path / "resumed", **{**common, "save_strategy": "no"})
+    resumed.train(check(watched, at, tmp_path / f"checkpoint-{at}"))
+    assert resumed.log == alone.log
+    assert resumed.trainer.state.best_metric == alone.trainer.state.best_metric
+
+
+def test_the_best_checkpoint_is_left_to_the_trainer(tmp_path):
+    """It is loaded at the end, after the last step was saved."""
+    best = {"save_strategy": "best", "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    run = Alone(tmp_path / "run", FULL, **best, **EACH, greater_is_better=True, save_total_limit=1).train()
+    assert run.saves == [2, 4, 6]
+    [kept] = run.checkpoints
+    assert kept == run.trainer.state.best_global_step != 6
+    assert (run.folder / f"checkpoint-{kept}" / "model.safetensors").exists()
+    now = dict(run.trainer.model.named_parameters())
+    assert all(torch.equal(now[name], truth["master"]) for name, truth in run.truth.at[kept].items())
+    check(run, 6, tmp_path / "out")
+    by_epoch = {**best, "eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3}
+    run = Alone(tmp_path / "epochs", {"policy": "full", "save_steps": 4}, **by_epoch, greater_is_better=True).train()
+    assert run.saves == [4, 8, 12]
+    assert run.trainer.state.best_global_step == 4
+    check(run, 12, tmp_path / "out-12")
+
+
+def test_the_trainers_rotation_and_the_savers_do_not_meet(tmp_path):
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "save_total_limit": 1}
+    attached = {"policy": "parity", "save_steps": 1, "keep_composable": 2}
+    run = Alone(tmp_path / "run", attached, **best, **EACH, max_steps=8).train()
+    assert run.checkpoints == [8]
+    assert run.saves == [6, 7, 8]
+    shutil.rmtree(run.folder / "checkpoint-8")
+    check(run, 8, tmp_path / "out-8", lambda name: 8 if any(part in name for part in ODD) else 7)
+    check(run, 7, tmp_path / "out-7", lambda name: 6 if any(part in name for part in ODD) else 7)
+    with pytest.raises(TailorError):
+        compose(run.folder, 6, out=tmp_path / "out-6")
+
+
+def test_what_clashes_is_refused_when_it_is_attached(tmp_path):
+    clash = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **EACH}
+    with pytest.raises(UsageError, match="load_best_model_at_end") as caught:
+        Alone(tmp_path, {"policy": "full", "save_steps": 0}, **clash)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(UsageError, match="no policy 'partiy'"):
+        Alone(tmp_path, {"policy": "partiy"})
+    with pytest.raises(UsageError, match="max_staleness is 0"):
+        Alone(tmp_path, {"policy": "parity", "max_staleness": 0})
+    with pytest.raises(UsageError, match="no part of the model is trainable"):
+        Alone(tmp_path, {}, prepare=lambda model: model.requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"optim": "sgd"}, "keeps no moments"), ({"optim": "adafactor"}, "not of the param's shape")],
+)
+def test_an_optimizer_that_can_not_be_saved_is_refused_after_the_first_step(tmp_path, arguments, words):
+    run = Alone(tmp_path / "run", {"save_steps": 4}, **arguments)
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        run.train()
+    assert run.trainer.state.global_step == 1
+
+
+def test_a_schedule_that_can_not_be_written_is_refused_before_training(tmp_path):
+    class Odd(torch.optim.lr_scheduler.LambdaLR):
+        def state_dict(self):
+            return {**super().state_dict(), "seen": {"model": torch.nn.Linear(1, 1)}}
+
+    class Scheduled(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = Odd(optimizer or self.optimizer, lambda step: 1.0)
+            return self.lr_scheduler
+
+    run = Alone(tmp_path / "run", FULL, kind=Scheduled)
+    with pytest.raises(UnsupportedCheckpoint, match=r"scheduler\.pt\['seen'\]\['model'\]"):
+        run.train()
+    assert run.trainer.state.global_step == 0
+
+
+def test_another_attempt_in_the_same_process(tmp_path):
+    """The folder is free again after an error; an attempt from the start is refused, one that resumes is not."""
+
+    class Trips(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise RuntimeError("tripped")
+
+    run = Alone(tmp_path / "run", {"policy": "full", "save_steps": 2}, callbacks=(Trips(),))
+    with pytest.raises(RuntimeError, match="tripped"):
+        run.train()
+    assert run.saves == [2, 4]
+    with pytest.raises(TailorError, match="up to step 4"):
+        run.train()
+    straight = Alone(tmp_path / "straight").train()
+    again = Alone(tmp_path / "run", FULL)
+    compose(run.folder, 4)
+    again.trainer.train(resume_from_checkpoint=True)
+    assert again.log == straight.log
+    assert again.saves == [2, 4, 6]
+
+
+def test_params_without_a_gradient_have_zeros(tmp_path):
+    """Adam makes its states when a param first has a gradient; here the last layer's come after the first save."""
+
+    def skip_last(model):
+        layer = model.model.layers[2]
+        forward, layer.calls = layer.forward, 0
+
+        def skip(hidden, *args, **kwargs):
+            layer.calls += 1
+            return hidden if layer.calls <= skip_last.calls else forward(hidden, *args, **kwargs)
+
+        layer.forward = skip
+        return model
+
+    skip_last.calls = 3
+    straight = Alone(tmp_path / "straight", FULL, prepare=skip_last).train()
+    assert not any("layers.2" in name for name in straight.truth.at[2])
+    composite = compose_to(straight.folder, 2, tmp_path / "checkpoint-2")
+    optimizer = torch.load(composite / "optimizer.pt")
+    names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
+    steps = {name: float(optimizer["state"][number]["step"]) for number, name in enumerate(names)}
+    assert {step for name, step in steps.items() if "layers.2" in name} == {0.0}
+    assert {step for name, step in steps.items() if "layers.2" not in name} == {2.0}
+    skip_last.calls = 1
+    resumed = Alone(tmp_path / "resumed", prepare=skip_last).train(composite)
+    assert resumed.log == straight.log
+    check(straight, 6, tmp_path / "out")
+
+
+def compose_to(run, at, out):
+    compose(run, at, out=out)
+    return out
+
+
+def test_small_files_and_counters_of_callbacks_come_along(tmp_path):
+    patience = EarlyStoppingCallback(early_stopping_patience=9)
+    extra = {**EACH, "metric_for_best_model": "loss", "greater_is_better": True}
+    run = Alone(tmp_path / "run", FULL, callbacks=(patience,), **extra)
+    run.trainer.processing_class = tokenizer()
+    run.train()
+    out = check(run, 4, tmp_path / "out")
+    state = json.loads((out / "trainer_state.json").read_text())
+    counter = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
+    assert counter == 1  # of two evaluations the first is the best
+    assert state["best_global_step"] == state["best_metric"] is None or state["best_metric"]
+    assert [line["step"] for line in state["log_history"] if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in state["log_history"] if "eval_loss" in line] == [2, 4]
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float32"
+    assert run.trainer.model.config.architectures is None
+    assert (out / "tokenizer.json").exists()
+
+
+def test_the_callback_by_itself_does_the_same(tmp_path):
+    run = Alone(tmp_path / "run")
+    run.trainer.add_callback(PartialSaving(run.trainer, "full", 3))
+    run.train()
+    assert run.saves == [3, 6]
+
+
+def test_a_run_says_what_it_takes_over(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "llmtailor.saving"):
+        Alone(tmp_path, FULL, save_strategy="steps", save_steps=2)
+    assert "partial checkpoints replace the full ones of save_strategy=steps" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_halves_are_what_was_held(tmp_path, dtype):
+    run = Alone(tmp_path / "run", {"policy": "parity", "save_steps": 2}, prepare=lambda model: model.to(dtype)).train()
+    out = check(run, 6, tmp_path / "out", lambda name: 4 if any(part in name for part in ODD) else 6)
+    optimizer = torch.load(out / "optimizer.pt")
+    assert {optimizer["state"][0][moment].dtype for moment in MOMENTS} == {dtype}
+
+
+def test_a_folder_without_a_complete_save_says_so(tmp_path):
+    Alone(tmp_path / "run", {"save_steps": 2, "policy": "full"})
+    with pytest.raises(SourceError):
+        compose(tmp_path / "run", 2)

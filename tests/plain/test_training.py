@@ -1,0 +1,103 @@
+"""Real checkpoints of the plain Trainer: indexed, converted into themselves, resumed."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from safetensors.torch import load_file  # noqa: E402
+
+from llmtailor.core.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
+from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.formats.plain.indexing import is_plain  # noqa: E402
+from plain.composing import read, to_plain  # noqa: E402
+from plain.training import NamedGroups, live_states, train  # noqa: E402
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def freeze_embeddings(model):
+    model.get_input_embeddings().weight.requires_grad_(False)
+
+
+RUNS = {
+    "llama": {"arch": "llama"},
+    "qwen2-tied": {"arch": "qwen2", "tied": True},
+    "gpt2-tied": {"arch": "gpt2", "tied": True},
+    "bf16": {"arch": "llama", "dtype": torch.bfloat16},
+    "frozen": {"arch": "llama", "prepare": freeze_embeddings},
+    "named": {"arch": "llama", "kind": NamedGroups},
+    "named-tied": {"arch": "qwen2", "tied": True, "kind": NamedGroups},
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def trained(request, tmp_path_factory):
+    return request.param, train(tmp_path_factory.mktemp(request.param), **RUNS[request.param])
+
+
+def test_an_index_says_what_the_live_optimizer_holds(trained):
+    name, run = trained
+    root = run.checkpoint(4)
+    assert is_plain(root)
+    index = index_checkpoint(root, name)
+    model = run.trainer.model
+    live = live_states(run)
+    trainable = [param for param, value in model.named_parameters() if value.requires_grad]
+    assert sorted(index.steps()) == sorted(trainable) == sorted(live)
+    for param, value in model.named_parameters():
+        kind = MASTER if value.requires_grad else FROZEN
+        assert index.params[param].role == ("trainable" if value.requires_grad else "frozen")
+        assert torch.equal(read(root, index.held[State(param, kind)]), value.detach())
+        assert torch.equal(read(root, index.held[State(param, WEIGHT)]), value.detach())
+    for param, state in live.items():
+        assert index.steps()[param] == state["step"] == 4
+        for moment in MOMENTS:
+            assert torch.equal(read(root, index.held[State(param, moment)]), state[moment])
+    assert index.precision == ("BF16" if name == "bf16" else "F32")
+    assert (index.stage, index.world_size, index.global_step) == (0, 1, 4)
+    assert bool(index.tied) == ("tied" in name)
+    if "tied" in name:
+        assert set(index.tied) == {"lm_head.weight"} and not set(index.tied) & set(index.params)
+    assert bool(index.findings) == (name == "frozen")
+
+
+def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(trained, tmp_path):
+    name, run = trained
+    source = run.checkpoint(2)
+    out = to_plain(index_checkpoint(source, name), tmp_path / "checkpoint-2")
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, source))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    optimizers = [torch.load(folder / "optimizer.pt", weights_only=True) for folder in (out, source)]
+    assert [group["params"] for group in optimizers[0]["param_groups"]] == [
+        group["params"] for group in optimizers[1]["param_groups"]
+    ]
+    for number, state in optimizers[1]["state"].items():
+        for kind, tensor in state.items():
+            assert torch.equal(optimizers[0]["state"][number][kind], tensor)
+            assert optimizers[0]["state"][number][kind].dtype == tensor.dtype
+    again = index_checkpoint(out, name)
+    first = index_checkpoint(source, name)
+    assert (again.params, again.tied, again.group_params, again.flat_ids) == (
+        first.params,
+        first.tied,
+        first.group_params,
+        first.flat_ids,
+    )
+    assert [group.hyper for group in again.groups] == [group.hyper for group in first.groups]
+    resumed = train(tmp_path / "resumed", resume_from=out, **RUNS[name])
+    assert resumed.losses == {step: run.losses[step] for step in (3, 4)}
+
+
+def test_names_survive_a_stock_resume(tmp_path):
+    run = train(tmp_path / "run", steps=2)
+    out = to_plain(index_checkpoint(run.checkpoint(2), "run"), tmp_path / "out")
+    resumed = train(tmp_path / "resumed", resume_from=out)
+    saved = torch.load(resumed.checkpoint(4) / "optimizer.pt", weights_only=True)
+    assert [group["lt_params"] for group in saved["param_groups"]] == [
+        list(params) for params in index_checkpoint(out, "out").group_params
+    ]

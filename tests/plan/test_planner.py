@@ -1,0 +1,168 @@
+"""The planner: pieces tile every file, and the bytes they name are those of a slow, obvious cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.indexes import make_index
+from helpers.render import render_plan
+from llmtailor.core.extents import Contiguous, Extent, Sliced
+from llmtailor.core.index import Held
+from llmtailor.core.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Slot
+from llmtailor.core.plan import Checksum, Convert, Copy, Cut, FilePlan, Inline, Sources, Zeros
+from llmtailor.core.states import EXP_AVG, MASTER, MODULE, WEIGHT, State
+from llmtailor.plan.planner import plan_composite
+
+PADDING = 0xAB
+"""What the sources have where no element is; it must never come out."""
+
+
+@st.composite
+def cases(draw):
+    numels = draw(st.lists(st.integers(0, 40), min_size=1, max_size=6))
+    worlds = draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))
+    orders = [draw(st.permutations(range(len(numels)))) for _ in worlds]
+    choice = [draw(st.integers(0, len(worlds) - 1)) for _ in numels]
+    return numels, worlds, orders, choice, draw(st.integers(1, 5))
+
+
+def flat_files(values: dict[str, np.ndarray], order: list[str], world: int) -> list[bytes]:
+    """The slow, obvious cut: a flat file per rank, padded with garbage, behind 3 bytes of header."""
+    files = [bytearray(b"hdr") for _ in range(world)]
+    for name in order:
+        part = -(-len(values[name]) // world)
+        for rank, file in enumerate(files):
+            piece = values[name][rank * part : (rank + 1) * part]
+            file += piece.tobytes() + bytes([PADDING]) * (4 * (part - len(piece)))
+    return [bytes(file) for file in files]
+
+
+def sliced(order: list[str], numels: dict[str, int], world: int, files: list[bytes]) -> dict[State, Held]:
+    shards = tuple(Extent(f"rank{rank}", 3, len(file)) for rank, file in enumerate(files))
+    held, offset = {}, 0
+    for name in order:
+        part = -(-numels[name] // world)
+        held[State(name, MASTER)] = Held("F32", (numels[name],), Sliced(shards, offset, max(part, 1), 4))
+        offset += part
+    return held
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_any_choice_over_any_layouts_gives_the_bytes_of_the_oracle(tmp_path_factory, case):
+    """Sources may even be cut over other numbers of ranks, in another order: states go by name."""
+    numels, worlds, orders, choice, target_world = case
+    names = [f"p{number}" for number in range(len(numels))]
+    numel_of = dict(zip(names, numels, strict=True))
+    roots, indexes, values = [], [], []
+    for source, (world, order) in enumerate(zip(worlds, orders, strict=True)):
+        rng = np.random.default_rng(source)
+        own = {name: rng.standard_normal(numel_of[name]).astype(np.float32) for name in names}
+        ordered = [names[number] for number in order]
+        files = flat_files(own, ordered, world)
+        root = tmp_path_factory.mktemp("source")
+        for rank, file in enumerate(files):
+            (root / f"rank{rank}").write_bytes(file)
+        roots.append(root)
+        values.append(own)
+        indexes.append(make_index(root, held=sliced(ordered, numel_of, world, files)))
+    layouts = []
+    for rank in range(target_world):
+        segments = [Literal(b"hdr", "header")]
+        for name in names:
+            part = -(-numel_of[name] // target_world)
+            begin, end = (min(bound * part, numel_of[name]) for bound in (rank, rank + 1))
+            segments.append(Slot(State(name, MASTER), "F32", begin, end))
+            segments.append(Fill(4 * (part - (end - begin)), "padding"))
+        layouts.append(FileLayout(f"rank{rank}", tuple(segments)))
+
+    plan = plan_composite(layouts, indexes, Sources(dict(zip(names, choice, strict=True))), base=0)
+
+    chosen = {name: values[source][name] for name, source in zip(names, choice, strict=True)}
+    wanted = [file.replace(bytes([PADDING]) * 4, bytes(4)) for file in flat_files(chosen, names, target_world)]
+    assert [render_plan(file, roots) for file in plan.files] == wanted
+    for layout, file in zip(layouts, plan.files, strict=True):
+        assert file.num_bytes == layout.num_bytes
+        at = 0
+        for piece in file.pieces:
+            assert piece.start == at
+            at = piece.stop
+        assert at == file.num_bytes
+
+
+def test_a_weight_that_is_not_saved_is_rounded_from_the_master(tmp_path):
+    master = Held("F32", (6,), Sliced((Extent("r0", 0, 12), Extent("r1", 8, 20)), 0, 3, 4))
+    index = make_index(tmp_path, held={State("w", MASTER): master})
+    layout = FileLayout("model.safetensors", (Literal(b"h", "header"), Slot(State("w", WEIGHT), "BF16", 0, 6)))
+    (file,) = plan_composite([layout], [index], Sources({"w": 0}), base=0).files
+    state = State("w", WEIGHT)
+    assert file.pieces == (
+        Inline(0, b"h", "header"),
+        Convert(1, 7, 0, "r0", 0, "F32", "BF16", state, 0),
+        Convert(7, 13, 0, "r1", 8, "F32", "BF16", state, 3),
+    )
+
+
+def test_each_segment_becomes_pieces_of_its_own(tmp_path):
+    weight = Held("BF16", (4,), Contiguous(Extent("w", 100, 108), 2))
+    index = make_index(tmp_path, held={State("w", WEIGHT): weight})
+    segments = (
+        Carry(Extent("base", 5, 9)),
+        Slot(State("w", WEIGHT), "BF16", 1, 3),
+        Fill(2, "padding"),
+        ChecksumOf(4, 10),
+    )
+    (file,) = plan_composite(
+        [FileLayout("f", segments)], [make_index(tmp_path), index], Sources({"w": 1}), base=0
+    ).files
+    assert file.pieces == (
+        Copy(0, 4, 0, "base", 5),
+        Copy(4, 8, 1, "w", 102, State("w", WEIGHT), 1),
+        Zeros(8, 10, "padding"),
+        Checksum(10, 4, 10),
+    )
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (Inline(0, b"ab", ""), Inline(3, b"c", "")),
+        (Inline(0, b"ab", ""), Inline(1, b"c", "")),
+        (Inline(0, b"ab", ""),),
+        (Inline(0, b"abcde", ""),),
+        (Checksum(0, 0, 4),),
+        (),
+    ],
+)
+def test_a_plan_with_a_hole_or_an_overlap_cannot_be_made(pieces):
+    with pytest.raises(ValueError):
+        FilePlan("f", 4, pieces)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_state_may_be_cut_over_several_sources(data):
+    """And what is rounded from its master with it, but not its moments."""
+    numel, world = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 4))
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=numel, max_size=numel))
+    cuts = tuple(Cut(at, at + 1, owner) for at, owner in enumerate(owners))
+    part = -(-numel // world)
+    shards = tuple(Extent(f"rank{rank}", 0, 4 * part) for rank in range(world))
+    held = {State("p", kind): Held("F32", (numel,), Sliced(shards, 0, part, 4)) for kind in (MASTER, EXP_AVG)}
+    indexes = [make_index(held=held) for _ in range(3)]
+    sources = Sources({"p": 2}, cuts={State("p", MASTER): cuts})
+    begin = data.draw(st.integers(0, numel))
+    for kind, dtype in ((MASTER, "F32"), (MODULE, "BF16"), (WEIGHT, "BF16"), (EXP_AVG, "F32")):
+        layout = FileLayout("out", (Literal(b"header", ""), Slot(State("p", kind), dtype, begin, numel)))
+        (file,) = plan_composite([layout], indexes, sources, 0).files
+        found = []
+        for piece in file.pieces[1:]:
+            size = (piece.stop - piece.start) // (4 if dtype == "F32" else 2)
+            assert (piece.path, piece.offset) == (f"rank{piece.begin // part}", 4 * (piece.begin % part))
+            found += [(piece.begin + at, piece.source) for at in range(size)]
+        wanted = owners if kind != EXP_AVG else [2] * numel
+        assert found == list(enumerate(wanted))[begin:]
+    assert sources.of_states("p") == set(owners)

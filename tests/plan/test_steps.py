@@ -1,0 +1,84 @@
+"""Adam's step: when it travels, when the base's stays, and how much that matters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.indexes import make_index
+from llmtailor.core.index import FlatId, ParamGroup
+from llmtailor.core.plan import Sources
+from llmtailor.core.target import Target, TargetFlat, TargetGroup
+from llmtailor.plan.explain import step_notices
+from llmtailor.plan.steps import bias_factor, choose_steps
+
+HYPER = {"betas": (0.9, 0.999)}
+TARGET = Target(
+    3,
+    2,
+    (TargetGroup(("a", "b"), HYPER), TargetGroup(("c",), HYPER)),
+    (TargetFlat(0, ("a", "b")), TargetFlat(1, ("c",))),
+)
+GROUPS = (ParamGroup((0,), {"betas": (0.9, 0.999)}), ParamGroup((1,), {"betas": (0.9, 0.999)}))
+
+
+def index(*steps, layout=(("a", "b"), ("c",))):
+    return make_index(
+        groups=GROUPS, flat_ids=tuple(FlatId(params, step, True) for params, step in zip(layout, steps, strict=True))
+    )
+
+
+def test_a_step_travels_when_all_params_of_a_flat_id_bring_it():
+    sources = [index(10.0, 10.0), index(5.0, 6.0)]
+    first, second = choose_steps(sources, Sources({"a": 1, "b": 1, "c": 0}), base=0, target=TARGET)
+    assert (first.step, first.others) == (5.0, ())
+    assert (second.step, second.others) == (10.0, ())
+
+
+def test_sources_that_agree_need_no_compromise():
+    sources = [index(10.0, 10.0), index(5.0, 5.0), index(5.0, 5.0)]
+    (first, _) = choose_steps(sources, Sources({"a": 1, "b": 2, "c": 0}), base=0, target=TARGET)
+    assert (first.step, first.others) == (5.0, ())
+
+
+def test_where_they_differ_the_base_stays_and_it_is_said():
+    sources = [index(200.0, 200.0), index(100.0, 100.0)]
+    choices = choose_steps(sources, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET)
+    assert (choices[0].step, choices[0].others) == (200.0, (100.0,))
+    (notice,) = step_notices(choices, "base")
+    assert "1 of 2 flat ids" in notice.what and "100" in notice.what and "200" in notice.what
+    assert f"{choices[0].worst_factor:.3f}" in notice.what
+    assert step_notices(choose_steps(sources, Sources({"a": 0, "b": 0, "c": 0}), base=0, target=TARGET), "base") == []
+
+
+def test_old_runs_get_no_alarm():
+    sources = [index(20_000.0, 20_000.0), index(19_900.0, 19_900.0)]
+    (notice,) = step_notices(choose_steps(sources, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET), "base")
+    assert "below 1%" in notice.what
+
+
+@pytest.mark.parametrize(("own", "used"), [(5, 10), (100, 200), (50, 1000), (1000, 1100), (10, 5)])
+def test_the_factor_is_what_adam_does(own, used):
+    """Oracle: torch's own AdamW makes its next update with either step."""
+
+    def update(step):
+        param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.AdamW([param], lr=1.0, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0)
+        state = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.tensor([0.3]).double(),
+            "exp_avg_sq": torch.tensor([0.5]).double(),
+        }
+        optimizer.state[param] = state
+        param.grad = torch.tensor([0.7]).double()
+        optimizer.step()
+        return param.item()
+
+    assert bias_factor(own, used, 0.9, 0.999) == pytest.approx(update(used) / update(own), rel=1e-6)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_the_factor_is_one_way_and_back(own, used):
+    assert bias_factor(own, used, 0.9, 0.999) * bias_factor(used, own, 0.9, 0.999) == pytest.approx(1)

@@ -1,0 +1,273 @@
+"""Composites of real checkpoints: state by state what the recipe says, and what stock DeepSpeed resumes from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("torch")
+import torch
+
+import llmtailor
+from llmtailor.core.states import FROZEN, MASTER, State
+from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
+from oracle.weights import EXPERTS, with_weights
+from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
+from real.harness import Run, Runs, Train
+from real.runs import MIDDLE, THREE_RANKS, TWO_RANKS
+from real.spec import Spec
+
+ALL = TWO_RANKS | THREE_RANKS
+PARTS = {
+    "embed_tokens": r"embed_tokens|\.wte\.|embed_in",
+    "norm": r"^(model|transformer|gpt_neox)\.(norm|ln_f|final_layer_norm)\.",
+    "lm_head": r"^(lm_head|embed_out)\.",
+}
+INDEX = "model.safetensors.index.json"
+MIXED = {"embed_tokens": 2, 1: 4, "norm": 2, "lm_head": 4}
+"""part -> step, for parts that don't come from the base, checkpoint-6"""
+
+
+def part_of(name: str) -> str | int:
+    """Which part a tensor belongs to, in the tests' own words."""
+    if layer := re.search(r"\.(?:layers|h)\.(\d+)\.", name):
+        return int(layer[1])
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
+
+
+def merge(base: Path, taken: Mapping[str | int, Path], out: Path, world_size: int) -> Path:
+    """Compose with a recipe that takes some parts from elsewhere."""
+    parts = [{"from": str(source), "select": part} for part, source in taken.items()]
+    recipe = out.with_name(f"{out.name}.yaml")
+    recipe.write_text(yaml.safe_dump({"merge_method": "passthrough", "base_model": str(base), "parts": parts}))
+    llmtailor.merge(recipe, out, llmtailor.Options(world_size=world_size))
+    return out
+
+
+def mixed(run: Run, out: Path) -> tuple[Path, Callable[[str], str]]:
+    """Compose checkpoints 2, 4 and 6 of a run; return the composite and its choice, for the oracle."""
+    steps = {part: step for part, step in MIXED.items() if not (run.spec.tied and part == "lm_head")}
+    taken = {part: run.checkpoint(step) for part, step in steps.items()}
+    tied = load(run.checkpoint(6)).rest["tied"]
+    composite = merge(run.checkpoint(6), taken, out, world_size(run.spec))
+    return composite, lambda name: str(steps.get(part_of(tied.get(name, name)), 6))
+
+
+def world_size(spec: Spec) -> int:
+    return 2 if spec.name in TWO_RANKS else 3
+
+
+def snapshots(run: Run) -> dict[str, Snapshot]:
+    return {str(step): snapshot(run, step) for step in (2, 4, 6)}
+
+
+def snapshot(run: Run, step: int) -> Snapshot:
+    """What a checkpoint holds, or, if it has no weights, what a composite that has it as base does."""
+    found = load(run.checkpoint(step))
+    return found if run.spec.gather else with_weights(found, torch.bfloat16, run.spec.arch)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_checkpoint_merged_with_itself_is_itself(runs: Runs, name: str, tmp_path: Path) -> None:
+    run = runs[name]
+    source = run.checkpoint(6)
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    globs = [] if run.spec.arch in EXPERTS else ["*.weight"]  # fused experts go by other names on disk
+    for part in [1, "norm", *globs]:
+        out = merge(source, {part: copy}, tmp_path / f"out-{part}".replace("*", ""), world_size(run.spec))
+        assert_same(load(out), snapshot(run, 6))
+        assert not differing_files(source, out)
+
+
+def differing_files(source: Path, out: Path) -> list[str]:
+    """What is carried over is the same to the byte; the shards are laid out anew, and compared state by state."""
+    names = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    made = {"llmtailor.json", "README.md"} if INDEX in names else {"llmtailor.json", "README.md", "model.safetensors"}
+    assert {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} == names | made
+    return [
+        name
+        for name in names
+        if not name.startswith("global_step") and (source / name).read_bytes() != (out / name).read_bytes()
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-layer", "llama-extras", "mixtral", "qwen2-w3", "llama-tied"])
+def test_all_parts_from_one_source_are_that_source(runs: Runs, name: str, tmp_path: Path) -> None:
+    """Everything from step 2 over the base of step 6: the states and the steps are those of step 2."""
+    run = runs[name]
+    out = merge(run.checkpoint(6), {"*": run.checkpoint(2)}, tmp_path / "out", world_size(run.spec))
+    wanted = load(run.checkpoint(2))
+    wanted.rest = load(run.checkpoint(6)).rest
+    assert_same(load(out), wanted)
+    assert set(wanted.steps.values()) == {2.0}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_mixed_composite_is_what_the_oracle_says(runs: Runs, name: str, tmp_path: Path) -> None:
+    run = runs[name]
+    composite, choose = mixed(run, tmp_path / "out")
+    wanted = compose(snapshots(run), "6", choose)
+    assert {choose(state.param) for state in wanted.states} == {"2", "4", "6"}
+    found = load(composite)
+    assert_same(found, wanted)
+    if run.spec.groups == "layer":
+        assert {2.0, 4.0, 6.0} <= set(found.steps.values()) | ({6.0} if run.spec.frozen else set())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama-layer",
+        "llama-sub",
+        "llama-tied",
+        "llama-frozen",
+        "llama-extras",
+        "mixtral",
+        "qwen2-w3",
+        "gpt2-w3",
+    ],
+)
+def test_deepspeeds_own_tools_read_the_same_out_of_a_composite(runs: Runs, name: str, tmp_path: Path) -> None:
+    run = runs[name]
+    composite, choose = mixed(run, tmp_path / "out")
+    wanted = compose(snapshots(run), "6", choose)
+    assert_universal_agrees(wanted, composite, tmp_path)
+    assert_zero_to_fp32_agrees(wanted, composite)
+
+
+RESUMED = [
+    *("llama", "llama-layer", "llama-sub", "llama-tied", "llama-fp16", "llama-fp32", "llama-ds-adamw", "llama-ds-both"),
+    *(
+        "llama-offload",
+        "llama-no-gather",
+        "llama-sharded",
+        "llama-frozen",
+        "llama-extras-layer",
+        "qwen2",
+        "qwen3-layer",
+    ),
+    *("mistral", "gemma", "gpt2", "gpt-neox", "mixtral", "qwen3-moe", "llama-w3", "llama-layer-w3", "mixtral-w3"),
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(runs: Runs, train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Stock resumes, at `MIDDLE`, from a composite of two copies of one checkpoint (``NAME``) and, at 6 and for two
+    steps more, from the mixed composite (``NAME mixed``)."""
+    root = tmp_path_factory.mktemp("composites")
+    done: dict[str, Run] = {}
+    for ranks, names in ((2, TWO_RANKS), (3, THREE_RANKS)):
+        specs = []
+        for name in (name for name in RESUMED if name in names):
+            run, folder = runs[name], root / name
+            shutil.copytree(run.checkpoint(MIDDLE), folder / "copy")
+            taken: dict[str | int, Path] = {"odd": folder / "copy", "norm": folder / "copy"}
+            same = merge(run.checkpoint(MIDDLE), taken, folder / f"checkpoint-{MIDDLE}", ranks)
+            specs.append(run.spec.resumed(same, name, save_steps=run.spec.steps))
+            composite, _ = mixed(run, folder / "checkpoint-6")
+            specs.append(run.spec.resumed(composite, f"{name} mixed", steps=8, save_steps=8))
+        done |= train(specs, ranks)
+    return done
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_stock_resume_from_one_step_repeats_the_straight_run(resumed: dict[str, Run], runs: Runs, name: str) -> None:
+    straight = {step: loss for step, loss in runs[name].losses.items() if step > MIDDLE}
+    assert len(straight) == 2
+    assert resumed[name].losses == straight
+    assert [log["grad_norm"] for log in resumed[name].logs.values()] == [
+        runs[name].logs[step]["grad_norm"] for step in straight
+    ]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_stock_deepspeed_holds_what_was_planned(resumed: dict[str, Run], runs: Runs, name: str) -> None:
+    """Before the first step after the resume, the engine's states are those of the oracle's composite."""
+    run, echo = runs[name], resumed[f"{name} mixed"].echo
+    tied = load(run.checkpoint(6)).rest["tied"]
+    steps = {part: step for part, step in MIXED.items() if not (run.spec.tied and part == "lm_head")}
+    wanted = compose(snapshots(run), "6", lambda name: str(steps.get(part_of(tied.get(name, name)), 6)))
+    assert echo["step"] == wanted.steps
+    for kind in (MASTER, *MOMENTS):
+        assert echo[kind].keys() == wanted.kind(kind).keys()
+        for param, tensor in wanted.kind(kind).items():
+            assert not differ(echo[kind][param], tensor), State(param, kind)
+    for param, tensor in wanted.kind(FROZEN).items():
+        assert not differ(echo["weight"][param], tensor), param
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_stock_resume_from_a_mixed_composite_stays_near_the_straight_run(
+    resumed: dict[str, Run], runs: Runs, name: str
+) -> None:
+    """Some parts are two and four steps back, of six: the loss must lie in the range that the run has gone through."""
+    straight, after = runs[name].losses, resumed[f"{name} mixed"].losses
+    print(f"{name}: straight {show(straight)}; resumed {show(after)}", file=os.sys.stderr)
+    assert sorted(after) == [7, 8]
+    spread = max(straight.values()) - min(straight.values())
+    for loss in after.values():
+        assert min(straight.values()) - spread <= loss <= max(straight.values()) + spread
+
+
+def show(losses: Mapping[int, float]) -> str:
+    return " ".join(f"{step}:{loss:.4f}" for step, loss in losses.items())
+
+
+def test_steps_travel_with_layers_through_a_stock_resume(resumed: dict[str, Run]) -> None:
+    """Layer-aligned groups: what is saved after the resume has counted on from each layer's own step."""
+    after = load(resumed["llama-layer mixed"].checkpoint(8))
+    assert after.steps["model.layers.1.mlp.up_proj.weight"] == 4 + 2
+    assert after.steps["model.embed_tokens.weight"] == 2 + 2
+    assert after.steps["model.layers.0.mlp.up_proj.weight"] == 6 + 2
+
+
+def test_weights_that_were_not_saved_are_rounded_from_the_masters(runs: Runs, tmp_path: Path) -> None:
+    """One source has no model.safetensors; the composite has one all the same, the bits DeepSpeed would write."""
+    run = runs["llama"]
+    bare = tmp_path / "bare"
+    shutil.copytree(run.checkpoint(4), bare)
+    (bare / "model.safetensors").unlink()
+    out = merge(run.checkpoint(6), {"odd": bare, "norm": bare}, tmp_path / "out", 2)
+    wanted = merge(run.checkpoint(6), {"odd": run.checkpoint(4), "norm": run.checkpoint(4)}, tmp_path / "wanted", 2)
+    assert (out / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
+    assert_same(load(out), load(wanted))
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("float16", torch.float16)])
+def test_dtype_casts_the_weights_and_nothing_else(
+    runs: Runs, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
+) -> None:
+    run = runs["llama-sharded"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"base_model": str(run.checkpoint(6)), "dtype": dtype}))
+    llmtailor.merge(recipe, tmp_path / "out")
+    wanted, found = load(run.checkpoint(6)), load(tmp_path / "out")
+    wanted.states = {
+        state: tensor.to(torch_dtype) if state.kind == "weight" else tensor for state, tensor in wanted.states.items()
+    }
+    assert_same(found, wanted)
+    assert yaml.safe_load((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_composite_is_a_source_like_any_other(runs: Runs, tmp_path: Path) -> None:
+    """Composing from a composite: the values are right, and the report knows the true age of each part."""
+    run = runs["llama-layer"]
+    first, choose = mixed(run, tmp_path / "first")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        yaml.safe_dump({"base_model": str(first), "parts": [{"from": str(run.checkpoint(2)), "select": 0}]})
+    )
+    report = llmtailor.merge(recipe, tmp_path / "second")
+    wanted = compose(snapshots(run), "6", lambda name: "2" if part_of(name) == 0 else choose(name))
+    assert_same(load(tmp_path / "second"), wanted)
+    assert {row.part: row.step for row in report.parts} == {
+        "embed_tokens": 2, "layer 0": 2, "layer 1": 4, "layer 2": 6, "norm": 2, "lm_head": 4,
+    }  # fmt: skip

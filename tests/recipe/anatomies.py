@@ -1,0 +1,69 @@
+"""Made-up models to hold recipes against. Made here by hand, so that these tests don't lean on `dissect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmtailor.core.anatomy import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.core.recipe import Recipe
+from llmtailor.errors import Problem, RecipeError
+from llmtailor.recipe import parse_recipe
+
+INSIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight")
+EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def llama(num_layers: int = 4, *, tied: bool = False, extra: dict[str, str] | None = None) -> Anatomy:
+    """Return a Llama-like model; `extra` are more names and their parts."""
+    part_of = {EMBED_NAME: EMBED}
+    for number in range(num_layers):
+        part_of |= {f"model.layers.{number}.{tail}": layer_part(number) for tail in INSIDE}
+    part_of["model.norm.weight"] = NORM
+    part_of[HEAD_NAME] = EMBED if tied else HEAD
+    part_of |= extra or {}
+    return Anatomy(part_of, tuple(dict.fromkeys(part_of.values())), num_layers, tied)
+
+
+TOWER_INSIDE = ("attn.qkv.weight", "mlp.fc1.weight", "norm1.weight")
+VISUAL = {
+    "model.visual.patch_embed.proj.weight": "visual.patch_embed.proj",
+    **{
+        f"model.visual.blocks.{number}.{tail}": f"visual.blocks.{number}"
+        for number in range(4)
+        for tail in TOWER_INSIDE
+    },
+    "model.visual.merger.ln_q.weight": "visual.merger.ln_q",
+    "model.visual.merger.mlp.0.weight": "visual.merger.mlp.0",
+    "model.visual.merger.mlp.2.weight": "visual.merger.mlp.2",
+}
+
+
+def qwen_vl(num_layers: int = 4, *, known: bool = True) -> Anatomy:
+    """Return a text model with a vision tower of 4 layers and a projector; `known`: mergekit has told what is what."""
+    plain = llama(num_layers, extra=VISUAL)
+    towers = [part for part in plain.parts if part.startswith("visual.")]
+    modules = {
+        "text_decoder": tuple(part for part in plain.parts if part not in towers),
+        "multi_modal_projector": tuple(part for part in towers if part.startswith("visual.merger")),
+        "vision_tower": tuple(part for part in towers if not part.startswith("visual.merger")),
+    }
+    return Anatomy(plain.part_of, plain.parts, num_layers, tied=False, modules=modules if known else {})
+
+
+def params_of(anatomy: Anatomy) -> set[str]:
+    """Return the names that training knows: all but the tied one."""
+    return {name for name in anatomy.part_of if not (anatomy.tied and name == HEAD_NAME)}
+
+
+def read(text: str, **environ: str) -> Recipe:
+    """Parse the text as recipe.yaml in /w."""
+    return parse_recipe(text, name="recipe.yaml", folder=Path("/w"), environ={"HOME": "/home/me", **environ})
+
+
+def problems_of(text: str, **environ: str) -> list[Problem]:
+    """Return what is wrong with the text; nothing is an empty list."""
+    try:
+        read(text, **environ)
+    except RecipeError as error:
+        return list(error.problems)
+    return []

@@ -1,0 +1,216 @@
+"""Selectors: each form, each mistake, and all of them against a slow oracle."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtailor.core.anatomy import Anatomy
+from llmtailor.recipe import select
+from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama
+
+
+def parts_selected(anatomy: Anatomy, *selectors: str) -> list[str]:
+    """Return the parts that are selected whole; parts of parts are an error here."""
+    chosen, problems = select(selectors, anatomy)
+    assert not problems
+    parts = [part for part in anatomy.parts if chosen.issuperset(anatomy.names(part))]
+    assert set(chosen) == {name for part in parts for name in anatomy.names(part)}
+    return parts
+
+
+def layers(*numbers: int) -> list[str]:
+    return [f"layer {number}" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("selectors", "expected"),
+    [
+        (["even"], layers(0, 2, 4)),
+        (["odd"], layers(1, 3)),
+        (["first:2"], layers(0, 1)),
+        (["last:2"], layers(3, 4)),
+        (["first: 5"], layers(0, 1, 2, 3, 4)),
+        (["3"], layers(3)),
+        (["layer 3"], layers(3)),
+        (["1-3"], layers(1, 2, 3)),
+        (["1 - 1"], layers(1)),
+        (["layers"], layers(0, 1, 2, 3, 4)),
+        (["norm"], ["norm"]),
+        (["lm_head"], ["lm_head"]),
+        (["embed_tokens"], ["embed_tokens"]),
+        ([" wpe "], ["wpe"]),
+        (["all"], ["embed_tokens", *layers(0, 1, 2, 3, 4), "norm", "lm_head", "wpe"]),
+        (["*"], ["embed_tokens", *layers(0, 1, 2, 3, 4), "norm", "lm_head", "wpe"]),
+        (["odd", "norm", "first:1"], [*layers(0, 1, 3), "norm"]),
+        (["all", "!layers"], ["embed_tokens", "norm", "lm_head", "wpe"]),
+        (["!layers", "2"], ["embed_tokens", "layer 2", "norm", "lm_head", "wpe"]),
+        (["! layers", "!wpe"], ["embed_tokens", "norm", "lm_head"]),
+        (["odd", "!3", "3"], layers(1, 3)),
+        (["even", "odd", "!even"], layers(1, 3)),
+        (["model.layers.[13].*"], layers(1, 3)),
+        (["all", "!model.*", "!lm_head*"], ["wpe"]),
+        (["model.norm.weight"], ["norm"]),
+    ],
+)
+def test_forms(selectors: list[str], expected: list[str]):
+    assert parts_selected(llama(5, extra={"wpe.weight": "wpe"}), *selectors) == expected
+
+
+def test_globs_go_over_full_names_and_mind_the_case():
+    anatomy = llama(3)
+    assert select(["*.mlp.*"], anatomy)[0] == {f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)}
+    assert select(["model.layers.?.self_attn.[qk]_proj.*"], anatomy)[0] == {
+        f"model.layers.{number}.self_attn.{which}_proj.weight" for number in range(3) for which in "qk"
+    }
+    assert "matches no tensor name" in select(["*.MLP.*"], anatomy)[1][0].what
+    assert "matches no tensor name" in select(["mlp*"], anatomy)[1][0].what
+
+
+@pytest.mark.parametrize("selector", ["lm_head", "embed_tokens", "lm_head.*", "*embed_tokens*", EMBED_NAME, HEAD_NAME])
+def test_tied_embeddings_are_one_thing_under_every_name(selector: str):
+    anatomy = llama(2, tied=True)
+    assert select([selector], anatomy)[0] == {EMBED_NAME, HEAD_NAME}
+    rest, problems = select([f"!{selector}"], anatomy)
+    assert not problems
+    assert rest == anatomy.part_of.keys() - {EMBED_NAME, HEAD_NAME}
+
+
+def test_untied_embeddings_can_be_split():
+    anatomy = llama(2, extra={"model.embed_tokens.bias": "embed_tokens"})
+    assert select([EMBED_NAME], anatomy) == ({EMBED_NAME}, ())
+    assert select(["*.bias"], anatomy) == ({"model.embed_tokens.bias"}, ())
+
+
+def test_the_tied_name_is_understood_though_no_tensor_has_it():
+    anatomy = llama(2, tied=True)
+    part_of = {name: part for name, part in anatomy.part_of.items() if name != HEAD_NAME}
+    unlisted = Anatomy(part_of, anatomy.parts, 2, tied=True)
+    for selector in ("lm_head", HEAD_NAME):
+        assert select([selector], unlisted) == ({EMBED_NAME}, ())
+
+
+@pytest.mark.parametrize(
+    ("selectors", "what", "fix"),
+    [
+        (["5"], "'5' is out of range", "5 layers, 0-4"),
+        (["layer 5"], "'layer 5' is out of range", "5 layers, 0-4"),
+        (["3-5"], "'3-5' is out of range", "5 layers, 0-4"),
+        (["first:6"], "'first:6' is out of range", "5 layers, 0-4"),
+        (["last:6"], "'last:6' is out of range", "5 layers, 0-4"),
+        (["999999999999"], "'999999999999' is not a selector", "count from 0"),
+        (["nrom"], "no part or tensor 'nrom'", "did you mean 'norm'?"),
+        (["lmhead"], "no part or tensor 'lmhead'", "did you mean 'lm_head'?"),
+        (["evn"], "no part or tensor 'evn'", "layers 0-4"),
+        (["model.layers.0.mlp.up_prj.weight"], "no part or tensor", "did you mean 'model.layers.0.mlp.up_proj.weight'"),
+        (["*.experts.*"], "'*.experts.*' matches no tensor name", "model.embed_tokens.weight"),
+        (["even", "!3"], "'!3' takes out nothing", "behind a selector"),
+        (["odd", "!odd"], "take out all that they select", "select something"),
+        (["!all"], "take out all that they select", "select something"),
+        (["all", "!nrom"], "no part or tensor 'nrom'", "did you mean 'norm'?"),
+        (["4-2"], "runs backwards", "2-4"),
+        ([], "there is no selector", "even"),
+    ],
+)
+def test_mistakes(selectors: list[str], what: str, fix: str):
+    _, (problem,) = select(selectors, llama(5), "recipe.yaml:3 parts[0]")
+    assert problem.where == "recipe.yaml:3 parts[0]"
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+def test_all_mistakes_of_a_list_are_told_and_the_rest_is_selected():
+    anatomy = llama(5)
+    chosen, problems = select(["9", "odd", "nrom", "first:0"], anatomy)
+    assert len(problems) == 3
+    assert {anatomy.part_of[name] for name in chosen} == set(layers(1, 3))
+
+
+@pytest.mark.parametrize(("num_layers", "told"), [(0, "no layers"), (1, "1 layer, number 0")])
+def test_small_models_are_described_rightly(num_layers: int, told: str):
+    assert told in select(["7"], llama(num_layers))[1][0].fix
+    assert told in select(["odd"], llama(num_layers))[1][0].fix
+
+
+def test_a_span_is_no_matter_of_size():
+    """A hostile file can claim a huge layer number; nothing is counted out one by one."""
+    huge = Anatomy({"model.layers.999999.mlp.w": "layer 999999"}, ("layer 999999",), 1_000_000, tied=False)
+    assert select(["odd"], huge)[0] == {"model.layers.999999.mlp.w"}
+
+
+# The oracle: what each selector says about one name, decided name by name in the plainest way.
+
+
+def says(word: str, name: str, anatomy: Anatomy) -> bool:
+    names = [name]
+    if anatomy.tied and name in (EMBED_NAME, HEAD_NAME):
+        names = [EMBED_NAME, HEAD_NAME]
+    part = anatomy.part_of[name]
+    number = int(part.split(" ")[1]) if part.startswith("layer ") else None
+    if any(sign in word for sign in "*?["):
+        return any(fnmatchcase(each, word) for each in names)
+    if word == "all":
+        return True
+    if word == "lm_head" and anatomy.tied:
+        word = "embed_tokens"
+    if word in (part, *names):
+        return True
+    if number is None:
+        return False
+    count = anatomy.num_layers
+    if word in ("even", "odd", "layers"):
+        return {"even": number % 2 == 0, "odd": number % 2 == 1, "layers": True}[word]
+    if word.startswith("first:"):
+        return number < int(word[6:])
+    if word.startswith("last:"):
+        return number >= count - int(word[5:])
+    if "-" in word and word.replace("-", "").isdigit():
+        low, high = word.split("-")
+        return int(low) <= number <= int(high)
+    return word == str(number)
+
+
+def oracle(selectors: list[str], anatomy: Anatomy) -> set[str]:
+    chosen = set()
+    for name in anatomy.part_of:
+        inside = selectors[0].startswith("!")
+        for text in selectors:
+            if says(text.removeprefix("!"), name, anatomy):
+                inside = not text.startswith("!")
+        if inside:
+            chosen.add(name)
+    return chosen
+
+
+@st.composite
+def selector_lists(draw: st.DrawFn, num_layers: int) -> list[str]:
+    index = st.integers(0, num_layers - 1)
+    count = st.integers(1, num_layers)
+    plain = st.sampled_from(
+        ["even", "odd", "layers", "all", "*", "norm", "lm_head", "embed_tokens", "wpe", "*.mlp.*", "*norm*", "lm_*",
+         "model.layers.0.mlp.up_proj.weight", HEAD_NAME, EMBED_NAME, "*.[02].*", "model.layers.?.*_proj.weight"]
+    )  # fmt: skip
+    word = st.one_of(
+        plain,
+        index.map(str),
+        index.map("layer {}".format),
+        count.map("first:{}".format),
+        count.map("last:{}".format),
+        st.tuples(index, index).map(lambda pair: f"{min(pair)}-{max(pair)}"),
+    )
+    return draw(st.lists(st.tuples(st.sampled_from(["", "", "!"]), word).map("".join), min_size=1, max_size=6))
+
+
+@given(st.data(), st.integers(1, 12), st.booleans())
+def test_selecting_equals_the_oracle(data: st.DataObject, num_layers: int, tied: bool):
+    anatomy = llama(num_layers, tied=tied, extra={"wpe.weight": "wpe"})
+    selectors = data.draw(selector_lists(num_layers))
+    chosen, problems = select(selectors, anatomy)
+    expected = oracle(selectors, anatomy)
+    assert chosen == expected  # with problems too: selectors that select or take out nothing change nothing
+    assert expected or problems
+    idle = ("takes out nothing", "selects nothing", "take out all", "matches no tensor name")
+    assert all(any(words in problem.what for words in idle) for problem in problems), problems

@@ -1,0 +1,427 @@
+"""Recipes written as YAML: they read well, and read back as what they were written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtailor.core.anatomy import Anatomy
+from llmtailor.core.recipe import Recipe
+from llmtailor.core.run import Assignment, RunCheckpoint
+from llmtailor.errors import RecipeError
+from llmtailor.recipe import parse_recipe, resolve, select
+from llmtailor.recipe.flags import numbering
+from llmtailor.recipe.spelling import spell
+from llmtailor.recipe.strategies import StrategyOptions, assign
+from llmtailor.recipe.write import write_normal_form, write_recipe
+from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
+
+STRANGE = {
+    "wpe.weight": "wpe", "cls_token": "cls_token", "cls_token.bias": "cls_token", "visual.blocks.0.w": "v.blocks.0",
+    "odd.[x]*.weight": "odd one", "odd.[x]*.bias": "odd one", "odd.[x]*.scale": "odd one", "odd.x.weight": "x",
+    "a: b": "null", "7": "seven", "even": "first:2", "lm_head.scale": "# no comment",
+}  # fmt: skip
+"""Tensors whose names, or whose parts' names, mean something else to YAML or in a selector."""
+BASE, A, B = Path("/w/base"), Path("/w/a"), Path("/w/b")
+
+
+def full(step: int) -> RunCheckpoint:
+    return RunCheckpoint(Path(f"/w/run/checkpoint-{step}"), step, None)
+
+
+RUN = [full(step) for step in (100, 200, 300, 400)]
+
+
+def read_back(text: str, folder: Path | None) -> Recipe:
+    """Parse it; no variable is set, and ``~`` is someone's home."""
+    return parse_recipe(text, name="r.yaml", folder=folder or Path("/elsewhere"), environ={"HOME": "/home/me"})
+
+
+@pytest.mark.parametrize(
+    ("names_or_parts", "expected"),
+    [
+        (["layer 3"], "3"),
+        (["layer 0", "layer 2", "layer 4", "layer 6"], "even"),
+        (["layer 1", "layer 3", "layer 5", "norm"], "odd norm"),
+        (["layer 2", "layer 3", "layer 4"], "2-4"),
+        (["layer 0", "layer 1", "layer 4", "layer 6"], "0-1 4 6"),
+        (["layer 1", "layer 2", "layer 3", "layer 5"], "1-3 5"),
+        ([f"layer {number}" for number in (0, 1, 2, 4, 5, 6)], "0-2 4-6"),
+        ([f"layer {number}" for number in range(7)], "layers"),
+        (["embed_tokens", *(f"layer {number}" for number in range(7)), "norm", "lm_head"], "all"),
+        (["embed_tokens", *(f"layer {number}" for number in range(6)), "norm", "lm_head"], "all !6"),
+        (["lm_head", "embed_tokens"], "embed_tokens lm_head"),
+        (["model.layers.3.mlp.up_proj.weight"], "model.layers.3.mlp.up_proj.weight"),
+        ([f"model.layers.{number}.mlp.up_proj.weight" for number in range(7)], "*.mlp.*"),
+        (
+            [f"model.layers.{number}.mlp.up_proj.weight" for number in (0, 1, 3, 4, 5, 6)],
+            "*.mlp.* !model.layers.2.mlp.up_proj.weight",
+        ),
+        (
+            ["norm", "layer 2", "model.layers.4.self_attn.q_proj.weight"],
+            "2 norm model.layers.4.self_attn.q_proj.weight",
+        ),
+    ],
+)
+def test_the_shortest_spelling(names_or_parts, expected):
+    anatomy = llama(7)
+    names = {name for name, part in anatomy.part_of.items() if {name, part} & set(names_or_parts)}
+    assert spell(names, anatomy) == tuple(expected.split())
+
+
+def test_what_is_taken_out_again_is_spelled_without_negation():
+    gone = {"layer 1", "layer 3", "layer 5"}
+    names = {name for name, part in llama(9).part_of.items() if part not in gone}
+    assert spell(names, llama(9)) == ("all", "!1", "!3", "!5")
+
+
+def test_a_long_model_with_every_other_layer_but_some():
+    taken = {name for name, part in llama(48).part_of.items() if part.startswith("layer ") and int(part[6:]) % 2}
+    taken -= set(llama(48).names("layer 11"))
+    assert spell(taken, llama(48)) == ("odd", "!11")
+
+
+@st.composite
+def anatomies(draw: st.DrawFn) -> Anatomy:
+    extra = draw(st.dictionaries(st.sampled_from(sorted(STRANGE)), st.none()))
+    found = llama(draw(st.integers(1, 9)), tied=draw(st.booleans()), extra={name: STRANGE[name] for name in extra})
+    gone = draw(st.none() | st.integers(0, found.num_layers - 1))  # a layer may have no tensors
+    if gone is None or found.num_layers == 1:
+        return found
+    part_of = {name: part for name, part in found.part_of.items() if part != f"layer {gone}"}
+    return Anatomy(
+        part_of, tuple(part for part in found.parts if part != f"layer {gone}"), found.num_layers, found.tied
+    )
+
+
+@given(anatomy=anatomies(), data=st.data())
+def test_a_spelling_selects_exactly_what_it_was_made_from(anatomy, data):
+    names = data.draw(st.sets(st.sampled_from(list(anatomy.part_of)), min_size=1))
+    if anatomy.tied and names & {EMBED_NAME, HEAD_NAME}:
+        names |= {EMBED_NAME, HEAD_NAME}
+    assert select(spell(names, anatomy), anatomy) == (names, ())
+
+
+def test_a_name_that_no_selector_can_tell_from_others():
+    anatomy = llama(2, extra={"!a": "!a", "!b": "!b"})
+    with pytest.raises(RecipeError, match=r"^!a: .* too strange for selectors: '!a'"):
+        spell(["!a"], anatomy)
+    others = [name for name in anatomy.part_of if name not in ("!a", "!b")]
+    assert spell(others, anatomy) == ("layers", "embed_tokens", "norm", "lm_head")
+
+
+def test_names_that_look_like_something_else():
+    anatomy = llama(2, extra={**STRANGE, "x[0]": "x[0]"})
+    assert spell(["odd.[x]*.weight", "x[0]"], anatomy) == ("x[[]0]", "*.[[]x][*].weight")
+    assert spell(["a: b", "7", "even"], anatomy) == ("null", "seven", "[e]ven")
+
+
+def test_globs_for_a_model_with_thousands_of_tensors():
+    """128 experts in 48 layers: those of every other layer, and one more."""
+    extra = {f"model.layers.{n}.mlp.experts.{e}.up": f"layer {n}" for n in range(48) for e in range(128)}
+    anatomy = llama(48, extra=extra)
+    names = {name for name in extra if int(name.split(".")[2]) % 2} | {"model.layers.4.mlp.experts.7.up"}
+    spelling = spell(names, anatomy)
+    assert set(spelling) == {f"*.{number}.mlp.experts.*" for number in range(1, 48, 2)} | {
+        "model.layers.4.mlp.experts.7.up"
+    }
+    assert select(spelling, anatomy) == (names, ())
+
+
+def test_a_recipe_reads_like_this():
+    anatomy = llama(4)
+    text = write_recipe(
+        assign(RUN, anatomy, StrategyOptions("parity")), anatomy, Path("/w"), numbering=numbering(anatomy)
+    )
+    assert (
+        text
+        == """\
+# strategy parity at step 400
+# LLMTailor's numbers: 0 norm, 1-4 layers 0-3, 5 lm_head, 6 embed_tokens
+merge_method: passthrough
+
+# step 400
+# embed_tokens, norm, lm_head (newest)
+# layers 0, 2 (even: newest)
+# LLMTailor's numbers: 0-1, 3, 5-6
+# supplies the rest, and schedule, random number states and trainer state
+base_model: run/checkpoint-400
+
+parts:
+  # step 300, 100 steps behind the base
+  # layers 1, 3 (odd: one before)
+  # LLMTailor's numbers: 2, 4
+  - from: run/checkpoint-300
+    select: odd
+"""
+    )
+
+
+def test_sources_come_newest_first():
+    anatomy = llama(6)
+    mapping = {"0": 200, "1": 300, "2": 100}
+    text = write_recipe(assign(RUN, anatomy, StrategyOptions("explicit", mapping=mapping)), anatomy, Path("/w/run"))
+    sources = [entry["from"] for entry in yaml.safe_load(text)["parts"]]
+    assert sources == ["checkpoint-300", "checkpoint-200", "checkpoint-100"]
+
+
+def test_a_base_that_supplies_everything_or_nothing():
+    anatomy = llama(2)
+    text = write_recipe(assign(RUN, anatomy, StrategyOptions("latest")), anatomy, None)
+    assert yaml.safe_load(text) == {"merge_method": "passthrough", "base_model": "/w/run/checkpoint-400"}
+    nothing = Assignment(full(400), dict.fromkeys(anatomy.parts, full(401)), dict.fromkeys(anatomy.parts, "why"), "")
+    text = write_recipe(nothing, anatomy, None)
+    assert yaml.safe_load(text)["parts"] == [{"from": "/w/run/checkpoint-401", "select": "all"}]
+    assert "# supplies no part" in text
+    assert "# step 401, 1 step ahead of the base" in text
+    assert resolve(read(text), anatomy, full(400).path, params_of(anatomy)).filled == ()
+
+
+def test_the_header_stays_a_comment():
+    anatomy = llama(2)
+    header = [
+        "skipped: /r/a\nbase_model: x",
+        "\x85- from: y",
+        "z\u2028parts: 1\r\x00\udcff",
+        "",
+        "w" * 300,
+        "a b " * 50,
+    ]
+    text = write_recipe(assign(RUN, anatomy, StrategyOptions("latest")), anatomy, None, header)
+    assert yaml.safe_load(text).keys() == {"merge_method", "base_model"}
+    assert "strategy latest" not in text  # the header takes its place
+    for line in ("# base_model: x", "# - from: y", "# parts: 1", "# \\x00\\udcff", "# " + "w" * 300):
+        assert line in text.splitlines()
+    assert all(len(line) <= 100 for line in text.splitlines() if "www" not in line)
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "written"),
+    [
+        ("/w/run/checkpoint-1", None, "/w/run/checkpoint-1"),
+        ("/w/run/checkpoint-1", "/w/run", "checkpoint-1"),
+        ("/w/run/checkpoint-1", "/w", "run/checkpoint-1"),
+        ("/w/run/checkpoint-1", "/w/recipes", "../run/checkpoint-1"),
+        ("/w/run/checkpoint-1", "/w/recipes/old", "/w/run/checkpoint-1"),
+        ("/w/run/checkpoint-1", "/w/run/checkpoint-1", "."),
+        ("/w/run/../x/checkpoint-1", "/w", "x/checkpoint-1"),
+        ("/w/my run/a b", "/w", "my run/a b"),
+        ("/w/~/c", "/w", '"./~/c"'),
+        ("/w/~me", "/w", '"./~me"'),
+        ("/w/ ", "/w", '"./ "'),
+        ("/w/null", "/w", '"null"'),
+        ("/w/base", "/w", "./base"),
+        ("/w/a: b #c", "/w", '"a: b #c"'),
+        ('/w/"q"\\n', "/w", r'"\"q\"\\n"'),
+        ("/w/a\tb\nc\x07", "/w", r'"a\x09b\x0ac\x07"'),
+        ("/w/ü", "/w", '"ü"'),
+        ("/w/\U0001f600\ufeff\u2028", "/w", '"\U0001f600\\ufeff\\u2028"'),
+        ("/w/a+b", "/w", '{path: "a+b"}'),
+        ("/w/$5$", "/w", '"$5$"'),
+        ("/w/-a", "/w", '"-a"'),
+        ("/w/{a}, [b]", "/w", '"{a}, [b]"'),
+        ("/w/yes", "/w", "yes"),
+    ],
+)
+def test_paths(path, folder, written):
+    anatomy = llama(1)
+    found = assign([RunCheckpoint(Path(path), 5, None)], anatomy, StrategyOptions("latest"))
+    where = Path(folder) if folder else None
+    text = write_recipe(found, anatomy, where)
+    assert f"\nbase_model: {written}\n" in text
+    recipe = read_back(text, where)
+    assert str(recipe.base) == path.replace("/run/..", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/w/$RUN/c", "environment variable"),
+        ("/w/a$b", "environment variable"),
+        ("/w/${a", "environment variable"),
+        ("/w/\udcff", "UTF-8"),
+    ],
+)
+def test_paths_that_can_not_be_written(path, what):
+    anatomy = llama(2)
+    bad, other = RunCheckpoint(Path(path), 1, None), RunCheckpoint(Path(path) / "$x", 2, None)
+    found = assign([bad, other], anatomy, StrategyOptions("parity"))
+    with pytest.raises(RecipeError) as caught:
+        write_recipe(found, anatomy, Path("/elsewhere"))
+    assert len(caught.value.problems) >= 2
+    assert any(what in problem.what for problem in caught.value.problems)
+    str(caught.value).encode()
+
+
+def test_relative_paths_are_a_mistake_of_the_caller():
+    found = assign([RunCheckpoint(Path("run/c"), 1, None)], llama(1), StrategyOptions("latest"))
+    with pytest.raises(ValueError, match="not an absolute path"):
+        write_recipe(found, llama(1), Path("/w"))
+
+
+FOLDER_NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=6)
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> tuple[Anatomy, Assignment]:
+    anatomy = draw(anatomies())
+    names = draw(
+        st.lists(FOLDER_NAMES.filter(lambda name: name not in (".", "..")), min_size=1, max_size=4, unique=True)
+    )
+    paths = [Path("/w") / draw(st.sampled_from(["", "a", "b/c", "x y"])) / name for name in names]
+    run = [RunCheckpoint(path, draw(st.integers(0, 3)), None) for path in paths]
+    source_of = {part: draw(st.sampled_from(run)) for part in anatomy.parts}
+    reason = {part: draw(st.sampled_from(["newest", "odd", "# x\ny: z"])) for part in anatomy.parts}
+    return anatomy, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
+
+
+@settings(max_examples=300)
+@given(
+    case=assignments(), folder=st.sampled_from([None, "/w", "/w/a", "/w/b/c", "/far/away/from"]), numbers=st.booleans()
+)
+def test_what_is_written_reads_back_as_the_same_assignment(case, folder, numbers):
+    anatomy, assignment = case
+    where = Path(folder) if folder else None
+    used = {assignment.base.path, *(one.path for one in assignment.source_of.values())}
+    try:
+        text = write_recipe(assignment, anatomy, where, numbering=numbering(anatomy) if numbers else None)
+    except RecipeError:
+        assert any("$" in str(path) for path in used)
+        return
+    recipe = read_back(text, where)
+    assert recipe.base == assignment.base.path
+    assert recipe.notices == ()
+    choice = resolve(recipe, anatomy, recipe.base, params_of(anatomy))
+    assert dict(choice.source_of) == {name: assignment.source_of[part].path for name, part in anatomy.part_of.items()}
+
+
+def normal_form(text: str, anatomy: Anatomy, folder: Path | None = Path("/w"), base: Path = BASE, **more: bool) -> str:
+    """Read a recipe, write its normal form, and see that this means the same."""
+    recipe = read(text)
+    choice = resolve(recipe, anatomy, base, params_of(anatomy), **more)
+    written = write_normal_form(recipe, choice.source_of, base, anatomy, folder, choice.weights_of)
+    again = read_back(written, folder)
+    assert again.base == base
+    assert (again.dtype, again.output, again.tokenizer, again.chat_template) == (
+        recipe.dtype, recipe.output, recipe.tokenizer, recipe.chat_template,
+    )  # fmt: skip
+    second = resolve(again, anatomy, base, params_of(anatomy), **more)
+    assert (second.source_of, second.weights_of) == (choice.source_of, choice.weights_of)
+    return written
+
+
+def test_the_normal_form_of_the_originals_yaml():
+    original = """
+slices:
+  - sources: [{model: run/checkpoint-300, layer_range: [0, 0]}]
+  - sources: [{model: run/checkpoint-300, layer_range: [0, 2]}]
+  - sources: [{model: run/checkpoint-400, layer_range: [2, 4]}]
+  - sources: [{model: run/checkpoint-400, layer_range: [5, 5]}]
+  - sources: [{model: run/checkpoint-400, layer_range: [6, 6]}]
+pre_weights: [{name: model.norm.weight, model: run/checkpoint-300}]
+dtype: bf16
+output: out/checkpoint-400
+"""
+    assert (
+        normal_form(original, llama(4), base=Path("/w/run/checkpoint-400"))
+        == """\
+# the normal form of recipe.yaml
+merge_method: passthrough
+
+# embed_tokens, layers 2-3, lm_head
+# supplies the rest, and schedule, random number states and trainer state
+base_model: run/checkpoint-400
+
+parts:
+  # step 300, 100 steps behind the base
+  # layers 0-1, norm
+  - from: run/checkpoint-300
+    select: [0-1, norm]
+
+dtype: bfloat16
+output: out/checkpoint-400
+"""
+    )
+
+
+def test_the_normal_form_of_globs():
+    text = normal_form("base_model: base\nparts: [{from: a, select: ['*.mlp.*', '!*.0.*', norm]}]", llama(8))
+    assert yaml.safe_load(text)["parts"] == [
+        {"from": "a", "select": ["norm", "*.mlp.*", "!model.layers.0.mlp.up_proj.weight"]}
+    ]
+    assert "# norm\n  # some tensors of layers 1-7\n" in text
+
+
+def test_the_normal_form_keeps_the_settings():
+    text = "base_model: base\ntokenizer_source: tok/x\nchat_template: |\n  {% if a %}: #x\n    {{ b }}\ndtype: half\n"
+    written = normal_form(text, llama(1))
+    assert "tokenizer_source: tok/x\n" in written
+    assert "dtype: float16\n" in written
+    assert "output" not in written
+
+
+def test_sources_that_nothing_comes_from_are_left_out():
+    text = "base_model: base\nparts: [{from: a, select: all}, {from: b, select: all}]"
+    assert yaml.safe_load(normal_form(text, llama(2)))["parts"] == [{"from": "b", "select": "all"}]
+
+
+SPLIT = """
+base_model: base
+slices:
+  - sources: [{model: a, layer_range: [0, 0]}]
+  - sources: [{model: a, layer_range: [0, 3]}]
+post_weights:
+  - {name: model.norm.weight, model: b}
+  - {name: model.layers.1.mlp.up_proj.weight, model: b}
+  - {name: lm_head, model: b}
+"""
+
+
+def test_the_normal_form_of_weights_without_their_optimizer_states():
+    document = yaml.safe_load(normal_form(SPLIT, llama(4), allow_split=True))
+    assert document["parts"] == [{"from": "a", "select": "even"}, {"from": "b", "select": "lm_head"}]
+    assert document["slices"] == [
+        {"sources": [{"model": "a", "layer_range": [1, 2]}]},
+        {"sources": [{"model": "a", "layer_range": [0, 0]}]},
+    ]
+    assert document["post_weights"] == [
+        {"name": "model.layers.1.mlp.up_proj.weight", "model": "b"},
+        {"name": "norm", "model": "b"},
+    ]
+
+
+def test_names_of_weights_are_quoted():
+    anatomy = llama(1, extra={"model.layers.0.a, b}: #": "layer 0"})
+    text = "base_model: base\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]\n"
+    text += 'post_weights: [{name: "model.layers.0.a, b}: #", model: b}]'
+    assert '{name: "model.layers.0.a, b}: #", model: b}' in normal_form(text, anatomy, allow_split=True)
+
+
+def test_what_the_normal_form_can_not_say():
+    anatomy = llama(2, extra={"wpe.weight": "wpe"})
+    recipe = read("base_model: base")
+    source_of: Mapping[str, Path] = dict.fromkeys(anatomy.part_of, BASE)
+    with pytest.raises(RecipeError) as caught:
+        write_normal_form(recipe, source_of, BASE, anatomy, None, {"wpe.weight": A})
+    assert [problem.where for problem in caught.value.problems] == ["wpe"]
+    torn = {**source_of, "model.layers.0.mlp.up_proj.weight": B}
+    with pytest.raises(RecipeError) as caught:
+        weights_of = {EMBED_NAME: A, "model.layers.0.input_layernorm.weight": A}
+        write_normal_form(replace(recipe, output=Path("/$x")), torn, BASE, anatomy, None, weights_of)
+    assert [problem.where for problem in caught.value.problems] == ["layer 0", "/$x"]
+
+
+@given(anatomy=anatomies(), data=st.data())
+def test_any_choice_reads_back_from_its_normal_form(anatomy, data):
+    source_of = {name: data.draw(st.sampled_from([BASE, A, B])) for name in anatomy.part_of}
+    if anatomy.tied:
+        source_of[HEAD_NAME] = source_of[EMBED_NAME]
+    written = write_normal_form(read("base_model: base"), source_of, BASE, anatomy, Path("/w"))
+    again = resolve(read_back(written, Path("/w")), anatomy, BASE, params_of(anatomy))
+    assert again.source_of == source_of

@@ -1,0 +1,75 @@
+"""Ways to damage a run, and what must come out of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from llmtailor.core.states import BUFFER, State
+from llmtailor.formats.base import index_checkpoint
+from oracle.any import load
+from oracle.zero3 import Snapshot
+
+
+def copied(run: Path, to: Path, steps: tuple[int, ...] = (4, 6)) -> Path:
+    """Copy some checkpoints of a finished training, to be damaged."""
+    for step in steps:
+        shutil.copytree(run / f"checkpoint-{step}", to / f"checkpoint-{step}")
+    return to
+
+
+def shard(checkpoint: Path, kind: str, rank: int) -> Path:
+    (path,) = checkpoint.glob(f"global_step*/*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+    return path
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(checkpoint: Path, state: State, element: int) -> None:
+    """Flip the lowest bit of an element, as a disk does: no checksum is mended."""
+    place = index_checkpoint(checkpoint).held[state].place
+    (fragment,) = place.cover(element, element + 1)
+    with (checkpoint / fragment.extent.path).open("r+b") as file:
+        file.seek(fragment.extent.start)
+        byte = file.read(1)[0]
+        file.seek(fragment.extent.start)
+        file.write(bytes([byte ^ 1]))
+
+
+def without_rank(checkpoint: Path, rank: int, scratch: Path) -> Mapping[str, torch.Tensor]:
+    """Return, for every trained param, which elements only that rank's optimizer shard holds: those whose sign the
+    oracle sees change with the shard's. (Padding is zero, and has to stay so.)"""
+    shutil.copytree(checkpoint, scratch)
+    path = shard(scratch, "optim", rank)
+    tree = torch.load(path, weights_only=False)
+    outer = tree["optimizer_state_dict"]
+    for tensor in outer.get("fp32_flat_groups") or outer["single_partition_of_fp32_groups"]:
+        tensor.detach().neg_()
+    torch.save(tree, path)
+    before, after = (load(path).kind("master") for path in (checkpoint, scratch))
+    return {name: after[name].signbit() != before[name].signbit() for name in before}
+
+
+def mix(newer: Snapshot, older: Snapshot, lost: Mapping[str, torch.Tensor]) -> dict[State, torch.Tensor]:
+    """Return the states of a composite that has the lost elements from ``older``; weights are the rounded masters."""
+    states: dict[State, torch.Tensor] = {}
+    for state, tensor in newer.states.items():
+        name = newer.rest["tied"].get(state.param, state.param)
+        states[state] = tensor
+        if state.kind != BUFFER and name in lost:
+            states[state] = torch.where(lost[name], older.states[state], tensor)
+    return states
+
+
+def chosen(newer: Snapshot, older: Snapshot, is_old: Callable[[str], bool]) -> dict[State, torch.Tensor]:
+    """Return the states of a composite some of whose params are from ``older``."""
+    tied = newer.rest["tied"]
+    return {
+        state: (older if is_old(tied.get(state.param, state.param)) else newer).states[state] for state in newer.states
+    }

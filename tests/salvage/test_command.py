@@ -1,0 +1,226 @@
+"""The command: what it prints, its exit codes, and --replace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from helpers.checkpoints import edit, make, model_states, optim_states
+from llmtailor.errors import StorageError, TargetError
+from llmtailor.io import rename
+from llmtailor.publish import write
+from llmtailor.salvage.replacing import plan_replacement, put_salvaged_in_place
+from llmtailor.salvage.service import plan_salvage
+from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.verify.latest import find_latest
+from salvage.damage import truncate
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    for step in (100, 200, 300):
+        make(root, step)
+    return root
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def llmtailor(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "llmtailor", *map(str, words)], capture_output=True, text=True, check=False
+    )
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_it_says_what_went_back_before_it_writes(run: Path) -> None:
+    optim_states(run / "checkpoint-300", 1).unlink()
+    before = contents(run)
+    done = llmtailor("salvage", run, "--fragments", "--dry-run")
+    assert done.returncode == 0 and contents(run) == before
+    assert "resumes at step 300" in done.stdout and "layer 0-3 (50%)" in done.stdout
+    assert "exp_avg_sq lost in bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in done.stdout
+    told = json.loads(llmtailor("salvage", run, "--fragments", "--dry-run", "--json").stdout)
+    assert told["outcome"] == "composite" and told["resume_from"] == str(run / "salvaged-checkpoint-300")
+    assert {(row["step"], row["steps_back"]) for row in told["parts"]} == {(300, 0), (200, 100)}
+
+
+def test_the_card_says_what_was_lost(run: Path) -> None:
+    optim_states(run / "checkpoint-300", 1).unlink()
+    done = llmtailor("salvage", run, "--fragments")
+    assert done.returncode == 0
+    assert "--resume_from_checkpoint" in done.stdout and "checkpoint-300, unless you say --replace" in done.stdout
+    out = run / "salvaged-checkpoint-300"
+    assert "optim_states shard 1 of 2 is missing" in (out / "README.md").read_text()
+    again = llmtailor("salvage", run, "--fragments")
+    assert again.returncode == 6 and "--force" in again.stderr
+    assert llmtailor("salvage", run, "--fragments", "--force", "-q").returncode == 0
+
+
+def test_an_older_one_is_better_than_nothing(run: Path) -> None:
+    optim_states(run / "checkpoint-300", 1).unlink()
+    shutil.rmtree(run / "checkpoint-200" / "global_step200")
+    done = llmtailor("salvage", run)
+    assert done.returncode == 0
+    assert "checkpoint-100, which is whole" in done.stdout and "--fragments would take 50%" in done.stderr
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
+
+
+def test_nothing_to_salvage(run: Path) -> None:
+    before = contents(run)
+    done = llmtailor("salvage", run, "--replace")
+    assert done.returncode == 0 and "is intact" in done.stdout and contents(run) == before
+
+
+def test_refusals(run: Path, tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        optim_states(run / f"checkpoint-{step}", 1).unlink()
+    done = llmtailor("salvage", run, "--fragments")
+    assert done.returncode == 4 and "lm_head: no checkpoint holds it intact" in done.stderr
+    assert llmtailor("salvage", tmp_path / "nowhere").returncode == 4
+    assert llmtailor("salvage", run, "--replace", "-o", "x").returncode == 2
+
+
+def test_another_save_is_not_taken_for_this_one(run: Path) -> None:
+    """Of a mixed tag folder it can't be told what is of which step: it gives nothing."""
+    other = optim_states(run / "checkpoint-200", 0).read_bytes()
+    for rank in (0, 1):
+        optim_states(run / "checkpoint-300", rank).write_bytes(other)
+    found = plan_salvage(run)
+    assert found.composition is None and found.base.checkpoint.path == run / "checkpoint-200"
+    assert any("optimizer states from step" in problem.what for problem in found.scan.refused)
+
+
+def test_the_rank_of_another_save_is_lost(run: Path) -> None:
+    shutil.copy(optim_states(run / "checkpoint-200", 1), optim_states(run / "checkpoint-300", 1))
+    found = plan_salvage(run, fragments=True)
+    assert found.composition is not None and found.base.step == 300
+    assert {row.staleness for row in found.composition.report.parts} == {0, 100}
+
+
+def test_another_model_is_not_mixed_in(run: Path) -> None:
+    def rename(tree: dict) -> None:
+        for shapes in tree["param_shapes"]:
+            for name in list(shapes):
+                shapes[name.replace("up_proj", "gate_up_proj")] = shapes.pop(name)
+
+    optim_states(run / "checkpoint-300", 1).unlink()
+    for rank in (0, 1):
+        edit(model_states(run / "checkpoint-200", rank), rename)
+    found = plan_salvage(run, fragments=True)
+    assert found.composition is not None
+    assert {row.step for row in found.composition.report.parts} == {300, 100}
+
+
+def damaged(run: Path) -> Path:
+    truncate(optim_states(run / "checkpoint-300", 1))
+    return run
+
+
+def test_replace(run: Path) -> None:
+    before = contents(damaged(run) / "checkpoint-300")
+    done = llmtailor("salvage", run, "--fragments", "--replace")
+    assert done.returncode == 0 and "auto-resume" in done.stdout
+    names = ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    assert contents(run / "damaged-checkpoint-300") == before
+    assert verify_checkpoint(run / "checkpoint-300", deep=True).is_resumable
+    assert "is intact" in llmtailor("salvage", run, "--replace").stdout
+
+
+def test_replace_puts_useless_ones_aside(run: Path) -> None:
+    assert llmtailor("salvage", damaged(run), "--replace").returncode == 0
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "damaged-checkpoint-300"]
+
+
+def test_replace_keeps_a_whole_base_under_another_name(run: Path) -> None:
+    """Its counters go on with newer states, so the composite takes its name."""
+    (run / "checkpoint-300" / "scheduler.pt").unlink()
+    assert llmtailor("salvage", run, "--replace").returncode == 0
+    names = ["checkpoint-100", "checkpoint-200", "damaged-checkpoint-300", "replaced-checkpoint-200"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    assert find_latest(run).path == run / "checkpoint-200"
+
+
+def test_replace_refuses_a_name_that_is_taken(run: Path) -> None:
+    (damaged(run) / "damaged-checkpoint-300").mkdir()
+    with pytest.raises(TargetError, match="taken"):
+        plan_replacement(plan_salvage(run, fragments=True))
+
+
+class Killed(BaseException):
+    """Stands for a power cut: nobody catches it."""
+
+
+@pytest.mark.parametrize("stop", range(3))
+@pytest.mark.parametrize("lost", ["optim", "scheduler.pt"])
+def test_a_crash_between_two_renames_loses_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, lost: str, stop: int
+) -> None:
+    if lost == "optim":
+        damaged(run)
+    else:
+        (run / "checkpoint-300" / lost).unlink()
+    found = plan_salvage(run, fragments=True)
+    assert found.composition is not None
+    write(found.composition)
+    folders = sorted(_contents_of_all(run))
+    renames: list[int] = []
+    really: Callable[[Path, Path, int], bool] = rename._renameat2
+
+    def rename_until(source: Path, target: Path, flag: int) -> bool:
+        if len(renames) == stop:
+            raise Killed
+        renames.append(flag)
+        return really(source, target, flag)
+
+    monkeypatch.setattr(rename, "_renameat2", rename_until)
+    try:
+        put_salvaged_in_place(found, plan_replacement(found))
+        assert stop == 2
+    except Killed:
+        assert len(renames) == stop
+    assert sorted(_contents_of_all(run)) == folders
+    if stop and lost == "optim":
+        assert find_latest(run).path == run / "checkpoint-300"
+
+
+def _contents_of_all(run: Path) -> list[str]:
+    """Tell the folders of a run apart by what is in them, whatever they are called."""
+    return [str(sorted((name, hash(data)) for name, data in contents(path).items())) for path in run.iterdir()]
+
+
+def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path, flag: int) -> bool:
+        raise OSError(30, "Read-only file system", str(target))
+
+    found = plan_salvage(damaged(run), fragments=True)
+    monkeypatch.setattr(rename, "_renameat2", refuse)
+    with pytest.raises(StorageError, match="Read-only"):
+        put_salvaged_in_place(found, plan_replacement(found))
+
+
+def test_replace_on_a_file_system_without_exchange(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rename, "_renameat2", lambda source, target, flag: False)
+    found = plan_salvage(damaged(run), fragments=True)
+    assert found.composition is not None
+    write(found.composition)
+    put_salvaged_in_place(found, plan_replacement(found))
+    names = ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    assert find_latest(run).path == run / "checkpoint-300"

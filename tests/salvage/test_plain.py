@@ -1,0 +1,120 @@
+"""Runs without DeepSpeed, and partial checkpoints as holders: the plain Trainer, trained in this process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from transformers import Trainer  # noqa: E402
+
+from llmtailor.core.states import EXP_AVG, State  # noqa: E402
+from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.publish import write  # noqa: E402
+from llmtailor.salvage.explain import rows  # noqa: E402
+from llmtailor.salvage.service import Salvage, plan_salvage  # noqa: E402
+from llmtailor.saving import attach  # noqa: E402
+from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from plain.composing import read  # noqa: E402
+from plain.training import train  # noqa: E402
+from salvage.damage import flip, truncate  # noqa: E402
+
+PARAM = "model.layers.1.mlp.up_proj.weight"
+
+
+class Saving(Trainer):
+    """Saves half of the model after every step, the other half at the next, and no full checkpoints."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        attach(self, policy="parity", save_steps=1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two trainings that do the same, in one folder."""
+    folder = train(tmp_path_factory.mktemp("run")).folder
+    shutil.copytree(train(tmp_path_factory.mktemp("partial"), kind=Saving).folder / "partial", folder / "partial")
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def states(root: Path) -> dict[State, torch.Tensor]:
+    return {state: read(root, held) for state, held in index_checkpoint(root).held.items() if held.is_here}
+
+
+def compose(run: Path, **options: object) -> tuple[Salvage, dict[State, torch.Tensor]]:
+    found = plan_salvage(run, **options)  # type: ignore[arg-type]
+    assert found.composition is not None
+    write(found.composition)
+    verdict = verify_checkpoint(found.composition.out, deep=True)
+    assert verdict.is_resumable, verdict.findings
+    return found, states(found.composition.out)
+
+
+def test_a_moment_that_fails_its_checksum_sends_its_part_back(run: Path) -> None:
+    shutil.rmtree(run / "partial")
+    newer, older = states(run / "checkpoint-4"), states(run / "checkpoint-2")
+    flip(run / "checkpoint-4", State(PARAM, EXP_AVG), 7)
+    assert plan_salvage(run).is_intact
+    found, composed = compose(run, deep=True)
+    assert {row.part for row in rows(found) if row.step == 2} == {"layer 1"}
+    assert composed.keys() == newer.keys()
+    for state, tensor in composed.items():
+        assert torch.equal(tensor, (older if ".layers.1." in state.param else newer)[state]), state
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "model.safetensors"])
+def test_without_deepspeed_half_a_checkpoint_gives_nothing(run: Path, lost: str) -> None:
+    """Weights without moments, or moments without weights, are no states to go on from."""
+    shutil.rmtree(run / "partial")
+    truncate(run / "checkpoint-4" / lost)
+    found = plan_salvage(run)
+    assert found.composition is None and found.base.checkpoint.path == run / "checkpoint-2"
+
+
+def test_a_lost_schedule_comes_with_older_trainer_state(run: Path) -> None:
+    shutil.rmtree(run / "partial")
+    newer = states(run / "checkpoint-4")
+    (run / "checkpoint-4" / "scheduler.pt").unlink()
+    found, composed = compose(run)
+    assert found.base.step == 2 and composed.keys() == newer.keys()
+    assert all(torch.equal(tensor, newer[state]) for state, tensor in composed.items())
+
+
+def test_partial_checkpoints_hold_what_the_full_one_lost(run: Path) -> None:
+    """Step 4 is in two partial checkpoints, together with step 3: nothing goes back as far as step 2."""
+    held = {step: states(run / f"partial/step-{step:08}") for step in (3, 4)}
+    truncate(run / "checkpoint-4" / "optimizer.pt")
+    found, composed = compose(run)
+    steps = {row.part: row.step for row in rows(found)}
+    assert set(steps.values()) == {3, 4} and found.base.step == 4
+    assert found.base.index.is_partial
+    part_of = found.composition.anatomy.part_of  # type: ignore[union-attr]
+    compared = 0
+    for state, tensor in composed.items():
+        own = held[steps[part_of[state.param]]]
+        if state in own:
+            assert torch.equal(tensor.flatten(), own[state].flatten()), state
+            compared += 1
+    assert compared == sum(state.kind != "weight" for state in composed)
+
+
+def test_a_damaged_partial_checkpoint_is_passed_over(run: Path) -> None:
+    shutil.rmtree(run / "checkpoint-4")
+    (bundle,) = (run / "partial/step-00000004").glob("rank-*.safetensors")
+    truncate(bundle)
+    found, _ = compose(run)
+    assert {row.step for row in rows(found)} == {2, 3} and found.base.step == 3
+    assert found.scan.newest[0] == 4 and found.scan.refused
+    assert not verify_checkpoint(run / "partial/step-00000004").is_resumable

@@ -1,0 +1,220 @@
+"""What is refused before training begins."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from llmtailor.core.anatomy import EMBED
+from llmtailor.policies import (
+    Filter,
+    Full,
+    Parity,
+    Policy,
+    RoundRobin,
+    Update,
+    check_policy,
+    choose,
+    restore_state,
+    state_of,
+)
+from recipe.anatomies import llama, qwen_vl
+from saving.policy_runs import Custom, alike, refusal, situation
+
+ANATOMY = llama(6)
+
+
+def check(policy: Policy, max_staleness: Any = None) -> int:
+    return check_policy(policy, ANATOMY, ANATOMY.parts, alike(ANATOMY.parts), max_staleness)
+
+
+def why_not(policy: Policy, max_staleness: Any = None) -> str:
+    (problem,) = refusal(lambda: check(policy, max_staleness))
+    return f"{problem.where}: {problem.what}; {problem.fix}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "limit"),
+    [
+        (Full(), None, 0),
+        (Parity(), None, 1),
+        (Parity(), 7, 7),
+        (Filter(), None, 9),
+        (Filter(), 9, 9),
+        (RoundRobin(4), None, 3),
+        (RoundRobin(40), None, 8),
+        (Update(threshold=0.01), None, 20),
+        (Update(threshold=0.01), 5, 5),
+        (Update(budget_bytes=100), 0, 0),
+    ],
+)
+def test_limits(policy, given, limit):
+    assert check(policy, given) == limit
+
+
+def test_other_models():
+    for anatomy in (llama(1, tied=True), qwen_vl(3), llama(40)):
+        for policy in (Full(), Parity(), Filter(), RoundRobin(5), Update(threshold=0.01), Update(budget_bytes=250)):
+            check_policy(policy, anatomy, anatomy.parts, alike(anatomy.parts))
+            check_policy(policy, anatomy, [EMBED], {EMBED: 1})
+
+
+def test_a_schedule_beyond_the_limit():
+    told = why_not(Filter(every=4), 5)
+    assert "policy filter: by its schedule with first=2, last=2, every=4" in told
+    assert "a part becomes up to 7 saves old, but max_staleness is 5" in told
+    assert "set max_staleness to 7 or more" in told
+    assert "by its schedule a part becomes up to 1 saves old" in why_not(Parity(), 0)
+
+
+def test_no_limit_at_all():
+    assert "does not say how old a part can become; give max_staleness" in why_not(Custom(lambda now: {EMBED: ""}))
+    assert check(Custom(lambda now: {EMBED: ""}), 4) == 4
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "20"])
+def test_limits_that_are_none(value):
+    assert f"max_staleness is {value!r}" in why_not(Parity(), value)
+    assert f"worst_staleness is {value!r}" in why_not(Custom(lambda now: {EMBED: ""}, value))
+
+
+def test_a_policy_that_breaks_its_promise():
+    policy = Custom(lambda now: {part: "" for part in now.parts if part != "layer 3"}, 2)
+    assert "its worst_staleness is 2, but at save 3 layer 3 gets older; mend worst_staleness" in why_not(policy)
+    assert "its worst_staleness is 2, but at save 3" in why_not(policy, 50)
+    # Only when nothing changes does it leave parts out for long.
+    policy = Custom(lambda now: {part: "" for part in now.parts if now.drift[part]}, 1, needs_drift=True)
+    assert "at save 2 (when no part changes) layer 0 gets older" in why_not(policy)
+
+
+def test_a_policy_that_names_what_is_not_there():
+    told = why_not(Custom(lambda now: {"layer 6": "", EMBED: ""}), 5)
+    assert "at save 1: there is no part 'layer 6'; did you mean 'layer 5'?" in told
+    assert "at save 1: it answered with a set; return a mapping" in why_not(Custom(lambda now: {EMBED}), 5)
+    # A part without trainable params is none that could be chosen.
+    told = refusal(lambda: check_policy(Custom(lambda now: {"norm": ""}), ANATOMY, [EMBED], {EMBED: 1}, 3))
+    assert "there is no part 'norm'" in told[0].what
+
+
+def test_a_policy_that_raises():
+    def fails_late(now):
+        return {EMBED: ""} if now.save < 100 else {}[now.save]
+
+    assert "at save 100: it raised KeyError(100)" in why_not(Custom(fails_late), 5)
+    assert "at save 1: it raised TypeError" in why_not(Custom(lambda now: now.drift[EMBED]), 5)
+    policy = Custom(lambda now: {EMBED: ""})
+    policy.worst_staleness = lambda anatomy, parts: 1 // 0
+    assert "it raised ZeroDivisionError" in why_not(policy, 5)
+
+
+def test_a_policy_that_never_chooses():
+    assert "in 240 simulated saves it never chose a part" in why_not(Custom(lambda now: {}), 5)
+    assert "never chose a part" in why_not(Update(budget_bytes=99))
+
+
+def test_a_policy_that_decides_by_chance():
+    policy = Custom(lambda now: {random.choice(now.parts): "drawn"})
+    assert "asked again, it answers differently at save" in why_not(policy, 5)
+
+
+class Counting(Custom):
+    """Counts how often it was asked, and chooses one part after the other."""
+
+    def __init__(self):
+        super().__init__(self.next)
+        self.asked = 0
+
+    def next(self, now):
+        self.asked += 1
+        return {now.parts[self.asked % len(now.parts)]: "next"}
+
+    def __deepcopy__(self, memo):
+        copy = type(self)()
+        copy.asked = self.asked
+        return copy
+
+
+class Remembering(Counting):
+    def state_dict(self):
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state):
+        self.asked = state["asked"]
+
+
+class Forgetful(Remembering):
+    def state_dict(self):
+        return {"asked": 0}
+
+
+class Uncopyable(Remembering):
+    """As if it held a model: it can't be copied, but its state can."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("a policy with a state is not copied")
+
+
+def test_policies_with_a_state_of_their_own():
+    policy = Counting()
+    told = why_not(policy, 20)
+    assert policy.asked == 0  # a copy was tried out
+    assert "resumed, it answers differently at save 119; give it state_dict() and load_state_dict()" in told
+    assert check(Remembering(), 20) == 20
+    assert check(Uncopyable(), 20) == 20
+    assert "answers differently at save" in why_not(Forgetful(), 20)
+
+
+@pytest.mark.parametrize("kind", [Remembering, Uncopyable])
+def test_trying_out_leaves_no_trace(kind):
+    policy = kind()
+    choose(policy, situation(ANATOMY), 20)
+    check(policy, 20)
+    assert policy.asked == 1
+
+
+def test_policies_that_cannot_be_tried_out():
+    policy = Custom(lambda now: {EMBED: ""})
+    policy.lock = threading.Lock()
+    told = why_not(policy, 5)
+    assert "it raised TypeError" in told
+    assert "make it copyable, or give it state_dict() and load_state_dict()" in told
+
+    class Odd(Remembering):
+        def state_dict(self):
+            return {"asked": {1, 2}}
+
+    assert "its state is no JSON" in why_not(Odd(), 5)
+
+
+def test_no_part_at_all():
+    (problem,) = refusal(lambda: check_policy(Parity(), ANATOMY, (), {}))
+    assert "no part of the model is trainable" in problem.what
+
+
+def test_states():
+    assert state_of(Parity()) is None
+    policy = Remembering()
+    policy.asked = 5
+    state = state_of(policy)
+    assert json.loads(json.dumps(state)) == state == {"policy": "custom", "state": {"asked": 5}}
+    resumed = Remembering()
+    restore_state(resumed, state)
+    assert resumed.asked == 5
+
+
+def test_a_run_may_resume_with_another_policy():
+    policy = Remembering()
+    for state in (None, {"policy": "another", "state": {"seen": 5}}, {}):
+        restore_state(policy, state)
+        restore_state(Parity(), state)
+    assert policy.asked == 0
+    told = refusal(lambda: restore_state(policy, {"policy": "custom", "state": {"seen": 5}}))
+    assert "it raised KeyError('asked')" in told[0].what

@@ -1,0 +1,112 @@
+"""What was saved when, through JSON and resumes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmtailor.errors import SourceError
+from llmtailor.history.ledger import Ledger
+
+PARTS = ("embed_tokens", "layer 0", "norm")
+
+
+def thrice() -> Ledger:
+    """A base and two partial saves."""
+    return Ledger("one").after(50, PARTS, PARTS).after(100, ["layer 0"], PARTS).after(150, ["norm"], PARTS)
+
+
+def test_saves():
+    ledger = thrice()
+    assert ledger.saves == 3
+    assert ledger.step == 150
+    assert ledger.held_by == {"embed_tokens": (0, 50), "layer 0": (1, 100), "norm": (2, 150)}
+    assert ledger.last == {"embed_tokens": 0, "layer 0": 1, "norm": 2}
+    assert ledger.staleness() == {"embed_tokens": 2, "layer 0": 1, "norm": 0}
+    assert ledger.steps_behind() == {"embed_tokens": 100, "layer 0": 50, "norm": 0}
+    assert Ledger("new").step is None
+    assert Ledger("new").staleness() == Ledger("new").steps_behind() == {}
+
+
+def test_parts_that_come_and_go():
+    ledger = thrice().after(200, ["layer 1"], ["layer 0", "layer 1", "norm"])
+    assert ledger.last == {"layer 0": 1, "layer 1": 3, "norm": 2}
+    assert thrice().without(["norm", "layer 9"]).last == {"embed_tokens": 0, "layer 0": 1}
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "trainable", "message"),
+    [
+        (200, ["norm"], [*PARTS, "layer 1"], "no save would hold layer 1"),
+        (200, [], PARTS, "must save something"),
+        (200, ["layer 7", "norm"], PARTS, "only what is trainable"),
+        (150, ["norm"], PARTS, "does not come after step 150"),
+    ],
+)
+def test_saves_that_cannot_be(step, saved, trainable, message):
+    with pytest.raises(ValueError, match=message):
+        thrice().after(step, saved, trainable)
+    with pytest.raises(ValueError, match="no save would hold embed_tokens, norm"):
+        Ledger("new").after(50, ["layer 0"], PARTS)
+
+
+def test_a_resume_continues_in_another_lineage():
+    ledger = thrice().resumed("two", 150)
+    assert (ledger.lineage, ledger.history) == ("two", {"one": 150})
+    assert (ledger.saves, ledger.step, ledger.last) == (3, 150, thrice().last)
+    later = ledger.after(200, ["norm"], PARTS).resumed("three", 210)
+    assert later.history == {"one": 150, "two": 210}
+
+
+def test_json():
+    for ledger in (
+        Ledger("new"),
+        thrice(),
+        thrice().resumed("two", 150).after(200, PARTS, PARTS, {"asked": [1, {"of": None}]}),
+    ):
+        assert Ledger.from_json(json.loads(json.dumps(ledger.to_json())), "manifest.json") == ledger
+
+
+def test_a_state_of_the_policy_is_that_of_the_newest_save():
+    ledger = thrice().after(200, ["norm"], PARTS, {"asked": 3})
+    assert ledger.policy_state == {"asked": 3}
+    assert ledger.after(250, ["norm"], PARTS).policy_state is None
+
+
+GOOD = thrice().to_json()
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, ["the record of earlier saves is None"]),
+        ([GOOD], ["the record of earlier saves is ["]),
+        ({}, ["lacks lineage", "lacks history", "lacks saves", "lacks held_by", "lacks policy_state"]),
+        (GOOD | {"lineage": ""}, ["lineage is ''"]),
+        (GOOD | {"lineage": 5, "saves": -1, "policy_state": [], "history": {"x": "y"}}, [
+            "lineage is 5", "saves is -1", "policy_state is []", "history says 'y' of 'x'",
+        ]),
+        (GOOD | {"saves": True}, ["saves is True"]),
+        (GOOD | {"saves": 2}, ["'norm' is held by a save that has not been"]),
+        (GOOD | {"history": None, "held_by": []}, ["history is None", "held_by is []"]),
+        (GOOD | {"history": {"one": 20}}, ["lineage 'one' continues itself"]),
+        (GOOD | {"held_by": {"norm": 2, "a": [1], "b": [1, 2.5], "c": [0, 50]}}, [
+            "held_by says 2 of 'norm'", "held_by says [1] of 'a'", "held_by says [1, 2.5] of 'b'",
+        ]),
+    ],
+)  # fmt: skip
+def test_damaged_json(data, expected):
+    with pytest.raises(SourceError) as caught:
+        Ledger.from_json(data, "manifest.json")
+    told = caught.value.problems
+    assert len(told) == len(expected)
+    for problem, words in zip(told, expected, strict=True):
+        assert words in problem.what
+        assert problem.where == "manifest.json"
+        assert problem.fix
+
+
+def test_a_ledger_that_cannot_be_is_not_made():
+    with pytest.raises(ValueError, match="continues itself"):
+        thrice().resumed("one", 150)

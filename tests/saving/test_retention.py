@@ -1,0 +1,284 @@
+"""Which partial checkpoints are needed: tables made by hand, and a slow search that must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtailor.history.ledger import Ledger
+from llmtailor.history.retention import SaveRecord, composable_steps, deletable, holders, lost_parts, needed
+
+A, B, C = "layer 0", "layer 1", "norm"
+
+
+@dataclass
+class Disk:
+    """A run's folder: what its saves leave there, one folder per step."""
+
+    parts: Sequence[str] = (A, B, C)
+    ledger: Ledger = field(default_factory=lambda: Ledger("L1"))
+    partial: dict[int, SaveRecord] = field(default_factory=dict)
+    full: list[SaveRecord] = field(default_factory=list)
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    lineages: int = 1
+
+    def save(self, step: int, *saved: str) -> Disk:
+        """Save some parts; none named means all of them."""
+        self.ledger = self.ledger.after(step, saved or self.parts, self.parts)
+        self.partial[step] = SaveRecord.of(self.ledger)
+        self.ledgers[step] = self.ledger
+        return self
+
+    def resume(self, step: int) -> Disk:
+        self.ledger = self.ledgers[step].resumed(self._new_lineage(), step)
+        return self
+
+    def start_anew(self) -> Disk:
+        self.ledger = Ledger(self._new_lineage())
+        return self
+
+    def stock(self, step: int, lineage: str | None = None) -> Disk:
+        """Let the Trainer save in full."""
+        lineage = self.ledger.lineage if lineage is None else lineage
+        self.full.append(SaveRecord(step, frozenset(), lineage, is_stock=True))
+        return self
+
+    def _new_lineage(self) -> str:
+        self.lineages += 1
+        return f"L{self.lineages}"
+
+    @property
+    def records(self) -> list[SaveRecord]:
+        return [*self.partial.values(), *self.full]
+
+    def needed(self, keep: int) -> list[int]:
+        return sorted(needed(self.records, self.ledger, keep))
+
+    def sources(self, step: int) -> dict[str, int] | None:
+        """Return the step that each part of a composite would come from."""
+        found = holders(self.partial[step], self.records)
+        return None if found is None else {part: record.step for part, record in found.items()}
+
+
+def test_a_plain_run():
+    disk = Disk().save(50).save(100, A).save(150, B).save(200, A).save(250, C)
+    assert composable_steps(disk.records) == [50, 100, 150, 200, 250]
+    assert disk.sources(250) == {A: 200, B: 150, C: 250}
+    assert disk.sources(150) == {A: 100, B: 150, C: 50}
+    assert disk.needed(1) == [150, 200, 250]
+    assert disk.needed(2) == [50, 150, 200, 250]  # 200 has C from the base
+    assert disk.needed(3) == [50, 100, 150, 200, 250]
+    assert disk.needed(99) == [50, 100, 150, 200, 250]
+    assert deletable(disk.records, disk.ledger, 1) == [50, 100]
+    assert deletable(disk.records, disk.ledger, 2) == [100]
+    with pytest.raises(ValueError, match="at least one"):
+        disk.needed(0)
+
+
+def test_nothing_yet():
+    assert needed([], Ledger("L1"), 1) == set()
+    assert Disk().save(50).needed(1) == [50]
+    with pytest.raises(ValueError, match="no save"):
+        SaveRecord.of(Ledger("L1"))
+
+
+def test_a_gap_is_filled_with_something_older():
+    disk = Disk().save(50).save(100, A).save(150, A).save(200, B)
+    del disk.partial[150]
+    assert disk.sources(200) == {A: 100, B: 200, C: 50}
+    assert disk.needed(1) == [50, 100, 200]
+    assert lost_parts(disk.ledger, disk.records) == {A}
+    # The next save must hold A, whatever the policy wants.
+    disk.ledger = disk.ledger.without({A})
+    assert lost_parts(disk.ledger, disk.records) == set()
+    assert "layer 0" not in disk.ledger.last
+
+
+def test_a_gap_that_nothing_fills():
+    disk = Disk().save(50).save(100, A).save(150, B)
+    del disk.partial[50]
+    assert composable_steps(disk.records) == []
+    assert disk.sources(150) is None
+    assert lost_parts(disk.ledger, disk.records) == {C}
+    # Neither is composable, but both hold a newest state: once C is saved, everything is there.
+    assert disk.needed(1) == [100, 150]
+    disk.save(200, C)
+    assert composable_steps(disk.records) == [200]
+    assert disk.needed(1) == disk.needed(2) == [100, 150, 200]
+
+
+def test_a_second_run_in_the_folder():
+    disk = Disk().save(50).save(500, A).start_anew().save(60).save(100, B)
+    assert composable_steps(disk.records) == [50, 60, 100, 500]
+    assert disk.sources(100) == {A: 60, B: 100, C: 60}
+    assert disk.sources(500) == {A: 500, B: 50, C: 50}
+    assert disk.needed(1) == [50, 60, 100, 500]  # the other run's stay, and do not count
+    assert disk.save(150).needed(1) == [50, 150, 500]
+    # The new run's base in the place of the old one's: what relied on that can't be composed any more.
+    disk = Disk().save(50).save(500, A).start_anew().save(50).save(100, B)
+    assert composable_steps(disk.records) == [50, 100]
+
+
+def test_a_resume_from_the_newest():
+    disk = Disk().save(50).save(100, A).resume(100).save(150, B).resume(150).save(200, C)
+    assert disk.sources(200) == {A: 100, B: 150, C: 200}
+    assert disk.needed(1) == [100, 150, 200]
+    assert disk.needed(2) == [50, 100, 150, 200]
+
+
+def test_a_resume_from_earlier_forgets_what_came_later():
+    disk = Disk().save(50).save(100, A).save(150, B).save(200, C).resume(100)
+    assert disk.needed(1) == [50, 100, 150, 200]  # nothing is saved yet, and step 200 is the newest
+    disk.save(160, A)
+    assert disk.sources(160) == {A: 160, B: 50, C: 50}  # and not B from the abandoned 150
+    assert disk.sources(200) == {A: 100, B: 150, C: 200}
+    assert disk.needed(1) == [50, 100, 150, 160, 200]
+    # Once the run has passed them, the abandoned ones go.
+    disk.save(210, B)
+    assert disk.needed(1) == [50, 160, 210]
+    assert disk.needed(2) == [50, 100, 150, 160, 200, 210]
+    assert deletable(disk.records, disk.ledger, 1) == [100, 150, 200]
+
+
+def test_a_save_in_the_place_of_an_abandoned_one():
+    disk = Disk().save(50).save(100, A).save(150, B).save(200, C).resume(100).save(150, A)
+    assert disk.sources(150) == {A: 150, B: 50, C: 50}
+    assert disk.sources(200) == {A: 100, B: 50, C: 200}  # B of 150 is gone; that of the base remains
+
+
+def test_full_checkpoints():
+    disk = Disk().save(50).save(100, A).stock(120).save(150, B).save(200, C)
+    assert disk.sources(200) == {A: 120, B: 150, C: 200}
+    assert lost_parts(disk.ledger, disk.records) == set()
+    assert disk.needed(1) == [150, 200]
+    assert disk.needed(2) == [150, 200]
+    assert disk.needed(3) == [150, 200]  # the full one itself
+    assert disk.needed(4) == [50, 100, 150, 200]
+    assert composable_steps(disk.records) == [50, 100, 120, 150, 200]
+
+
+def test_full_checkpoints_of_a_step_that_was_saved():
+    disk = Disk().save(50).save(100, A).stock(100).save(150, B)
+    assert disk.sources(150) == {A: 100, B: 150, C: 100}
+    assert disk.needed(2) == [150]
+    assert disk.needed(3) == [50, 150]
+
+
+def test_full_checkpoints_of_unknown_lineage_help_nobody_else():
+    disk = Disk().save(50).stock(120, lineage="").save(150, B)
+    assert disk.sources(150) == {A: 50, B: 150, C: 50}
+    assert disk.needed(1) == [50, 150]
+    assert composable_steps(disk.records) == [50, 120, 150]
+
+
+def test_a_full_checkpoint_of_an_abandoned_attempt():
+    disk = Disk().save(50).save(100, A).stock(150).resume(100).save(160, B).save(170, C)
+    assert disk.sources(160) == {A: 100, B: 160, C: 50}
+    assert disk.needed(1) == [100, 160, 170]
+    # At the same step as a save of the run's own, it does not stand in for that.
+    disk = Disk().save(50).save(100, A).stock(150).resume(100).save(150, B)
+    assert disk.needed(1) == [50, 100, 150]
+
+
+def test_parts_that_are_unfrozen_later():
+    disk = Disk(parts=(A, B)).save(50).save(100, A)
+    disk.parts = (A, B, C)
+    disk.save(150, C).save(200, B)
+    assert composable_steps(disk.records) == [50, 100, 150, 200]
+    assert disk.sources(100) == {A: 100, B: 50}
+    assert disk.sources(200) == {A: 100, B: 200, C: 150}
+
+
+# --- the slow search -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def disks(draw: st.DrawFn) -> Disk:
+    """Runs with resumes, forks, other runs, full checkpoints, and folders deleted by hand."""
+    disk = Disk().save(draw(st.integers(1, 5)))
+    subsets = st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=2, unique=True)
+    for kind in draw(st.lists(st.sampled_from("sssssrfgda"), max_size=14)):
+        step = (disk.ledger.step or 0) + draw(st.integers(1, 4))
+        if kind == "s":
+            disk.save(step, *(draw(subsets) if disk.ledger.step else ()))
+        elif kind == "r":
+            disk.resume(draw(st.sampled_from(sorted(disk.ledgers))))
+        elif kind == "f":
+            disk.stock(step)
+        elif kind == "g":
+            disk.stock(step, lineage="")
+        elif kind == "d" and disk.partial:
+            del disk.partial[draw(st.sampled_from(sorted(disk.partial)))]
+        elif kind == "a":
+            disk.start_anew().save(draw(st.integers(1, 20)))
+    return disk
+
+
+Found = Mapping[str, tuple[int, str, bool]]
+
+
+def past_of(lineage: str, history: Mapping[str, int], step: int) -> dict[str, int]:
+    return {**{old: min(until, step) for old, until in history.items()}, lineage: step}
+
+
+def search(records: Sequence[SaveRecord], past: Mapping[str, int], parts: Sequence[str]) -> Found:
+    """Look for the newest holder of each part, going back step by step."""
+    found = {}
+    for part in parts:
+        for step in range(max(past.values()), 0, -1):
+            there = [one for one in records if one.step == step and step <= past.get(one.lineage, 0)]
+            there = [one for one in there if one.is_stock or part in one.parts]
+            if there:
+                best = max(there, key=lambda one: one.is_stock)
+                found[part] = (step, best.lineage, best.is_stock)
+                break
+    return found
+
+
+def outcomes(disk: Disk, records: Sequence[SaveRecord], keep: int) -> list[tuple[int, Found]]:
+    """Return what the steps to keep, as of the whole disk, would be composed of with these records only."""
+    ledger = disk.ledger
+    family = {ledger.lineage, *ledger.history}
+    present = past_of(ledger.lineage, ledger.history, ledger.step or 0)
+    kin = [one for one in disk.records if family & {one.lineage, *one.history}]
+    points = []
+    for group in (kin, [one for one in kin if one.step <= present.get(one.lineage, 0)]):
+        able: dict[int, SaveRecord] = {}
+        for one in sorted(group, key=lambda one: (one.step, one.is_stock)):
+            if len(search(kin, past_of(one.lineage, one.history, one.step), list(one.held_by))) == len(one.held_by):
+                able[one.step] = one
+        points += [able[step] for step in sorted(able)[-keep:]]
+    left = [one for one in records if one in kin]
+    made: list[tuple[int, Found]] = [(0, search(left, present, list(ledger.held_by)))]
+    for one in points:
+        if one in left:
+            made.append((one.step, search(left, past_of(one.lineage, one.history, one.step), list(one.held_by))))
+    return made
+
+
+@given(disks(), st.integers(1, 4))
+def test_a_record_is_needed_exactly_if_its_loss_would_be_noticed(disk, keep):
+    records = disk.records
+    found = needed(records, disk.ledger, keep)
+    family = {disk.ledger.lineage, *disk.ledger.history}
+    before = outcomes(disk, records, keep)
+    for lost in records:
+        if lost.is_stock:
+            continue
+        is_kin = bool(family & {lost.lineage, *lost.history})
+        is_noticed = outcomes(disk, [one for one in records if one is not lost], keep) != before
+        assert (lost.step in found) == (is_noticed or not is_kin)
+    # Nor is it noticed when all of them go at once.
+    gone = deletable(records, disk.ledger, keep)
+    assert outcomes(disk, [one for one in records if one.is_stock or one.step not in gone], keep) == before
+    assert set(gone).isdisjoint(found)
+
+
+def test_records_are_values():
+    record = SaveRecord.of(Disk().save(50).ledger)
+    assert record == SaveRecord(50, frozenset({A, B, C}), "L1", {A: 50, B: 50, C: 50})
+    assert replace(record, is_stock=True).holds("anything")

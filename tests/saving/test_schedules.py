@@ -1,0 +1,152 @@
+"""Fixed schedules against tables made by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtailor.core.anatomy import EMBED, HEAD, NORM, layer_part
+from llmtailor.policies import Filter, Full, Parity, Policy, RoundRobin
+from llmtailor.policies.schedules import cut, deal
+from recipe.anatomies import llama, qwen_vl
+from saving.policy_runs import alike, by_itself, situation
+
+
+def layers(*numbers: int) -> list[str]:
+    return [layer_part(number) for number in numbers]
+
+
+def test_full():
+    assert by_itself(Full(), llama(2), 2) == [[EMBED, *layers(0, 1), NORM, HEAD]] * 2
+    assert Full().worst_staleness(llama(2), llama(2).parts) == 0
+
+
+def test_parity():
+    odd, even = [*layers(1, 3), HEAD], [EMBED, *layers(0, 2, 4), NORM]
+    assert by_itself(Parity(), llama(5), 4) == [odd, even, odd, even]
+    reasons = [set(Parity().choose(situation(llama(5), save)).values()) for save in (1, 2)]
+    assert reasons == [{"odd half"}, {"even half"}]
+
+
+def test_parity_of_other_models():
+    tied = llama(2, tied=True, extra={"wpe.weight": "wpe"})
+    assert by_itself(Parity(), tied, 2) == [[*layers(1), "wpe"], [EMBED, *layers(0), NORM]]
+    vision = [part for part in qwen_vl(2).parts if part.startswith("visual.")]
+    assert len(vision) == 8
+    assert by_itself(Parity(), qwen_vl(2), 2) == [[*layers(1), HEAD, *vision], [EMBED, *layers(0), NORM]]
+    # Only some parts are trainable.
+    assert by_itself(Parity(), llama(4), 2, parts=[*layers(2, 3), NORM]) == [layers(3), [*layers(2), NORM]]
+
+
+def test_filter_by_default():
+    """28 layers: 4 ends, 24 between; embed and head are alike and the norm is small, so each has its own turn."""
+    anatomy = llama(28)
+    ends, between = layers(0, 1, 26, 27), range(2, 26)
+    num_bytes = alike(anatomy.parts) | {EMBED: 500, HEAD: 500, NORM: 1}
+    found = [set(one) for one in by_itself(Filter(), anatomy, 20, num_bytes=num_bytes)]
+    for save, saved in enumerate(found, 1):
+        expected = {*ends, [NORM, EMBED, HEAD][save % 3]}
+        if save in (5, 15):
+            expected |= set(layers(*between[::2]))
+        if save in (10, 20):
+            expected |= set(layers(*between[1::2]))
+        assert saved == expected, save
+
+
+def test_filter_with_options():
+    policy = Filter(first=1, last=2, every=2, groups=3, aux_every=1)
+    aux_head, aux = [EMBED], [NORM, HEAD]
+    between = [[], [1, 4], [], [2, 5], [], [3], [], [1, 4]]
+    expected = [{*aux_head, *layers(0, *numbers, 6, 7), *aux} for numbers in between]
+    assert [set(one) for one in by_itself(policy, llama(8), 8)] == expected
+    assert policy.worst_staleness(llama(8), llama(8).parts) == 5
+    # Nothing between, nothing at the ends, nothing but layers.
+    assert by_itself(Filter(first=3, last=3, aux_every=1), llama(4), 1) == [[*layers(0, 1, 2, 3), *aux_head, *aux]]
+    assert Filter(first=3, last=3).worst_staleness(llama(4), llama(4).parts) == 2
+    assert by_itself(Filter(first=0, last=0, every=1), llama(4), 2, parts=layers(0, 1, 2, 3)) == [
+        layers(0, 2),
+        layers(1, 3),
+    ]
+    assert Filter(first=0, last=0, every=1).worst_staleness(llama(4), layers(0, 1, 2, 3)) == 1
+    assert Filter(first=9).worst_staleness(llama(4), layers(1, 2)) == 0
+
+
+def test_filter_says_why():
+    policy = Filter(first=1, last=1, every=1, groups=2, aux_every=2)
+    num_bytes = alike(llama(4).parts) | {HEAD: 300}
+    assert policy.choose(situation(llama(4), 2, num_bytes=num_bytes)) == {
+        "layer 0": "first 1",
+        "layer 3": "last 1",
+        "layer 2": "share 2 of 2",
+        EMBED: "auxiliary",
+        NORM: "auxiliary",
+    }
+
+
+def test_round_robin():
+    num_bytes = alike(llama(4).parts) | {EMBED: 250, NORM: 10, HEAD: 250}
+    # 350 | 310 | 250; of the 910 bytes no three groups have less than 350 in the largest.
+    groups = [[EMBED, *layers(0)], [*layers(1, 2, 3), NORM], [HEAD]]
+    assert by_itself(RoundRobin(3), llama(4), 7, num_bytes=num_bytes) == [*groups, *groups, groups[0]]
+    assert RoundRobin(3).choose(situation(llama(4), 6, num_bytes=num_bytes)) == {HEAD: "group 3 of 3"}
+    assert RoundRobin(3).worst_staleness(llama(4), llama(4).parts) == 2
+
+
+def test_round_robin_with_more_groups_than_parts():
+    one_each = [[part] for part in llama(1).parts]
+    assert by_itself(RoundRobin(99), llama(1), 5) == [*one_each, one_each[0]]
+    assert RoundRobin(99).worst_staleness(llama(1), llama(1).parts) == 3
+    assert by_itself(RoundRobin(1), llama(1), 2) == [list(llama(1).parts)] * 2
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 10))
+def test_groups_are_as_even_as_can_be(sizes, k):
+    num_bytes = {f"part {at}": size for at, size in enumerate(sizes)}
+    parts = list(num_bytes)
+    runs = cut(parts, num_bytes, k)
+    assert [part for run in runs for part in run] == parts
+    assert len(runs) == min(k, len(parts))
+    assert all(runs)
+    every_way = (
+        max(sum(sizes[begin:end]) for begin, end in zip((0, *cuts), (*cuts, len(sizes)), strict=True))
+        for cuts in combinations(range(1, len(sizes)), len(runs) - 1)
+    )
+    assert max(sum(num_bytes[part] for part in run) for run in runs) == min(every_way)
+
+
+@given(st.lists(st.integers(1, 50), max_size=9), st.integers(1, 5))
+def test_hands_are_about_alike(sizes, hands):
+    num_bytes = {f"part {at}": size for at, size in enumerate(sizes)}
+    dealt = deal(list(num_bytes), num_bytes, hands)
+    assert sorted(part for hand in dealt for part in hand) == sorted(num_bytes)
+    loads = [sum(num_bytes[part] for part in hand) for hand in dealt]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Full(),
+        Parity(),
+        Filter(),
+        Filter(0, 1, 3, 3, 4),
+        Filter(1, 0, 1, 1, 1),
+        RoundRobin(1),
+        RoundRobin(4),
+        RoundRobin(9),
+    ],
+)
+@pytest.mark.parametrize(
+    "anatomy", [llama(1), llama(3, tied=True), llama(12), qwen_vl(5), llama(2, extra={"wpe.weight": "wpe"})]
+)
+def test_schedules_keep_their_word_and_no_better_one_would_hold(policy: Policy, anatomy):
+    promised = policy.worst_staleness(anatomy, anatomy.parts)
+    last = dict.fromkeys(anatomy.parts, 0)
+    worst = 0
+    for save, saved in enumerate(by_itself(policy, anatomy, 60), 1):
+        last |= dict.fromkeys(saved, save)
+        worst = max(worst, *(save - held for held in last.values()))
+    assert worst == promised

@@ -1,0 +1,102 @@
+"""From what a user writes to a policy, and what is said when it makes no sense."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmtailor.policies import POLICIES, Filter, Full, Parity, RoundRobin, Update, make_policy
+from saving.policy_runs import Custom, refusal
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ("full", Full()),
+        (" Parity ", Parity()),
+        ("filter", Filter(2, 2, 5, 2, 3)),
+        ("filter:", Filter()),
+        ("filter:first=1, every = 3", Filter(first=1, every=3)),
+        ("filter:0,last=4", Filter(first=0, last=4)),
+        ("round_robin:4", RoundRobin(4)),
+        ("round-robin:k=4", RoundRobin(4)),
+        ("update:0.01", Update(threshold=0.01)),
+        ("update:threshold=1e-3,budget_bytes=2e9", Update(0.001, 2_000_000_000)),
+        ("update:budget_bytes=500_000", Update(budget_bytes=500_000)),
+        ({"name": "filter", "first": 1}, Filter(first=1)),
+        ({"name": "update", "threshold": 1, "budget_bytes": None}, Update(threshold=1)),
+        ({"name": "round_robin", "k": 3.0}, RoundRobin(3)),
+        (Filter(first=7), Filter(first=7)),
+    ],
+)
+def test_specs(spec, policy):
+    assert make_policy(spec) == policy
+
+
+def test_an_object_is_taken_as_it_is():
+    policy = Custom(lambda now: {})
+    assert make_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "what", "fix"),
+    [
+        ("partiy", "policy", "there is no policy 'partiy'", "'parity'"),
+        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, update"),
+        ("filter:frist=2", "policy filter", "there is no option 'frist' (in 'filter:frist=2')", "'first'"),
+        ("filter:first=two", "policy filter", "first is 'two'", "a whole number, 0 or more"),
+        ("filter:first=", "policy filter", "first is ''", "a whole number"),
+        ("filter:first=1.5", "policy filter", "first is 1.5", "a whole number"),
+        ("filter:first=-1", "policy filter", "first is -1", "0 or more"),
+        ("filter:every=0", "policy filter", "every is 0", "1 or more"),
+        ("filter:first=1,first=2", "policy filter", "first is given twice", "once"),
+        ("filter:1,2", "policy filter", "2 is no option", "first, last, every, groups, aux_every"),
+        ("parity:2", "policy parity", "2 is no option", "none"),
+        ("round_robin", "policy round_robin", "k is missing", "round_robin:k=4"),
+        ("round_robin:0", "policy round_robin", "k is 0", "1 or more"),
+        ("update", "policy update", "neither a threshold nor a budget", "threshold"),
+        ("update:threshold=nan", "policy update", "threshold is nan", "a number, 0.0 or more"),
+        ("update:threshold=inf", "policy update", "threshold is inf", "a number"),
+        ("update:budget_bytes=inf", "policy update", "budget_bytes is inf", "a whole number, 1 or more"),
+        ("update:budget_bytes=2GB", "policy update", "budget_bytes is '2GB'", "a whole number"),
+        ({"name": "filter", "first": True}, "policy filter", "first is True", "a whole number"),
+        ({"name": "filter", "first": None}, "policy filter", "first is None", "a whole number"),
+        ({"name": "filter", 3: 4}, "policy filter", "there is no option 3", "valid here"),
+        ({"first": 2}, "policy", "names no policy", "full, parity"),
+        ({"name": None}, "policy", "names no policy", "full, parity"),
+        (None, "policy", "None is no policy: it has no name, needs_drift, choose", "a name (full, parity,"),
+        (4, "policy", "4 is no policy", "follows Policy"),
+        (Filter, "policy", "Filter is a class", "Filter(...)"),
+    ],
+)
+def test_bad_specs(spec, where, what, fix):
+    (problem,) = refusal(lambda: make_policy(spec))
+    assert problem.where == where
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+def test_all_problems_are_told_at_once():
+    told = refusal(lambda: make_policy("filter:frist=1,last=x,every=0,every=2"))
+    assert [problem.what.split(" (")[0] for problem in told] == [
+        "there is no option 'frist'", "every is given twice", "last is 'x'", "every is 0",
+    ]  # fmt: skip
+    assert len(refusal(lambda: Filter(-1, -1, 0, 0, 0))) == 5
+    assert len(refusal(lambda: make_policy("round_robin:l=3"))) == 2
+
+
+@given(st.data(), st.sampled_from(sorted(POLICIES)))
+def test_settings_make_the_same_policy(data, name):
+    counts = st.integers(1, 10**12)
+    options = {
+        "filter": st.fixed_dictionaries({}, optional=dict.fromkeys(("first", "last", "every", "groups"), counts)),
+        "round_robin": st.fixed_dictionaries({"k": counts}),
+        "update": st.fixed_dictionaries({"threshold": st.floats(0, 1e3)}, optional={"budget_bytes": counts}),
+    }.get(name, st.just({}))
+    policy = make_policy({"name": name, **data.draw(options)})
+    assert make_policy(json.loads(json.dumps(policy.settings()))) == policy
+    text = ",".join(f"{key}={value}" for key, value in policy.settings().items() if key != "name" and value is not None)
+    assert make_policy(f"{name}:{text}") == policy

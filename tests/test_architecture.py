@@ -1,0 +1,109 @@
+"""Imports go one way, and the merge path stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "llmtailor"
+MAY_IMPORT = {
+    "errors": set(),
+    "core": {"errors"},
+    "arch": {"core", "errors"},
+    "io": {"core", "errors"},
+    "recipe": {"core", "errors", "arch"},
+    "plan": {"core", "errors"},
+    "formats": {"core", "errors", "io"},
+    "execute": {"core", "errors", "io"},
+    "policies": {"core", "errors"},
+    "history": {"errors"},
+    "store": {"errors", "formats"},
+    "training": {"core", "arch", "plan"},
+    "saving": {"core", "errors", "arch", "io", "formats", "policies", "history", "store"},
+    "compose": {"core", "errors", "arch", "recipe", "plan", "formats", "execute"},
+    "verify": {"core", "errors", "formats", "io", "compose"},
+    "continuing": {"core", "errors", "compose", "execute"},
+    "publish": {"core", "errors", "compose", "continuing", "formats", "execute", "io", "verify"},
+    "runs": {"core", "errors", "recipe", "plan", "formats", "compose", "history"},
+    "retain": {
+        *("core", "errors", "io", "recipe", "plan", "formats", "execute", "compose", "runs"),
+        *("policies", "history", "store"),
+    },
+    "inspection": {"core", "errors", "arch", "formats", "compose"},
+    "explain": {"errors", "recipe", "compose"},
+    "salvage": {"core", "errors", "io", "recipe", "plan", "formats", "execute", "compose", "runs", "verify"},
+    "cli": {
+        *("core", "errors", "io", "recipe", "plan", "formats", "verify"),
+        *("compose", "continuing", "publish", "inspection", "runs", "explain", "salvage", "retain"),
+    },
+}
+"""Room -> the rooms it may import, besides itself."""
+MAY_BE_HEAVY = {"training", "saving"}
+HEAVY_WORKERS = {"verify.smoke_worker"}
+"""Run in processes of their own; nothing imports them."""
+HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}
+
+
+def modules():
+    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_rooms_import_only_what_they_may(path):
+    room = path.parts[0].removesuffix(".py")
+    if room in ("__init__", "__main__"):
+        return
+    for module in imports(path):
+        if module.split(".")[0] == "llmtailor" and module != "llmtailor":
+            assert module.split(".")[1] in MAY_IMPORT[room] | {room}, f"{path} imports {module}"
+        may_be_heavy = room in MAY_BE_HEAVY or ".".join(path.with_suffix("").parts) in HEAVY_WORKERS
+        assert may_be_heavy or module.split(".")[0] not in HEAVY, f"{path} imports {module}"
+        assert module.removeprefix("llmtailor.") not in HEAVY_WORKERS, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_files_can_be_read_in_one_sitting(path):
+    assert len((PACKAGE / path).read_text().splitlines()) <= 300
+
+
+def loaded_by(program: str) -> set[str]:
+    code = f"import sys\n{program}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_help_imports_nothing_that_takes_time():
+    loaded = loaded_by(
+        "from click.testing import CliRunner; from llmtailor.cli.main import cli; "
+        "assert CliRunner().invoke(cli, ['--help']).exit_code == 0"
+    )
+    assert not loaded & (HEAVY | {"numpy", "yaml", "rich", "isal", "safetensors"})
+
+
+def test_the_merge_path_imports_no_framework():
+    loaded = loaded_by(
+        "import llmtailor.cli.merge, llmtailor.publish, llmtailor.inspection, llmtailor.cli.tables, "
+        "llmtailor.retain.thin, llmtailor.retain.gc"
+    )
+    assert {"numpy", "yaml"} <= loaded
+    assert not loaded & (HEAVY | {"safetensors"})
+
+
+def test_policies_need_nothing_but_the_standard_library():
+    loaded = loaded_by("import llmtailor.policies, llmtailor.history.ledger, llmtailor.history.retention")
+    assert not loaded & (HEAVY | {"numpy", "yaml", "isal", "safetensors"})

@@ -1,0 +1,41 @@
+"""The example recipes do what their comments say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import llmtailor
+from helpers.checkpoints import SMALL, make
+
+ROOT = Path(__file__).parents[1]
+LAYERS = [f"layer {number}" for number in range(4)]
+EVERY = ["embed_tokens", *LAYERS, "norm", "lm_head"]
+FROM_10 = {
+    "halves": {"layer 0", "layer 1"},
+    "parity": {"layer 1", "layer 3"},
+    "auxiliary": {"embed_tokens", "lm_head", "layer 0", "layer 1"},
+    "llmtailor-original": {"norm", "layer 0", "layer 1", "embed_tokens"},
+}
+"""What each recipe takes from step 10; the rest is from step 20."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    for step in (10, 20):
+        make(root, step, shape=SMALL)
+    return root
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == set(FROM_10)
+
+
+@pytest.mark.parametrize("name", FROM_10)
+def test_recipes(run, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN", str(run))
+    report = llmtailor.merge(ROOT / "configs" / f"{name}.yaml", tmp_path / "out")
+    assert {row.part: row.step for row in report.parts} == {part: 10 if part in FROM_10[name] else 20 for part in EVERY}
+    assert report.base.endswith("checkpoint-20")

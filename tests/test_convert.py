@@ -1,0 +1,228 @@
+"""Other world sizes, ZeRO stages and steps: what goes through any chain of conversions comes back unchanged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import llmtailor
+from helpers.checkpoints import SMALL, make
+from helpers.strategies import shapes
+from llmtailor.core.recipe import Recipe
+from llmtailor.core.states import MASTER
+from oracle import zero3
+from scripts.synthetic import pickled_as_deepspeed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def convert(source: Path, out: Path, **options) -> Path:
+    llmtailor.merge(Recipe("convert", "", source, (), None, None), out, llmtailor.Options(**options))
+    return out
+
+
+def load(checkpoint: Path) -> zero3.Snapshot:
+    with pickled_as_deepspeed():
+        snapshot = zero3.load(checkpoint)
+    snapshot.rest["counters"].pop("global_samples", None)
+    return snapshot
+
+
+@st.composite
+def chains(draw):
+    shape = draw(shapes(max_layers=3))
+    layout = {
+        "shape": shape,
+        "world_size": draw(st.integers(1, 4)),
+        "groups": draw(st.sampled_from(["default", "layer"])),
+        "sub_group_size": draw(st.sampled_from([10, 10**9])),
+    }
+    hop = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from(["keep", "layer", "default"]))
+    hops = draw(st.lists(hop, min_size=1, max_size=3))
+    return layout, hops
+
+
+@given(chains())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_chain_of_stages_world_sizes_and_groups_leads_back(tmp_path_factory, case):
+    layout, hops = case
+    root = tmp_path_factory.mktemp("chain")
+    source = at = make(root, 100, **layout)
+    for number, (stage, world_size, groups) in enumerate(hops):
+        at = convert(at, root / f"hop-{number}", stage=stage, world_size=world_size, groups=groups)
+        manifest = json.loads((at / "llmtailor.json").read_text())
+        names = {path.name for path in at.glob("global_step100/*")}
+        assert len([name for name in names if name.endswith("optim_states.pt")]) == world_size
+        assert ("mp_rank_00_model_states.pt" in names) == (stage < 3)
+        assert manifest["world_size"] == world_size
+    back = convert(at, root / "back", stage=3, world_size=layout["world_size"], groups=layout["groups"])
+    zero3.assert_same(load(back), load(source))
+    assert (source / "model.safetensors").read_bytes() == (back / "model.safetensors").read_bytes()
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_through_the_plain_trainers_form_and_back(tmp_path, tied):
+    """Without DeepSpeed the weights are the masters; coming back, bf16 has to be said."""
+    source = make(tmp_path, 100, shape=replace(SMALL, tied=tied))
+    plain = convert(source, tmp_path / "plain", stage=0)
+    assert not (plain / "latest").exists()
+    weights = load_file(plain / "model.safetensors")
+    masters = load(source).kind(MASTER)
+    assert weights.keys() == masters.keys()
+    assert all(torch.equal(weights[name], masters[name]) for name in masters)
+    recipe = Recipe("back", "", convert(plain, tmp_path / "again", groups="layer"), (), "BF16", None)
+    llmtailor.merge(recipe, tmp_path / "two", llmtailor.Options(world_size=3, stage=2, groups="default"))
+    back = load(convert(tmp_path / "two", tmp_path / "back", world_size=2, stage=3))
+    wanted = load(source)
+    assert back.flat_ids == wanted.flat_ids
+    assert back.steps == wanted.steps
+    assert back.states.keys() == wanted.states.keys()
+    assert all(torch.equal(back.states[state], tensor) for state, tensor in wanted.states.items())
+    assert back.rest["param_groups"] == wanted.rest["param_groups"]
+    assert back.rest["scheduler"] == wanted.rest["scheduler"]
+
+
+def test_plain_checkpoints_refuse_to_be_rounded(tmp_path):
+    recipe = Recipe("x", "", make(tmp_path, 100), (), "BF16", None)
+    with pytest.raises(llmtailor.TailorError, match="lose what was trained"):
+        llmtailor.merge(recipe, tmp_path / "out", llmtailor.Options(stage=0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_digests_do_not_depend_on_the_layout(tmp_path):
+    source = make(tmp_path, 100)
+    found = []
+    for stage, world_size in ((3, 2), (3, 5), (1, 1), (2, 3)):
+        out = convert(source, tmp_path / f"{stage}-{world_size}", stage=stage, world_size=world_size)
+        parts = json.loads((out / "llmtailor.json").read_text())["parts"]
+        found.append([(row["part"], row["digest"]) for row in parts])
+    assert all(digests == found[0] for digests in found)
+    assert len({digest for _, digest in found[0]}) == len(found[0])
+
+
+def test_zero12_model_states_are_the_rounded_masters(tmp_path):
+    source = make(tmp_path, 100)
+    out = convert(source, tmp_path / "out", stage=2, world_size=3)
+    with pickled_as_deepspeed():
+        model = torch.load(out / "global_step100" / "mp_rank_00_model_states.pt", weights_only=False)
+        optim = [
+            torch.load(
+                out / "global_step100" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False
+            )
+            for rank in range(3)
+        ]
+    masters = load(source).kind(MASTER)
+    assert model["module"].keys() == masters.keys()
+    for name, tensor in model["module"].items():
+        assert torch.equal(tensor, masters[name].bfloat16())
+    inner = [each["optimizer_state_dict"] for each in optim]
+    assert [int(each["zero_stage"]) for each in inner] == [2, 2, 2]
+    for group, params in enumerate(model["param_shapes"]):
+        total = sum(shape.numel() for shape in params.values())
+        sizes = [len(each["single_partition_of_fp32_groups"][group]) for each in inner]
+        partition = len(inner[0]["base_optimizer_state"]["state"][group]["exp_avg"])
+        assert sum(sizes) == total
+        assert partition * 3 >= total
+        assert partition % 2 == 0
+        assert [each["group_paddings"][group] for each in inner] == [partition - size for size in sizes]
+    assert all(each["partition_count"] == [3, 3] for each in inner)
+
+
+@pytest.fixture
+def two(tmp_path):
+    for step in (100, 200):
+        make(tmp_path, step, shape=SMALL)
+    (tmp_path / "recipe.yaml").write_text(
+        "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
+    )
+    return tmp_path
+
+
+def test_rebase_keeps_the_bias_corrected_moments(two):
+    """Oracle: scale by hand, in fp64, those moments whose step is not their group's."""
+    llmtailor.merge(two / "recipe.yaml", two / "base")
+    llmtailor.merge(two / "recipe.yaml", two / "rebased", llmtailor.Options(step="rebase"))
+    plain, rebased = load(two / "base"), load(two / "rebased")
+    assert plain.steps == rebased.steps
+    changed = 0
+    for state, tensor in plain.states.items():
+        odd = any(f"layers.{layer}." in state.param for layer in (1, 3))
+        if odd and state.kind in MOMENTS:
+            beta = {"exp_avg": 0.9, "exp_avg_sq": 0.999}[state.kind]
+            wanted = (tensor.double() * ((1 - beta**200) / (1 - beta**100))).float()
+            assert torch.equal(rebased.states[state], wanted)
+            changed += not torch.equal(wanted, tensor)
+            corrected = tensor.double() / (1 - beta**100)
+            assert torch.allclose(rebased.states[state].double() / (1 - beta**200), corrected, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(rebased.states[state], tensor)
+    assert changed > 10
+
+
+def call(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "llmtailor", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_source_policy_refuses_what_it_cannot_do(two):
+    result = call(two, "merge", "recipe.yaml", "out", "--step", "source")
+    assert result.returncode == 5
+    assert "100, 200" in result.stderr
+    assert not (two / "out").exists()
+
+
+def test_the_source_policy_with_layer_groups(tmp_path):
+    for step in (100, 200):
+        make(tmp_path, step, groups="layer")
+    (tmp_path / "recipe.yaml").write_text(
+        "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
+    )
+    llmtailor.merge(tmp_path / "recipe.yaml", tmp_path / "out", llmtailor.Options(step="source"))
+    steps = load(tmp_path / "out").steps
+    assert steps["model.layers.1.mlp.up_proj.weight"] == 100
+    assert steps["model.layers.2.mlp.up_proj.weight"] == 200
+
+
+def test_layer_groups_made_on_the_way_keep_a_step_per_layer(two):
+    """Sources with the Trainer's two groups; the composite has one step per layer all the same."""
+    llmtailor.merge(two / "recipe.yaml", two / "out", llmtailor.Options(groups="layer", step="source"))
+    found, old, new = (load(two / name) for name in ("out", "checkpoint-100", "checkpoint-200"))
+    assert len(found.flat_ids) == 2 * SMALL.num_layers + 3
+    for name, step in found.steps.items():
+        odd = any(f"layers.{layer}." in name for layer in (1, 3))
+        assert step == (100 if odd else 200)
+        for kind in (MASTER, *MOMENTS):
+            source = old if odd else new
+            assert torch.equal(found.kind(kind)[name], source.kind(kind)[name])
+    assert len(found.rest["scheduler"]["base_lrs"]) == len(found.rest["param_groups"]) == 11
+
+
+def test_sources_with_other_groups_need_a_word(two):
+    shutil.rmtree(two / "checkpoint-100")
+    make(two, 100, shape=SMALL, groups="layer")
+    assert call(two, "merge", "recipe.yaml", "out").returncode == 5
+    result = call(two, "merge", "recipe.yaml", "out", "--groups", "layer")
+    assert result.returncode == 0, result.stderr
+
+
+def test_convert_on_the_command_line(two):
+    result = call(two, "convert", "checkpoint-200", "--num-gpu", "3", "--stage", "2")
+    assert result.returncode == 0, result.stderr
+    assert "no rule names" not in result.stderr
+    described = json.loads(call(two, "inspect", "checkpoint-200-converted", "--json").stdout)
+    assert (described["zero_stage"], described["world_size"], described["global_step"]) == (2, 3, 200)
+    back = call(two, "convert", "checkpoint-200-converted", "back", "--num-gpu", "2", "--stage", "3")
+    assert back.returncode == 0, back.stderr
+    zero3.assert_same(load(two / "back"), load(two / "checkpoint-200"))
+    assert call(two, "convert", "nowhere").returncode == 4
+    assert call(two, "convert", "checkpoint-200", "--stage", "4").returncode == 2

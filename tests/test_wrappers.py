@@ -1,0 +1,188 @@
+"""The scripts for cluster jobs: variables in, exit codes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import SMALL, make
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+OURS = {
+    *("CONFIG_YML", "OUTPUT_PATH", "NUM_GPU", "COPY_TOKENIZER", "FAILURE_STEP", "TOTAL_LAYERS", "STRATEGY"),
+    *("LAYER_WISE_CHECKPOINT_JSON", "CHECKPOINT_PATH", "BASE_CHECKPOINT", "LLMTAILOR"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    for step in (10, 20, 30):
+        make(root, step, shape=SMALL)
+        (root / f"checkpoint-{step}" / "tokenizer.json").write_text("{}")
+    log = [{"step": 20, "flag": [1, 2, 3, 4]}, {"step": 30, "flag": [0, 1, 2]}]
+    (root / "flags.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    return root
+
+
+@pytest.fixture(scope="module")
+def partial_run(tmp_path_factory):
+    """A run that saved parts of its model at steps 2, 4 and 6, and nothing else."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llmtailor.saving import saver_for
+
+    root = tmp_path_factory.mktemp("partial-run")
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    saver = saver_for(root, model=model, optimizer=optimizer, scheduler=scheduler, policy="parity")
+    saver.start(0)
+    tokens = torch.arange(8)[None]
+    for step in range(1, 7):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % 2 == 0:
+            saver.save(step)
+    saver.close()
+    return root
+
+
+def start(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in OURS}
+    environment |= {key: str(value) for key, value in variables.items()}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run([str(SCRIPTS / script), *arguments], env=environment, capture_output=True, text=True)
+
+
+def steps(out: Path) -> list[int]:
+    return [row["step"] for row in json.loads((out / "llmtailor.json").read_text())["parts"]]
+
+
+def test_a_recipe(run, tmp_path):
+    config = SCRIPTS.parent / "configs" / "parity.yaml"
+    out = tmp_path / "out"
+    result = start("start_merge.sh", "--quiet", CONFIG_YML=config, OUTPUT_PATH=out, NUM_GPU=2, RUN=run)
+    assert result.returncode == 0, result.stderr
+    assert steps(out) == [20, 20, 10, 20, 10, 20, 20]
+    assert (out / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("config", [None, "made recipe.yaml"])
+def test_the_update_log(run, tmp_path, config):
+    out = tmp_path / "out"
+    variables = {"CONFIG_YML": tmp_path / config} if config else {}
+    result = start(
+        "start_merge.sh", OUTPUT_PATH=out, CHECKPOINT_PATH=run, LAYER_WISE_CHECKPOINT_JSON=run / "flags.jsonl",
+        FAILURE_STEP=30, TOTAL_LAYERS=4, BASE_CHECKPOINT=run / "checkpoint-10", COPY_TOKENIZER=0, **variables,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert steps(out) == [10, 30, 30, 20, 20, 30, 10]
+    assert not (out / "tokenizer.json").exists()
+    if config:
+        assert "base_model" in (tmp_path / config).read_text()
+
+
+def test_a_runs_folder(run, tmp_path):
+    out = tmp_path / "out"
+    result = start("start_merge.sh", OUTPUT_PATH=out, CHECKPOINT_PATH=run, FAILURE_STEP=25, STRATEGY="parity")
+    assert result.returncode == 0, result.stderr
+    assert steps(out) == [20, 20, 10, 20, 10, 20, 20]
+
+
+def test_a_runs_partial_checkpoints(partial_run, tmp_path):
+    result = start("start_merge.sh", "--quiet", CHECKPOINT_PATH=partial_run, FAILURE_STEP=5)
+    assert result.returncode == 0, result.stderr
+    assert steps(partial_run / "checkpoint-4") == [2, 2, 4, 2, 4, 2, 4]
+    result = start("start_merge.sh", "--quiet", CHECKPOINT_PATH=partial_run, OUTPUT_PATH=tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert steps(tmp_path / "out") == [6, 6, 4, 6, 4, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "told"),
+    [
+        ({"OUTPUT_PATH": None, "CONFIG_YML": "x"}, 2, "OUTPUT_PATH"),
+        ({}, 2, "CHECKPOINT_PATH"),
+        ({"LAYER_WISE_CHECKPOINT_JSON": "x", "CONFIG_YML": "x"}, 2, "CHECKPOINT_PATH"),
+        ({"LAYER_WISE_CHECKPOINT_JSON": "x", "CHECKPOINT_PATH": "x"}, 2, "FAILURE_STEP"),
+        ({"CONFIG_YML": "x", "COPY_TOKENIZER": "maybe"}, 2, "COPY_TOKENIZER"),
+        ({"CONFIG_YML": "x", "LLMTAILOR": "/nowhere/llmtailor"}, 2, "not installed"),
+        ({"CONFIG_YML": "/nowhere.yaml"}, 3, "nowhere.yaml"),
+        ({"CHECKPOINT_PATH": "/nowhere"}, 4, "no such folder"),
+    ],
+)
+def test_exit_codes(tmp_path, variables, code, told):
+    given = {"OUTPUT_PATH": tmp_path / "out", **variables}
+    result = start("start_merge.sh", **{key: value for key, value in given.items() if value is not None})
+    assert result.returncode == code, result.stderr
+    assert told in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_exit_codes_of_the_merge(run, tmp_path):
+    config = SCRIPTS.parent / "configs" / "parity.yaml"
+    variables = {"CONFIG_YML": config, "OUTPUT_PATH": tmp_path / "out"}
+    assert start("start_merge.sh", RUN=tmp_path, **variables).returncode == 4
+    assert start("start_merge.sh", RUN=run, NUM_GPU="none", **variables).returncode == 2
+    (tmp_path / "out").mkdir()
+    assert start("start_merge.sh", RUN=run, **variables).returncode == 6
+    assert start("start_merge.sh", "--force", RUN=run, **variables).returncode == 0
+
+
+TRAINING = """#!/usr/bin/env bash
+# fails at first, and succeeds when it is resumed
+echo "$@" >>"$CALLS"
+[[ $* == *--resume_from_checkpoint* ]] || exit 17
+"""
+
+
+def job(tmp_path, output_dir, **variables):
+    program = tmp_path / "training"
+    program.write_text(TRAINING)
+    program.chmod(0o755)
+    variables = {"LAUNCH": program, "CALLS": tmp_path / "calls", "OUTPUT_DIR": output_dir, "NUM_GPU": 2, **variables}
+    result = start("slurm_resume.sh", "train.py", **variables)
+    return result, (tmp_path / "calls").read_text().splitlines()
+
+
+def test_a_job_resumes_from_the_composite(run, tmp_path):
+    result, calls = job(tmp_path, run, STRATEGY="parity")
+    assert result.returncode == 0, result.stderr
+    assert calls == [
+        f"train.py --output_dir {run}",
+        f"train.py --output_dir {run} --resume_from_checkpoint {run}/checkpoint-30-merged",
+    ]
+    assert steps(run / "checkpoint-30-merged") == [30, 30, 20, 30, 20, 30, 30]
+
+
+def test_a_job_resumes_from_what_its_partial_checkpoints_make_up(partial_run, tmp_path):
+    result, calls = job(tmp_path, partial_run, NUM_GPU=1)
+    assert result.returncode == 0, result.stderr
+    assert calls[1:] == [f"train.py --output_dir {partial_run} --resume_from_checkpoint {partial_run}/checkpoint-6"]
+    assert steps(partial_run / "checkpoint-6") == [6, 6, 4, 6, 4, 6, 4]
+
+
+def test_a_job_resumes_from_a_complete_checkpoint_as_it_is(run, tmp_path):
+    before = sorted(path.name for path in run.iterdir())
+    result, calls = job(tmp_path, run)
+    assert result.returncode == 0, result.stderr
+    assert calls[1:] == [f"train.py --output_dir {run} --resume_from_checkpoint {run}/checkpoint-30"]
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_a_job_does_not_resume_when_there_is_nothing_to_resume_from(tmp_path):
+    (tmp_path / "empty").mkdir()
+    result, calls = job(tmp_path, tmp_path / "empty")
+    assert result.returncode == 4
+    assert "not resuming" in result.stderr
+    assert calls == [f"train.py --output_dir {tmp_path}/empty"]

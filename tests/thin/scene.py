@@ -1,0 +1,90 @@
+"""Runs to thin out, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+import llmtailor
+from helpers.checkpoints import make
+from llmtailor.cli.main import cli
+from llmtailor.execute.stopping import Stop
+from llmtailor.formats.base import index_checkpoint
+from llmtailor.history.ledger import Ledger
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.retain.convert import Contents, plan_conversion, write_conversion
+from llmtailor.runs import dissect_checkpoint, recipe_for_run
+from llmtailor.store import Folder
+
+
+def call(*words: object) -> dict[str, Any]:
+    """Run a command with --json; return what it printed."""
+    result = CliRunner().invoke(cli, [*map(str, words), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+def copy_of(run: Path, folder: Path, steps: Iterable[int]) -> Path:
+    """Copy some checkpoints of a run."""
+    for step in steps:
+        shutil.copytree(run / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    return folder
+
+
+def make_run(folder: Path, steps: Iterable[int], **shape: Any) -> Path:
+    """Make a run of synthetic full checkpoints."""
+    for step in steps:
+        make(folder, step, **shape)
+    return folder
+
+
+def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) -> Ledger:
+    """Do what the training-side saver would have done at the step of a full checkpoint; return its ledger after it."""
+    index = index_checkpoint(full)
+    anatomy = dissect_checkpoint(index)
+    after = ledger.after(index.global_step, list(parts), anatomy.parts)
+    contents = Contents(dict.fromkeys(parts, "test"), after, {"name": "test"})
+    target = Folder(run).at(index.global_step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_conversion(plan_conversion(index, anatomy, target, contents, {}), Stop())
+    return after
+
+
+def compose(run: Path, step: int, out: Path) -> Path:
+    """Do what ``llmtailor merge --run RUN --at STEP OUT`` does."""
+    text = recipe_for_run(run, step, StrategyOptions("latest"), None)
+    recipe = parse_recipe(text, name=f"step {step}", folder=run, environ={})
+    llmtailor.merge(recipe, out)
+    return out
+
+
+def sources(composite: Path) -> dict[str, int]:
+    """Return the step that each part of a composite is said to come from."""
+    return {row["part"]: row["step"] for row in json.loads((composite / "llmtailor.json").read_text())["parts"]}
+
+
+def taken(run: Path) -> int:
+    """Return the bytes that a run takes on the disk, each file once however many links it has."""
+    stats = [path.lstat() for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
+    return sum({stat.st_ino: stat.st_size for stat in stats}.values())
+
+
+def folders(run: Path) -> list[str]:
+    """Return the folders of a run, those of its partial checkpoints too, hidden ones as well."""
+    found = [path for parent in (run, run / "partial") if parent.is_dir() for path in parent.iterdir()]
+    return sorted(str(path.relative_to(run)) for path in found if path.is_dir() and path.name != "partial")
+
+
+def contents(folder: Path) -> Mapping[str, bytes]:
+    """Return the files of a composite, but for what tells where it was made."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("llmtailor.json", "README.md")
+    }

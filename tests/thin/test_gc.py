@@ -1,0 +1,206 @@
+"""What gc removes, and what it never does."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+from helpers.checkpoints import make, optim_states
+from llmtailor.cli.main import cli
+from llmtailor.errors import SourceError
+from llmtailor.history.ledger import Ledger
+from thin.scene import call, compose, folders, make_run, save_partial, sources, taken
+
+ODD = ["layer 1", "layer 3", "lm_head"]
+EVEN = ["layer 0", "layer 2", "norm", "embed_tokens"]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """Full checkpoints, from which partial ones are made."""
+    return make_run(tmp_path_factory.mktemp("full"), range(100, 600, 100))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory, full):
+    """A base, then the halves in turn."""
+    run, ledger = tmp_path_factory.mktemp("partial"), Ledger("saver")
+    for step, parts in {100: ODD + EVEN, 200: ODD, 300: EVEN, 400: ODD, 500: EVEN}.items():
+        ledger = save_partial(run, full / f"checkpoint-{step}", parts, ledger)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path, original):
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def removed(told: dict) -> list[str]:
+    return sorted(Path(row["path"]).name for row in told["removed"])
+
+
+def test_without_keep_every_step_stays(run):
+    told = call("gc", run, "--yes")
+    assert (removed(told), told["freed_bytes"]) == ([], 0)
+    assert told["composable_before"] == told["composable_after"] == [100, 200, 300, 400, 500]
+
+
+def test_the_newest_steps_keep_what_they_need(run, tmp_path):
+    composites = {step: sources(compose(run, step, tmp_path / f"before-{step}")) for step in (400, 500)}
+    before = taken(run)
+    assert removed(call("gc", run, "--keep", 1)) == ["step-00000100", "step-00000200", "step-00000300"]
+    told = call("gc", run, "--keep", 2, "--yes")
+    assert removed(told) == ["step-00000100", "step-00000200"]
+    assert told["composable_after"] == [400, 500]
+    assert taken(run) == before - told["freed_bytes"]
+    for step, wanted in composites.items():
+        assert sources(compose(run, step, tmp_path / f"after-{step}")) == wanted
+    assert removed(call("gc", run, "--keep", 2, "--yes")) == []
+
+
+def test_full_checkpoints_do_not_stand_in(run, full):
+    """Someone else may delete them."""
+    shutil.copytree(full / "checkpoint-500", run / "checkpoint-500")
+    shutil.copytree(full / "checkpoint-300", run / "checkpoint-300")
+    assert removed(call("gc", run)) == []
+    assert removed(call("gc", run, "--keep", 1)) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def test_a_newer_full_checkpoint_needs_nothing(run):
+    make(run, 600)
+    told = call("gc", run, "--keep", 1)
+    assert removed(told) == [f"step-00000{step}" for step in (100, 200, 300, 400, 500)]
+    assert told["composable_after"] == [600]
+
+
+def test_what_only_full_checkpoints_complete_stays(run, full):
+    """The base is lost, and with it steps 100 and 200; a full checkpoint stands in for later ones."""
+    for step in (100, 200):
+        shutil.rmtree(run / "partial" / f"step-00000{step}")
+    shutil.copytree(full / "checkpoint-200", run / "checkpoint-200")
+    told = call("gc", run, "--keep", 3)
+    assert told["composable_before"] == [200, 300, 400, 500]
+    assert (removed(told), told["composable_after"]) == ([], [200, 300, 400, 500])
+
+
+def test_what_nothing_can_use_goes(run):
+    shutil.rmtree(run / "partial" / "step-00000100")
+    (run / "partial" / "step-00000200").rename(run / "partial" / "gone")
+    told = call("gc", run, "--yes")
+    assert told["composable_before"] == [400, 500]
+    assert removed(told) == []  # step 300 has the even half of 400
+    shutil.rmtree(run / "partial" / "step-00000300")
+    (run / "partial" / "gone").rename(run / "partial" / "step-00000200")
+    told = call("gc", run, "--yes")
+    assert told["composable_before"] == [500]
+    assert removed(told) == ["step-00000200"]
+
+
+def test_nothing_is_removed_where_nothing_can_be_composed(run):
+    for step in (100, 200, 300, 400):
+        shutil.rmtree(run / "partial" / f"step-00000{step}")
+    with pytest.raises(SourceError, match="no step of this run can be composed, so nothing is removed"):
+        call("gc", run, "--keep", 1, "--yes")
+    assert folders(run) == ["partial/step-00000500"]
+
+
+def test_a_damaged_newest_checkpoint(run):
+    bundle = run / "partial" / "step-00000500" / "rank-00001-of-00002.safetensors"
+    bundle.write_bytes(bundle.read_bytes()[:-4])
+    with pytest.raises(SourceError, match="the newest checkpoint can't be used, so nothing older is touched"):
+        call("gc", run, "--keep", 1, "--yes")
+
+
+def test_a_damaged_older_checkpoint_stays(run):
+    bundle = run / "partial" / "step-00000200" / "rank-00001-of-00002.safetensors"
+    bundle.write_bytes(bundle.read_bytes()[:-4])
+    told = call("gc", run, "--keep", 1)
+    assert removed(told) == ["step-00000100", "step-00000300"]
+    assert "partial/step-00000200" in told["skipped"][0]["where"]
+
+
+def test_what_was_never_finished_goes(run, tmp_path):
+    partial = run / "partial"
+    for name in (
+        "step-00000600",
+        "step-00000450.abandoned",
+        "step-00000450.abandoned-2",
+        ".step-00000350.llmtailor-thinning",
+    ):
+        shutil.copytree(partial / "step-00000500", partial / name)
+    (partial / "step-00000600" / "manifest.json").unlink()
+    shutil.copytree(partial / "step-00000500", run / ".checkpoint-100.llmtailor-thinned")
+    make(run / "made", 700).rename(run / "other")  # not ours
+    (run / "made").rmdir()
+    before = taken(run)
+    told = call("gc", run, "--yes")
+    whys = {Path(row["path"]).name: row["why"] for row in told["removed"]}
+    assert whys == {
+        "step-00000600": "a save that did not finish",
+        "step-00000450.abandoned": "of an attempt that was given up",
+        "step-00000450.abandoned-2": "of an attempt that was given up",
+        ".step-00000350.llmtailor-thinning": "left by a thinning that was killed",
+        ".checkpoint-100.llmtailor-thinned": "left by a thinning that was killed",
+    }
+    assert taken(run) == before - told["freed_bytes"]
+    assert folders(run) == ["other", *(f"partial/step-00000{step}" for step in (100, 200, 300, 400, 500))]
+
+
+def test_what_a_merge_left_goes_unless_one_is_at_work(tmp_path):
+    run = make_run(tmp_path / "run", (100, 200))
+    (run / "recipe.yaml").write_text("base_model: checkpoint-200\nparts: [{from: checkpoint-100, select: odd}]\n")
+    program = (
+        "import sys, llmtailor; from llmtailor.execute import runner; from pathlib import Path\n"
+        "def wait(*_):\n    print('in', flush=True); input()\n"
+        "import llmtailor.publish as p; p._check_sources = wait\n"
+        "llmtailor.merge(Path(sys.argv[1]) / 'recipe.yaml', Path(sys.argv[1]) / 'out')\n"
+    )
+    command = [sys.executable, "-c", program, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as merge:
+        assert merge.stdout.readline() == "in\n"
+        told = call("gc", run, "--yes")
+        assert (removed(told), [Path(path).name for path in told["in_use"]]) == ([], [".out.llmtailor-staging"])
+        merge.kill()
+    told = call("gc", run, "--yes")
+    assert removed(told) == [".out.llmtailor-staging"]
+    assert folders(run) == ["checkpoint-100", "checkpoint-200"]
+
+
+def test_the_only_copy_of_an_output_stays(tmp_path):
+    """A merge was killed while it replaced OUT on a file system that can't exchange folders."""
+    run = make_run(tmp_path / "run", (100, 200))
+    (run / ".out.llmtailor-staging").mkdir()
+    (run / "checkpoint-100").rename(run / ".out.llmtailor-staging" / "old")
+    told = call("gc", run, "--yes")
+    assert (removed(told), len(told["in_use"])) == ([], 1)
+
+
+def test_a_dry_run_tells(run):
+    result = CliRunner().invoke(cli, ["gc", str(run), "--keep", "1"], catch_exceptions=False)
+    lines = result.stdout.splitlines()
+    assert lines[2].startswith("step-00000100  removed: no step needs it")
+    assert lines[5].startswith("step-00000400  stays")
+    assert "steps that can be composed afterwards: 500" in lines
+    assert "dry run: nothing was touched" in result.stderr
+    assert len(folders(run)) == 5
+
+
+def test_after_thinning(tmp_path):
+    """Partial checkpoints made of full ones are not needed by later full ones."""
+    run = make_run(tmp_path / "run", (100, 200, 300))
+    call("thin", run, "--strategy", "parity", "--yes")
+    assert removed(call("gc", run)) == []
+    optim = optim_states(run / "checkpoint-300")
+    optim.rename(tmp_path / "kept")
+    with pytest.raises(SourceError, match="newest checkpoint can't be used"):
+        call("gc", run, "--keep", 1)
+    (tmp_path / "kept").rename(optim)
+    assert removed(call("gc", run, "--keep", 1, "--yes")) == ["step-00000100", "step-00000200"]
+    assert folders(run) == ["checkpoint-300"]

@@ -1,0 +1,193 @@
+"""Random runs on paper: what is needed is what would be missed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtailor.core.run import Past, RunCheckpoint
+from llmtailor.errors import SourceError
+from llmtailor.history.ledger import Ledger
+from llmtailor.history.retention import SaveRecord
+from llmtailor.retain.fates import PARTIAL, STAYS, WEIGHTS, Deciding, FullFacts
+from llmtailor.retain.needs import find_needs
+from llmtailor.retain.ways import Chooser, Thinning, make_chooser
+from recipe.anatomies import llama
+
+ANATOMY = llama(2)
+PARTS = ANATOMY.parts
+
+
+@dataclass
+class Disk:
+    """A run's folder, with what the manifests tell."""
+
+    partial: dict[int, tuple[RunCheckpoint, SaveRecord]] = field(default_factory=dict)
+    full: dict[int, RunCheckpoint] = field(default_factory=dict)
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=lambda: Ledger("L0"))
+    lineages: int = 0
+
+    def save(self, step: int, parts: Sequence[str]) -> None:
+        chosen = list(parts) if self.ledger.held_by else list(PARTS)
+        self.ledger = self.ledgers[step] = self.ledger.after(step, chosen, PARTS)
+        held = None if set(chosen) == set(PARTS) else frozenset(chosen)
+        past = Past(step, self.ledger.lineage, self.ledger.history)
+        one = RunCheckpoint(Path(f"partial/step-{step:08}"), step, held, past=past)
+        self.partial[step] = (one, SaveRecord.of(self.ledger))
+
+    def save_full(self, step: int, resumable: bool) -> None:
+        self.full[step] = RunCheckpoint(Path(f"checkpoint-{step}"), step, None, resumable)
+
+    def resume(self, step: int) -> None:
+        self.lineages += 1
+        self.ledger = self.ledgers[step].resumed(f"L{self.lineages}", step)
+
+    @property
+    def checkpoints(self) -> list[RunCheckpoint]:
+        return sorted([*self.full.values(), *(one for one, _ in self.partial.values())], key=lambda one: one.step)
+
+    @property
+    def records(self) -> dict[RunCheckpoint, SaveRecord]:
+        return dict(self.partial.values())
+
+
+@st.composite
+def disks(draw: st.DrawFn) -> Disk:
+    """Saves in parts and in full, resumes from earlier, and folders that somebody has deleted."""
+    disk, step = Disk(), 0
+    subsets = st.lists(st.sampled_from(PARTS), min_size=1, max_size=4, unique=True)
+    for kind in draw(st.lists(st.sampled_from("sssssffxrd"), min_size=1, max_size=12)):
+        step = max([step, disk.ledger.step or 0]) + draw(st.integers(1, 3))
+        if kind == "s":
+            disk.save(step, draw(subsets))
+        elif kind in "fx":
+            disk.save_full(step - (kind == "x"), draw(st.integers(0, 4)) > 0)
+        elif kind == "r" and disk.ledgers:
+            step = draw(st.sampled_from(sorted(disk.ledgers)))
+            disk.resume(step)
+            for later in [at for at in disk.partial if at > step]:  # the saver moves them aside
+                del disk.partial[later]
+        elif kind == "d" and disk.partial:
+            del disk.partial[draw(st.sampled_from(sorted(disk.partial)))]
+    return disk
+
+
+# --- the slow search -------------------------------------------------------------------------------------------------
+
+
+def is_of(past: Past, other: Past) -> bool:
+    return other.step <= ({**past.history, past.lineage: past.step}.get(other.lineage, -1))
+
+
+def newest_of_each(checkpoints: Sequence[RunCheckpoint], past: Past | None, until: int) -> Mapping[str, Path]:
+    """Look for each part going back step by step; of two of the same step the complete one, and the full one, first."""
+    found: dict[str, Path] = {}
+    for part in PARTS:
+        for step in range(until, -1, -1):
+            there = [one for one in checkpoints if one.step == step and one.holds(part)]
+            there = [one for one in there if one.past is None or (past and is_of(past, one.past))]
+            if there:
+                found[part] = max(there, key=lambda one: (one.parts is None, not one.is_partial)).path
+                break
+    return found
+
+
+def outcome(checkpoints: Sequence[RunCheckpoint], step: int) -> tuple[Path, Mapping[str, Path]] | None:
+    """Return the base and the sources of a composite, as ``merge --run --at STEP`` chooses them."""
+    pasts = [one.past for one in checkpoints if one.past and one.step <= step]
+    newest = max(pasts, key=lambda past: past.step, default=None)
+    usable = [one for one in checkpoints if one.past is None or (newest and is_of(newest, one.past))]
+    bases = [one for one in usable if one.step == step and one.resumable]
+    sources = newest_of_each(checkpoints, newest, step)
+    if not bases or len(sources) < len(PARTS):
+        return None
+    return max(bases, key=lambda one: (one.parts is None, not one.is_partial)).path, sources
+
+
+def outcomes(disk: Disk, left: Sequence[RunCheckpoint], steps: Sequence[int]) -> list[object]:
+    """Return all that shall not change: the composites, and what partial checkpoints build on by themselves."""
+    partial = [one for one in left if one.is_partial]
+    newest = steps[-1] if steps else -1
+    by_themselves = [
+        newest_of_each(partial, one.past, one.step) for one in disk.records if one.step in steps or one.step > newest
+    ]
+    return [*(outcome(left, step) for step in steps), *by_themselves]
+
+
+@given(disks(), st.none() | st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) -> None:
+    everything = disk.checkpoints
+    able = [step for step in sorted({one.step for one in everything}) if outcome(everything, step)]
+    promised = able[-keep:] if keep else able
+    needs = find_needs(everything, disk.records, PARTS, keep)
+    assert list(needs.before) == able
+    before = outcomes(disk, everything, promised)
+    for lost in disk.records:
+        left = [one for one in everything if one is not lost]
+        assert (lost in needs.needed) == (outcomes(disk, left, promised) != before)
+    left = [one for one in everything if not one.is_partial or one in needs.needed]
+    assert outcomes(disk, left, promised) == before
+    assert [step for step in needs.kept if step in promised] == promised
+
+
+@given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
+@settings(max_examples=150, deadline=None)
+def test_thinning_keeps_every_step_that_it_promises(
+    disk: Disk, keep_full: int, strategy: str | None, data: st.DataObject
+) -> None:
+    everything = disk.checkpoints
+    able = [step for step in sorted({one.step for one in everything}) if outcome(everything, step)]
+    chooser: Chooser | None = None
+    if strategy is not None:
+        thinning = Thinning(keep_full, *((None, ("odd", "norm")) if strategy == "select" else (strategy,)))
+        chooser = make_chooser(thinning, ANATOMY, PARTS)
+    if not able:
+        return
+    facts = {
+        one.path: FullFacts(
+            "" if one.resumable else "nothing can resume from it",
+            {one.step: data.draw(st.sampled_from([1.0, 2.0])), 1: data.draw(st.sampled_from([1.0, 2.0]))},
+            dict.fromkeys(PARTS, 10),
+        )
+        for one in disk.full.values()
+    }
+    count = iter(range(1000))
+    deciding = Deciding(
+        checkpoints=everything,
+        parts=PARTS,
+        keep_full=keep_full,
+        facts=lambda one: facts[one.path],
+        chooser=chooser,
+        thinned=[],
+        new_lineage=lambda: f"thin-{next(count)}",
+        path_of=lambda step: Path(f"partial/step-{step:08}"),
+    )
+    try:
+        decision = deciding.decide()
+    except SourceError as error:
+        assert "nothing would be left" in str(error)
+        return
+    there = list(everything)
+    for fate in decision.fates:
+        if fate.becomes == STAYS:
+            continue
+        assert fate.becomes == (WEIGHTS if strategy is None else PARTIAL)
+        assert not fate.successor or fate.successor.step == fate.checkpoint.step
+        there = [one for one in there if one.path not in (fate.checkpoint.path, fate.successor and fate.successor.path)]
+        there += [fate.successor] if fate.successor else []
+        steps = [step for step in able if outcome(there, step)]  # at each moment, not only in the end
+        given_up = {one.checkpoint.step for one in decision.fates if one.becomes == WEIGHTS}
+        assert set(able) - given_up <= set(steps)
+        if fate.ledger:
+            chosen = outcome(there, fate.checkpoint.step)
+            assert chosen
+            assert {part for part in fate.parts if chosen[1][part] != fate.successor.path} == set()
+    assert list(decision.after) == [step for step in sorted({one.step for one in there}) if outcome(there, step)]
+    newest = sorted(disk.full)[-keep_full:]
+    assert {fate.checkpoint.step for fate in decision.fates if fate.becomes == STAYS} >= set(newest)

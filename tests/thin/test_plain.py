@@ -1,0 +1,83 @@
+"""The Trainer without DeepSpeed: thinned out, and composed again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+import torch
+from safetensors.torch import load_file
+
+from helpers.indexes import make_index
+from llmtailor.core.index import Param
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.formats.partial.layout import check_can_be_partial
+from plain.training import train
+from thin.scene import call, compose, copy_of, sources, taken
+from thin.test_real import assert_alike
+
+
+def freeze(model: Any) -> None:
+    model.model.embed_tokens.weight.requires_grad = False
+
+
+def load(checkpoint: Path, file: str) -> Any:
+    return torch.load(checkpoint / file, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", ["tied", "frozen-bf16"])
+def test_every_step_is_composed_as_from_full_checkpoints(kind: str, tmp_path: Path) -> None:
+    if kind == "tied":
+        trained = train(tmp_path / "trained", tied=True, steps=6)
+    else:
+        trained = train(tmp_path / "trained", dtype=torch.bfloat16, prepare=freeze, steps=6)
+    names = [name for name, param in trained.trainer.model.named_parameters() if param.requires_grad]
+    run = copy_of(trained.folder, tmp_path / "run", (2, 4, 6))
+    before = taken(run)
+    told = call("thin", run, "--strategy", "parity", "--yes")
+    assert taken(run) == before - told["freed_bytes"]
+    assert told["composable_before"] == told["composable_after"] == [2, 4, 6]
+    odd = re.compile(r"\.layers\.1\." + ("" if kind == "tied" else r"|^lm_head\."))
+    for step in (2, 4):
+        out = compose(run, step, tmp_path / f"out-{step}")
+        base = trained.checkpoint(step)
+        chosen = {name: trained.checkpoint(step if odd.search(name) else 2) for name in names}
+        weights = load_file(out / "model.safetensors")
+        assert weights.keys() == load_file(base / "model.safetensors").keys()
+        for name, tensor in weights.items():
+            assert_alike(tensor, load_file(chosen.get(name, base) / "model.safetensors")[name])
+        made, wanted = load(out, "optimizer.pt"), load(base, "optimizer.pt")
+        ids = [number for group in wanted["param_groups"] for number in group["params"]]
+        order = [name for group in made["param_groups"] for name in group.pop("lt_params")]
+        assert sorted(order) == sorted(names)
+        assert made["param_groups"] == wanted["param_groups"]
+        assert made["state"].keys() == wanted["state"].keys() == set(ids)
+        for number, name in zip(ids, order, strict=True):
+            assert_alike(made["state"][number], load(chosen[name], "optimizer.pt")["state"][number])
+        for file in ("scheduler.pt", "rng_state.pth"):
+            assert_alike(load(out, file), load(base, file))
+        assert (out / "trainer_state.json").read_bytes() == (base / "trainer_state.json").read_bytes()
+    assert set(sources(tmp_path / "out-4").values()) == {2, 4}
+
+
+def test_what_only_the_weights_hold_stays(tmp_path: Path) -> None:
+    def add(model: Any) -> None:  # a buffer that the model's class does not know
+        model.model.layers[0].mlp.register_buffer("seen", torch.arange(3.0))
+
+    trained = train(tmp_path / "trained", prepare=add, steps=4)
+    told = call("thin", trained.folder, "--strategy", "full")
+    assert [row["becomes"] for row in told["checkpoints"]] == ["stays", "stays"]
+    assert "tensors that are no params of the model" in told["checkpoints"][0]["why"]
+    assert told["freed_bytes"] == 0
+
+
+def test_weights_that_are_the_only_masters_stay() -> None:
+    """transformers saves fused experts by other names than the optimizer knows."""
+    index = make_index(Path("run/checkpoint-2"), params={"experts": Param("experts", (2, 3), "trainable")})
+    with pytest.raises(UnsupportedCheckpoint, match="are its only masters"):
+        check_can_be_partial(index)

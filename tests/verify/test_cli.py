@@ -1,0 +1,195 @@
+"""``llmtailor verify`` and ``llmtailor latest``: what goes where, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmtailor
+from helpers.checkpoints import edit, make, optim_states
+
+VERIFY_KEYS = {
+    *("schema", "name", "verdict", "resumable", "deep", "format", "world_size", "global_step", "findings"),
+    *("damaged_files", "damaged_states"),
+}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pristine")
+    for step in (90, 100, 1000):
+        make(root / "run", step)
+    return root
+
+
+@pytest.fixture
+def folder(pristine, tmp_path):
+    shutil.copytree(pristine / "run", tmp_path / "run")
+    return tmp_path
+
+
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmtailor", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def test_a_clean_checkpoint(folder):
+    done = call(folder, "verify", "run/checkpoint-100")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "run/checkpoint-100: resumable",
+        "deepspeed-zero3, step 100, for 2 ranks; structure only, no tensor was read",
+    ]
+    deep = call(folder, "verify", "run/checkpoint-100", "--deep")
+    assert (deep.returncode, deep.stderr) == (0, "")
+    assert "every byte was read" in deep.stdout
+
+
+def test_warnings_resume(folder):
+    (folder / "run/checkpoint-100/rng_state_1.pth").unlink()
+    (folder / "run/checkpoint-100/config.json").unlink()
+    done = call(folder, "verify", "run/checkpoint-100")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "run/checkpoint-100: resumable with warnings (1 warning, 1 note)"
+    assert [line.split(":")[0] for line in lines[2:]] == ["warning", "  fix", "note", "  fix"]
+
+
+def test_errors_do_not(folder):
+    cut(optim_states(folder / "run/checkpoint-100", 1))
+    cut(folder / "run/checkpoint-100/scheduler.pt")
+    done = call(folder, "verify", "run/checkpoint-100", "-v")
+    assert done.returncode == 7
+    lines = done.stdout.splitlines()
+    assert lines[0] == "run/checkpoint-100: not resumable (2 errors)"
+    assert [line for line in lines if line.startswith("damaged file: ")] == [
+        "damaged file: global_step100/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "damaged file: scheduler.pt",
+    ]
+    assert "damaged state: exp_avg of model.norm.weight, elements 3-5" in lines
+    assert not [line for line in call(folder, "verify", "run/checkpoint-100").stdout if line.startswith("damaged")]
+
+
+def test_json(folder):
+    edit(
+        optim_states(folder / "run/checkpoint-100", 0),
+        lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"][1].detach().__setitem__(0, float("inf")),
+    )
+    done = call(folder, "verify", "run/checkpoint-100", "--deep", "--json")
+    assert done.returncode == 7
+    content = json.loads(done.stdout)
+    assert set(content) == VERIFY_KEYS
+    assert content["schema"] == "llmtailor.verify/1"
+    assert (content["verdict"], content["resumable"], content["deep"]) == ("not resumable", False, True)
+    assert set(content["findings"][0]) == {"severity", "where", "what", "fix"}
+    first = "model.layers.0.input_layernorm.weight"
+    assert content["damaged_states"] == [
+        {"param": first, "kind": kind, "elements": [[0, 1]]} for kind in ("master", "weight")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["verify", "nowhere"], 4, "there is no such checkpoint folder"),
+        (["verify", "run"], 4, "this is a run's folder"),
+        (["verify", "run/checkpoint-100/global_step100"], 4, "the tag folder inside a checkpoint"),
+        (["verify"], 2, "Missing argument"),
+        (["latest", "nowhere"], 4, "there is no such folder"),
+        (["latest", "run/checkpoint-100"], 7, "there is no checkpoint-N"),
+        (["latest", "run", "--at", "80"], 7, "there is no checkpoint-N at or before step 80"),
+    ],
+)
+def test_wrong_calls(folder, arguments, code, told):
+    done = call(folder, *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert told in done.stderr
+
+
+def test_the_newest_is_the_one_with_the_highest_number(folder):
+    done = call(folder, "latest", "run")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "run/checkpoint-1000\n", "")
+    assert call(folder, "latest", "run", "--at", "999").stdout == "run/checkpoint-100\n"
+
+
+def test_newer_ones_that_do_not_verify_are_passed_over_with_the_reason(folder):
+    cut(optim_states(folder / "run/checkpoint-1000"))
+    (folder / "run/checkpoint-2000").mkdir()  # not yet written
+    (folder / "run/checkpoint-100/rng_state_0.pth").unlink()
+    done = call(folder, "latest", "run")
+    assert (done.returncode, done.stdout) == (0, "run/checkpoint-100\n")
+    for told in (
+        *("run/checkpoint-2000: not resumable", "run/checkpoint-1000: not resumable", "truncated"),
+        *("run/checkpoint-100: resumable with warnings", "the RNG state of this rank is missing"),
+    ):
+        assert told in done.stderr
+
+
+def test_deep_passes_over_what_structure_would_take(folder):
+    def spoil(tree):
+        tree["optimizer_state_dict"]["fp32_flat_groups"][0].detach()[0] = float("nan")
+
+    edit(optim_states(folder / "run/checkpoint-1000"), spoil)
+    assert call(folder, "latest", "run").stdout == "run/checkpoint-1000\n"
+    assert call(folder, "latest", "run", "--deep").stdout == "run/checkpoint-100\n"
+
+
+def test_none_at_all(folder):
+    for step in (90, 100, 1000):
+        (folder / f"run/checkpoint-{step}/latest").unlink()
+    done = call(folder, "latest", "run")
+    assert (done.returncode, done.stdout) == (7, "")
+    assert "none of the 3 checkpoints is resumable" in done.stderr
+    content = json.loads(call(folder, "latest", "run", "--json").stdout)
+    assert (content["schema"], content["path"], content["verdict"]) == ("llmtailor.latest/1", None, None)
+    assert [verdict["global_step"] for verdict in content["passed_over"]] == [1000, 100, 90]
+
+
+def test_in_a_shell(folder):
+    """As it is meant to be used: the path and nothing else, and no path after a failure."""
+    program = f"{sys.executable} -m llmtailor latest"
+    script = f'echo "[$({program} run)]"; {program} run/checkpoint-90 || echo "code $?"'
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[run/checkpoint-1000]\ncode 7\n"
+
+
+def test_from_python(folder):
+    verdict = llmtailor.verify_checkpoint(folder / "run/checkpoint-100", deep=True)
+    assert isinstance(verdict, llmtailor.Verdict)
+    assert verdict.is_resumable and verdict.level == "resumable"
+    found = llmtailor.find_latest(folder / "run", at=95)
+    assert found.path == folder / "run/checkpoint-90"
+    (folder / "run/checkpoint-90/trainer_state.json").unlink()
+    found = llmtailor.find_latest(folder / "run", at=95)
+    assert found.path is None and not found.passed_over[0].is_resumable
+    assert isinstance(found.passed_over[0].findings[0], llmtailor.Finding)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "told"),
+    [
+        (lambda path: (path / "pytorch_model_fsdp_0").mkdir(), "FSDP"),
+        (lambda path: (path / "global_step100/layer_00-model_00-model_states.pt").touch(), "pipeline parallelism"),
+    ],
+)
+def test_other_kinds_are_not_judged(folder, make_it, told):
+    checkpoint = folder / "run/checkpoint-100"
+    if told == "FSDP":
+        shutil.rmtree(checkpoint)
+        checkpoint.mkdir()
+    make_it(checkpoint)
+    done = call(folder, "verify", "run/checkpoint-100")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert told in done.stderr

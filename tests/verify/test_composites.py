@@ -1,0 +1,172 @@
+"""What llmtailor writes verifies, also with its manifest; and merge does not publish what would not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import edit, make, optim_states
+from llmtailor.compose import Options, plan_merge
+from llmtailor.core.recipe import Recipe
+from llmtailor.core.verdict import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS
+from llmtailor.errors import VerificationError
+from llmtailor.publish import merge, write
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.verify.judging import verify_checkpoint
+
+
+def convert(source: Path, out: Path, **options: object) -> Path:
+    merge(Recipe("convert", "", source, (), None, None), out, Options(**options))  # type: ignore[arg-type]
+    return out
+
+
+def compose(base: Path, other: Path, out: Path, extra: str = "", **options: object) -> Path:
+    text = f"base_model: {base}\nparts:\n  - from: {other}\n    select: [odd]\n{extra}"
+    merge(parse_recipe(text, name="recipe", folder=out.parent, environ={}), out, Options(**options))  # type: ignore[arg-type]
+    return out
+
+
+def assert_clean(checkpoint: Path) -> None:
+    verdict = verify_checkpoint(checkpoint, deep=True)
+    assert verdict.level == RESUMABLE, verdict.findings
+    assert not verdict.findings and not verdict.damage.states and not verdict.damage.files
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["llama-layer", "zero2-rr", "qwen3-moe"])
+def test_conversions_verify(runs, tmp_path, name, world_size, stage):
+    assert_clean(convert(runs[name].checkpoint(4), tmp_path / "out", world_size=world_size, stage=stage))
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(None, 1), (None, 3), (2, 3)])
+def test_buffers_of_other_ranks_verify(runs, tmp_path, stage, world_size):
+    assert_clean(convert(runs["llama-extras"].checkpoint(4), tmp_path / "out", stage=stage, world_size=world_size))
+
+
+@pytest.mark.parametrize("name", ["llama-fp16", "zero2-fp16"])
+def test_runs_without_a_good_step_yet(runs, tmp_path, name):
+    assert_clean(convert(runs[name].checkpoint(1), tmp_path / "out", world_size=3))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-layer", "zero1-extras-layer", "zero2"])
+def test_composites_verify(runs, tmp_path, name):
+    assert_clean(compose(runs[name].checkpoint(6), runs[name].checkpoint(2), tmp_path / "out", world_size=3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_weights_in_another_dtype_are_a_note(runs, tmp_path, dtype):
+    out = compose(runs["llama"].checkpoint(6), runs["llama"].checkpoint(4), tmp_path / "out", f"dtype: {dtype}\n")
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.level == RESUMABLE
+    assert ["the run trained in BF16" in finding.what for finding in verdict.findings] == [True]
+
+
+def test_weights_that_differ_from_the_masters_on_purpose_are_a_warning(run, tmp_path):
+    a, b = run / "checkpoint-100", run / "checkpoint-200"
+    text = (
+        f"base_model: {b}\nslices: [{{sources: [{{model: {a}, layer_range: [0, 0]}}]}}]\n"
+        f"pre_weights: [{{name: norm, model: {b}}}]\n"
+    )
+    recipe = parse_recipe(text, name="recipe", folder=tmp_path, environ={})
+    merge(recipe, tmp_path / "out", Options(allow_split=True))
+    verdict = verify_checkpoint(tmp_path / "out", deep=True)
+    assert verdict.level == WITH_WARNINGS
+    (finding,) = verdict.findings
+    assert finding.what.startswith("weight of model.norm.weight is not the rounded master, as asked for")
+    assert not verdict.damage.states
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    for step in (100, 200):
+        make(folder, step)
+    return folder
+
+
+@pytest.fixture
+def composite(run, tmp_path):
+    return compose(run / "checkpoint-200", run / "checkpoint-100", tmp_path / "checkpoint-200")
+
+
+def test_a_state_changed_after_the_merge_shows_in_file_and_part(composite):
+    """Even where no copy tells: in a moment, and with the zip's checksum made right again."""
+
+    def change(tree):
+        tree["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"][0] += 1
+
+    edit(optim_states(composite), change)
+    cheap = verify_checkpoint(composite)
+    deep = verify_checkpoint(composite, deep=True)
+    assert deep.level == NOT_RESUMABLE
+    part = "the states of embed_tokens are not those that the merge has written"
+    assert part in [finding.what for finding in deep.findings]
+    assert part not in [finding.what for finding in cheap.findings]
+
+
+def test_a_changed_json_is_a_warning(composite):
+    path = composite / "trainer_state.json"
+    text = path.read_text()
+    path.write_text(text.replace('"epoch"', '"epocX"'))
+    verdict = verify_checkpoint(composite, deep=True, name="x")
+    assert verdict.level == WITH_WARNINGS
+    (finding,) = verdict.findings
+    assert (finding.where, finding.fix) == ("x/trainer_state.json", "nothing, if you changed it yourself")
+    path.write_text(text + "\n")
+    (finding,) = verify_checkpoint(composite, name="x").findings  # the size tells without reading
+    assert f"it had {len(text):,} bytes when it was written" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda content: content.update(global_step=7), "global_step was 7"),
+        (lambda content: content.update(world_size=5), "the world size was 5"),
+        (lambda content: content["optimizer_steps"][0].update(step=3.0), "Adam's step of flat id 0 was 3"),
+        (lambda content: content["files"].append({"path": "more", "num_bytes": 1, "crc32": "0"}), "missing since"),
+        (lambda content: content.pop("files"), "the manifest is damaged"),
+    ],
+)
+def test_a_manifest_that_does_not_fit(composite, change, told):
+    path = composite / "llmtailor.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    verdict = verify_checkpoint(composite)
+    assert any(told in finding.what for finding in verdict.findings), verdict.findings
+    assert verdict.level != RESUMABLE
+
+
+def test_merge_does_not_publish_what_no_resume_takes(run, tmp_path, monkeypatch):
+    from llmtailor import publish
+
+    recipe = Recipe("copy", "", run / "checkpoint-200", (), None, None)
+    composition = plan_merge(recipe, tmp_path / "out", Options())
+    execute = publish.execute
+
+    def execute_and_spoil(plan, staging, *more):
+        result = execute(plan, staging, *more)
+        (staging / "trainer_state.json").write_text('{"global_step": 3}')
+        return result
+
+    monkeypatch.setattr(publish, "execute", execute_and_spoil)
+    with pytest.raises(VerificationError, match="global_step is 3, but DeepSpeed's is 200"):
+        write(composition)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_base_lacks_was_told_and_is_no_surprise(run, tmp_path):
+    """The notices say it before anything is written; the composite is then as resumable as its base."""
+    base = tmp_path / "checkpoint-200"
+    shutil.copytree(run / "checkpoint-200", base)
+    (base / "scheduler.pt").unlink()
+    recipe = Recipe("copy", "", base, (), None, None)
+    composition = plan_merge(recipe, tmp_path / "out", Options())
+    assert any("no scheduler state" in notice.what for notice in composition.report.notices)
+    write(composition)
+    verdict = verify_checkpoint(tmp_path / "out")
+    assert [finding.what for finding in verdict.of_severity("error")] == ["there is no scheduler state"]

@@ -1,0 +1,84 @@
+"""Real resumes for a try, on CPU ranks: what stock DeepSpeed and the stock Trainer hold is what the files say."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import replace
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+from llmtailor.core.findings import ERROR  # noqa: E402
+from llmtailor.core.verdict import NOT_RESUMABLE, RESUMABLE  # noqa: E402
+from llmtailor.errors import UsageError  # noqa: E402
+from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.verify import smoke  # noqa: E402
+from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from plain.training import train  # noqa: E402
+from verify.damages import edit, inner, masters, optim  # noqa: E402
+
+
+def test_a_missing_state_id_and_another_master_are_caught(runs, tmp_path, monkeypatch):
+    """Stock loads both without a word. What it then holds is compared with what the files said before."""
+    before = index_checkpoint(runs["zero2"].checkpoint(4))
+    root = tmp_path / "checkpoint-4"
+    shutil.copytree(before.root, root)
+
+    def lose(tree):
+        inner(tree)["state"].pop(1)
+        masters(tree)[0].detach()[5] += 1
+
+    edit(optim(root, 1), lose)
+    task = smoke.make_task(before, str(tmp_path))
+    monkeypatch.setattr(smoke, "make_task", lambda *_: {**task, "root": str(root)})
+    findings = smoke.resume_smoke(before)
+    assert {finding.severity for finding in findings} == {ERROR}
+    what = "\n".join(finding.what for finding in findings)
+    for told in ("another master of", "another exp_avg of", "another exp_avg_sq of"):
+        assert told in what
+    assert "Adam's steps on rank 1 are [4.0, None], in the files [4.0, 4.0]" in what
+    assert "rank 0" not in what and "weight in training" not in what
+
+
+def test_what_deepspeed_saved_it_resumes_to(runs):
+    verdict = smoke.try_resume(verify_checkpoint(runs["llama-sub-w3"].checkpoint(4)))
+    assert verdict.level == RESUMABLE and not verdict.findings
+
+
+def test_what_the_trainer_saved_it_resumes_to(tmp_path):
+    run = train(tmp_path / "run", arch="qwen2", tied=True, steps=2)
+    verdict = smoke.try_resume(verify_checkpoint(run.checkpoint(2)))
+    assert verdict.level == RESUMABLE and not verdict.findings
+
+
+def test_what_is_not_resumable_is_not_tried(runs, tmp_path):
+    root = tmp_path / "checkpoint-4"
+    shutil.copytree(runs["llama"].checkpoint(4), root)
+    (root / "latest").unlink()
+    verdict = smoke.try_resume(verify_checkpoint(root))
+    assert verdict.level == NOT_RESUMABLE
+    assert verdict.findings[-1].what == "no resume was tried: the checkpoint is not resumable as it is"
+
+
+def test_what_it_needs_is_said(runs, monkeypatch):
+    index = index_checkpoint(runs["llama"].checkpoint(4))
+    with pytest.raises(UsageError, match=r"for 9 ranks, and at most 8 .*\n.*--num-gpu 8"):
+        smoke.check_possible(replace(index, world_size=9))
+    huge = {name: replace(param, shape=(10**6, 10**6)) for name, param in index.params.items()}
+    with pytest.raises(UsageError, match="GB of memory"):
+        smoke.check_possible(replace(index, params=huge))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
+    with pytest.raises(
+        UsageError, match=r"it needs deepspeed, which is not installed\n.*pip install 'llmtailor\[train\]'"
+    ):
+        smoke.check_possible(index)
+
+
+def test_a_model_of_ones_own_is_refused(runs):
+    from llmtailor.verify import smoke_worker
+
+    task = smoke.make_task(index_checkpoint(runs["llama-extras"].checkpoint(4)), "")
+    with pytest.raises(smoke_worker.Refusal, match=r"has other params than the checkpoint: model.layers.0.mlp.gate"):
+        smoke_worker.build_optimizer(smoke_worker.build_model(task), task)
