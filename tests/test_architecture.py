@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "runs": {"core", "errors", "recipe", "plan", "formats", "compose", "history"},
     "retain": {
         *("core", "errors", "io", "recipe", "plan", "formats", "execute", "compose", "runs"),
-        *("policies", "history", "store"),
+        *("policies", "history", "store", "verify"),
     },
     "inspection": {"core", "errors", "arch", "formats", "compose"},
     "explain": {"errors", "recipe", "compose"},

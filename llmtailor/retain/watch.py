@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmtailor.core.findings import ERROR
 from llmtailor.errors import Problem, SourceError, TargetError
 from llmtailor.formats.base import display_name
 from llmtailor.formats.partial.container import is_partial
@@ -13,6 +14,7 @@ from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.retain.places import restore
 from llmtailor.runs import Scan, find_checkpoints
 from llmtailor.store import Folder
+from llmtailor.verify.judging import verify_checkpoint
 
 
 @contextmanager
@@ -38,13 +40,20 @@ def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
 
 
 def check_newest(scan: Scan) -> Path:
-    """Return the newest checkpoint of a run. Raises SourceError, with the reasons, if it can't be used."""
+    """Return the newest checkpoint of a run. Raises SourceError, with the reasons, if nothing can resume from it.
+
+    What is older is all there is then. A full one is verified as a resume needs it, not only as a merge does.
+    """
     folders = [folder for _, folder in find_checkpoints(scan.run, None)]
     newest = next(folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder))
+    name = display_name(newest)
     if newest not in [one.path for one in scan.usable]:
-        name = display_name(newest)
         reasons = [one for one in scan.skipped if one.where == name or one.where.startswith(f"{name}/")]
-        fix = "wait if it is just being saved; otherwise mend or remove it, and run this again"
         what = "the newest checkpoint can't be used, so nothing older is touched"
-        raise SourceError([Problem(name, what, fix), *reasons])
-    return newest
+    elif is_partial(newest) or (verdict := verify_checkpoint(newest)).is_resumable:
+        return newest
+    else:
+        reasons = [Problem(one.where, one.what, one.fix) for one in verdict.of_severity(ERROR)]
+        what = "nothing can resume from the newest checkpoint, so nothing older is touched"
+    fix = "wait if it is just being saved; otherwise mend or remove it, and run this again"
+    raise SourceError([Problem(name, what, fix), *reasons])

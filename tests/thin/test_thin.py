@@ -200,11 +200,15 @@ def test_a_damaged_newest_checkpoint(tmp_path):
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
 
-def test_nothing_complete_would_be_left(tmp_path):
+@pytest.mark.parametrize("command", [("thin", "--keep-optimizer-last", 1), ("gc",)])
+def test_a_newest_checkpoint_that_only_a_merge_can_read(tmp_path, command):
+    """Its states are all there, but a stock resume would not find them."""
     run = make_run(tmp_path / "run", (100, 200))
     (run / "checkpoint-200" / "trainer_state.json").unlink()
-    message = refusal("thin", run, "--keep-optimizer-last", 1, "--yes", kind=SourceError)
-    assert "nothing would be left to resume from" in message
+    message = refusal(command[0], run, *command[1:], "--yes", kind=SourceError)
+    assert "nothing can resume from the newest checkpoint, so nothing older is touched" in message
+    assert "checkpoint-200/trainer_state.json: the file is missing" in message
+    assert folders(run) == ["checkpoint-100", "checkpoint-200"]
     assert len(scan_run(run).usable) == 2
 
 
