@@ -147,7 +147,7 @@ def _to_text(plan: ThinPlan) -> str:
         lines.append(f"nothing to thin out beyond the newest {plan.thinning.keep_full}, which stay full")
     lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
     if plan.freed < 0:
-        lines.append("that is more than before: the checkpoints are so small that the description of a partial one outweighs")
+        lines.append("that is more than before: the description of a partial checkpoint outweighs such a small model")
     return "\n".join(lines)
 
 
