@@ -58,7 +58,9 @@ def run_merge(recipe: Recipe | Path, out: Path | None, told: Told, *, only_if_ne
     for notice in report.notices:
         click.echo(f"note: {notice}", err=True)
     if told.as_json:
-        click.echo(json.dumps(to_json(report), indent=2))
+        # what to resume from, whether it has to be written or is there
+        named = {"out": report.base, "is_there_already": True} if idle else {"is_there_already": False}
+        click.echo(json.dumps({**to_json(report), **named}, indent=2))
     elif told.dry_run:
         click.echo(plan_text(report))
     elif not told.quiet and not idle:

@@ -34,12 +34,16 @@ def saver_for(
         if step % 50 == 0:
             saver.save(step)                # raises SaveFailed where the disk is full: catch it to go on
 
-    Raises UsageError for neither or both, and what `PartialSaver` raises.
+    Raises UsageError for neither or both, or a model without a scheduler, and what `PartialSaver` raises.
     """
     if (engine is None) == (model is None or optimizer is None):
         raise UsageError.at(
             "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give one of both"
         )
+    if engine is None and scheduler is None:
+        what = "it needs a scheduler: the Trainer's checkpoints have one, and drop the optimizer's states without it"
+        fix = "for a constant learning rate, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) will do"
+        raise UsageError.at("saver_for", what, fix)
     return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, **options)
 
 

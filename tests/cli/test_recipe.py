@@ -125,6 +125,19 @@ def test_merge_run_writes_the_composite(run):
     assert (run / "checkpoint-140-merged" / "latest").exists()
 
 
+def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
+    before = sorted(run.iterdir())
+    for how in ([], ["--dry-run"], ["--json"]):
+        result = call(run.parent, "merge", "--run", "run", *how)
+        told = "run/checkpoint-140 is complete and has the newest of every part: nothing to merge"
+        assert told in (result.stderr if how else result.stdout)
+    plan = json.loads(result.stdout)
+    assert (run.parent / plan["out"], plan["is_there_already"]) == (run / "checkpoint-140", True)
+    assert sorted(run.iterdir()) == before
+    plan = json.loads(call(run.parent, "merge", "--run", "run", "--num-gpu", "3", "--json").stdout)
+    assert (run.parent / plan["out"] / "latest").exists() and not plan["is_there_already"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
