@@ -44,7 +44,7 @@ def make_source(options: argparse.Namespace, work: Path, world_size: int, stage:
             "--quiet",
         ]
     else:
-        command = [sys.executable, str(HERE / "synthetic.py"), str(root), "--steps", str(STEP)]
+        command = [sys.executable, str(HERE / "synthetic"), str(root), "--steps", str(STEP)]
         command += ["--shape", options.shape, "--world-size", str(world_size)]
         command += ["--layers", str(options.layers)] * bool(options.layers)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

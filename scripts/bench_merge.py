@@ -91,7 +91,7 @@ def make_sources(options: argparse.Namespace, work: Path) -> list[Path]:
     sources = [work / f"checkpoint-{STEP * number}" for number in range(1, max(options.sources) + 1)]
     missing = [str(path).rpartition("-")[2] for path in sources if not path.exists()]
     if missing:
-        command = [sys.executable, str(HERE / "synthetic.py"), str(work), "--steps", ",".join(missing)]
+        command = [sys.executable, str(HERE / "synthetic"), str(work), "--steps", ",".join(missing)]
         command += ["--shape", options.shape, "--world-size", str(options.world_size), "--groups", options.groups]
         command += ["--layers", str(options.layers)] * bool(options.layers) + ["--sparse"] * options.sparse
         subprocess.run(command, check=True)
