@@ -32,10 +32,8 @@ fi
 # In two processes: what stands on trainings waits a lot, and most of the rest uses one core.
 log=$(mktemp)
 trap 'kill "${others:-}" 2>/dev/null || true; rm -f "$log"' EXIT
-set -m # else a process in the background ignores Ctrl-C, which tests send
 pytest -m 'not real' >"$log" 2>&1 &
 others=$!
-set +m
 code=0
 pytest -m real || code=$?
 wait "$others" || code=$?

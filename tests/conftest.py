@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 
 import pytest
@@ -16,6 +17,12 @@ from real.spec import Spec
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
 
 TRAINING = {"runs", "train"}
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C, which tests send, again: shells let what they run in the background ignore it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
