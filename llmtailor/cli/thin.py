@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmtailor.cli.progress import progress_bar
 from llmtailor.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
-    from llmtailor.retain.thin import plan_thinning, thin
+    from llmtailor.retain.thin import bytes_to_move, plan_thinning, thin
     from llmtailor.retain.watch import only_writer
 
     thinning = _thinning(**options)
@@ -69,7 +70,8 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
     with only_writer(run, make=not thinning.weights_only):
         plan = plan_thinning(run, thinning)
         _show(plan, as_json)
-        thin(plan, _tell)
+        with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as observe:
+            thin(plan, _tell, observe)
 
 
 def _thinning(

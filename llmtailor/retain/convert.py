@@ -5,7 +5,7 @@ from __future__ import annotations
 import filecmp
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -64,6 +64,11 @@ class Conversion:
         return _params_of(self.source, self.anatomy, self.contents)
 
     @property
+    def num_bytes_to_move(self) -> int:
+        """What is written and then read back"""
+        return 2 * self.plan.num_bytes
+
+    @property
     def num_bytes(self) -> int:
         """What it will take on the disk"""
         files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
@@ -95,8 +100,12 @@ def plan_conversion(
     return Conversion(source, target, anatomy, contents, save_id, layout, plan, links)
 
 
-def write_conversion(conversion: Conversion, stop: Stop) -> None:
+def write_conversion(
+    conversion: Conversion, stop: Stop, observe: Callable[[int], None] = lambda num_bytes: None
+) -> None:
     """Write a partial checkpoint, read it back, and let it appear at once, whole and durable.
+
+    ``observe`` is told of bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
 
     Raises StorageError if there is no space for it, SourceError, also if the full checkpoint changes meanwhile,
     VerificationError if it does not read back as planned, Interrupted, or OSError. It is absent then.
@@ -107,7 +116,7 @@ def write_conversion(conversion: Conversion, stop: Stop) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        results = execute(conversion.plan, staging, Context([source.files], stop=stop))
+        results = execute(conversion.plan, staging, Context([source.files], observe=observe, stop=stop))
         crcs = {result.path: result.crc for result in results}
         for name, folder in conversion.links.items():
             if filecmp.cmp(folder / name, staging / name, shallow=False):
@@ -115,7 +124,7 @@ def write_conversion(conversion: Conversion, stop: Stop) -> None:
                 link_or_copy(folder / name, staging / name)
         write_durably(staging / MANIFEST, _manifest(conversion, crcs))
         sync(staging)
-        check_crcs(staging, crcs)
+        check_crcs(staging, crcs, stop, observe)
         params = {name for names in conversion.params_of.values() for name in names}
         check_places(conversion.plan, index_checkpoint(staging, display_name(target)), source, params)
         check_unchanged(source)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from llmtailor.core.extents import Extent, Fragment
 from llmtailor.core.index import CheckpointIndex, FileFact
 from llmtailor.core.plan import Copy, Plan
 from llmtailor.core.states import WEIGHT, State
 from llmtailor.errors import Problem, SourceError, VerificationError
-from llmtailor.io.checksums import crc32
+from llmtailor.execute.runner import num_workers
+from llmtailor.execute.stopping import Stop, run_all
+from llmtailor.verify.reading import Reader, crc_of_range
 
-CHUNK_BYTES = 8 << 20
-MAX_WORKERS = 4
+Observe = Callable[[int], None]
 _BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
 _ALIKE = (
     *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
     *("flat_ids", "group_params", "settings", "variant", "part_steps"),
 )
 """What the index of a partial checkpoint says just like that of the full one it was made of."""
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
-def check_crcs(root: Path, wanted: Mapping[str, int]) -> None:
-    """Read files from the disk and compare their CRC-32. Raises VerificationError with every file that differs."""
-    found = dict(zip(wanted, _side_by_side(lambda path: _crc_of_file(root / path), wanted), strict=True))
+def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, observe: Observe) -> None:
+    """Read files from the disk and compare their CRC-32.
+
+    Raises VerificationError with every file that differs, OSError, or Interrupted.
+    """
+    with closing(Reader(root)) as reader:
+        jobs = [partial(_crc_of_file, reader, path, _watched(stop, observe)) for path in wanted]
+        found = dict(zip(wanted, run_all(jobs, num_workers(), stop), strict=True))
     if wrong := [path for path, crc in wanted.items() if found[path] != crc]:
         raise VerificationError(
             Problem(str(root / path), "it does not read back as it was written", _BUG) for path in wrong
@@ -63,15 +66,24 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
         raise VerificationError(Problem(made.name, what, _BUG) for what in wrong)
 
 
-def check_same(one: CheckpointIndex, other: CheckpointIndex) -> None:
-    """Compare every state that a partial checkpoint holds with the full one of its step, byte by byte.
+def compared(one: CheckpointIndex) -> list[State]:
+    """Return the states of a partial checkpoint that `check_same` compares."""
+    return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
 
-    Raises VerificationError for those that differ.
+
+def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe: Observe) -> None:
+    """Compare every state that a partial checkpoint holds with the full one of its step, by CRC-32.
+
+    Raises VerificationError for those that differ, OSError, or Interrupted.
     """
-    states = [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
-    lacking = [state for state in states if state not in other.held]
+    states = compared(one)
     pairs = [state for state in states if state in other.held]
-    crcs = [_side_by_side(lambda state, index=index: _crc_of_state(index, state), pairs) for index in (one, other)]  # type: ignore[misc]
+    crcs = []
+    for index in (one, other):
+        with closing(Reader(index.root)) as reader:
+            jobs = [partial(_crc_of_state, reader, index, state, _watched(stop, observe)) for state in pairs]
+            crcs.append(run_all(jobs, num_workers(), stop))
+    lacking = [state for state in states if state not in other.held]
     wrong = lacking + [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
     if wrong:
         names = ", ".join(f"{state.kind} of {state.param}" for state in wrong[:3])
@@ -104,33 +116,22 @@ def _numel(index: CheckpointIndex, state: State, num_bytes: int) -> int:
     return num_bytes * held.numel // held.num_bytes
 
 
-def _side_by_side(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-    with ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(work, items))
+def _watched(stop: Stop, observe: Observe) -> Observe:
+    def watch(num_bytes: int) -> None:
+        stop.check()
+        observe(num_bytes)
+
+    return watch
 
 
-def _crc_of_file(path: Path) -> int:
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
-        return _crc(file.fileno(), 0, size, 0, path)
+def _crc_of_file(reader: Reader, path: str, observe: Observe) -> int:
+    reader.forget(path)
+    return crc_of_range(reader, path, 0, (reader.root / path).stat().st_size, observe)
 
 
-def _crc_of_state(index: CheckpointIndex, state: State) -> int:
+def _crc_of_state(reader: Reader, index: CheckpointIndex, state: State, observe: Observe) -> int:
     held, crc = index.held[state], 0
     for fragment in held.place.cover(0, held.numel):
-        path = index.root / fragment.extent.path
-        with path.open("rb", buffering=0) as file:
-            crc = _crc(file.fileno(), fragment.extent.start, fragment.extent.stop, crc, path)
-    return crc
-
-
-def _crc(fd: int, start: int, stop: int, crc: int, path: Path) -> int:
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, stop - start))))
-    while start < stop:
-        count = os.preadv(fd, [buffer[: stop - start]], start)
-        if count == 0:
-            raise SourceError.at(path, f"the file ends before byte {stop}", "it changed while it was read")
-        crc = crc32(buffer[:count], crc)
-        start += count
+        extent = fragment.extent
+        crc = crc_of_range(reader, extent.path, extent.start, extent.stop, observe, crc)
     return crc

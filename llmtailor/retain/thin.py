@@ -24,7 +24,7 @@ from llmtailor.retain.facts import read_facts, read_thinned
 from llmtailor.retain.fates import PARTIAL, WEIGHTS, Deciding, Decision, Fate, FullFacts, replaced
 from llmtailor.retain.places import files_in, freed_bytes, left_behind, remove_replaced
 from llmtailor.retain.proof import check_composable, check_on_disk
-from llmtailor.retain.readback import check_same
+from llmtailor.retain.readback import check_same, compared
 from llmtailor.retain.reduce import is_kept, reduce_to_weights
 from llmtailor.retain.watch import check_newest
 from llmtailor.retain.ways import Chooser, Thinning, make_chooser
@@ -81,8 +81,26 @@ def plan_thinning(run: Path, thinning: Thinning) -> ThinPlan:
     return ThinPlan(run, thinning, scan, decision, steps, tuple(left), freed)
 
 
-def thin(plan: ThinPlan, tell: Callable[[Step], None] = lambda step: None) -> None:
+def bytes_to_move(plan: ThinPlan) -> int:
+    """Return of how many bytes `thin` will tell its observer."""
+    total = 0
+    for step in plan.steps:
+        if step.conversion is not None:
+            total += step.conversion.num_bytes_to_move
+        elif step.fate.becomes == PARTIAL and step.fate.successor is not None:
+            index = plan.scan.indexes[step.fate.successor.path]
+            total += 2 * sum(index.held[state].num_bytes for state in compared(index))
+    return total
+
+
+def thin(
+    plan: ThinPlan,
+    tell: Callable[[Step], None] = lambda step: None,
+    observe: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
     """Carry out a plan that was made inside `watch.only_writer`; ``tell`` is told of each checkpoint that is done.
+
+    ``observe`` is told of bytes written and read, `bytes_to_move` in all, from several threads.
 
     Raises StorageError, SourceError, VerificationError or Interrupted; what was done until then stays, and nothing is
     lost.
@@ -100,7 +118,7 @@ def thin(plan: ThinPlan, tell: Callable[[Step], None] = lambda step: None) -> No
                     reduce_to_weights(plan.scan.indexes[fate.checkpoint.path])
                 elif fate.becomes == PARTIAL:
                     try:
-                        _replace(plan, step, there, stop)
+                        _replace(plan, step, there, stop, observe)
                     except _Different as error:
                         differing += error.problems
                         continue
@@ -119,15 +137,17 @@ class _Different(VerificationError):
     """A partial checkpoint that is there already is not of the same save as the full one."""
 
 
-def _replace(plan: ThinPlan, step: Step, there: Sequence[RunCheckpoint], stop: Stop) -> None:
+def _replace(
+    plan: ThinPlan, step: Step, there: Sequence[RunCheckpoint], stop: Stop, observe: Callable[[int], None]
+) -> None:
     """Put a partial checkpoint in the place of a full one."""
     fate, full = step.fate, step.fate.checkpoint
     assert fate.successor is not None
     if step.conversion is not None:
-        write_conversion(step.conversion, stop)
+        write_conversion(step.conversion, stop, observe)
     else:
         try:
-            check_same(plan.scan.indexes[fate.successor.path], plan.scan.indexes[full.path])
+            check_same(plan.scan.indexes[fate.successor.path], plan.scan.indexes[full.path], stop, observe)
         except VerificationError as error:
             raise _Different(error.problems) from error
     try:

@@ -72,6 +72,10 @@ class Reader:
             with suppress(OSError):
                 os.posix_fadvise(self._fd(path), start, stop - start, os.POSIX_FADV_WILLNEED)
 
+    def forget(self, path: str) -> None:
+        """Have what is read next come from the disk, not from the system's memory."""
+        os.posix_fadvise(self._fd(path), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def _fd(self, path: str) -> int:
         own: OrderedDict[str, int] = self._local.__dict__.setdefault("files", OrderedDict())
         if path in own:
@@ -197,9 +201,8 @@ class Reading:
         return view, lost
 
 
-def crc_of_range(reader: Reader, path: str, start: int, stop: int, observe: Callable[[int], None]) -> int:
-    """Return the CRC-32 of bytes of a file. Raises OSError."""
-    crc = 0
+def crc_of_range(reader: Reader, path: str, start: int, stop: int, observe: Callable[[int], None], crc: int = 0) -> int:
+    """Return the CRC-32 of bytes of a file, continuing from ``crc``. Raises OSError."""
     buffer = memoryview(bytearray(min(stop - start, 1 << 20)))
     while start < stop:
         room = buffer[: stop - start]
