@@ -147,9 +147,9 @@ def _to_text(plan: ThinPlan) -> str:
         lines.append(f"nothing can resume from step {_steps(lost)} any more: only the weights are kept")
     if not plan.decision.changes:
         lines.append(f"nothing to thin out beyond the newest {plan.thinning.keep_full}, which stay full")
-    lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
     if plan.freed < 0:
-        lines.append("that is more than before: the description of a partial checkpoint outweighs such a small model")
+        lines.append("no gain: the description of a partial checkpoint outweighs such a small model")
+    lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
     return "\n".join(lines)
 
 
