@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from llmtailor.core.plan import Plan, Sources
 from llmtailor.core.recipe import Recipe
 from llmtailor.core.report import Report
 from llmtailor.core.states import WEIGHT
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.target import Target
 from llmtailor.errors import MismatchError, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.execute.commit import check_target, free_bytes
@@ -35,6 +37,7 @@ from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.resolve import Choice, resolve
 from llmtailor.recipe.words import condense
 
+logger = logging.getLogger(__name__)
 SPARE_BYTES = 16 << 20
 """Room for folders, manifest and file system overhead, beyond the bytes of the plan."""
 
@@ -101,7 +104,8 @@ def plan_merge(
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
-    reference = indexes[base]
+    reference, watch = indexes[base], Stopwatch()
+    logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
     anatomy = dissect_checkpoint(reference)
     _attempt(problems, lambda: check_target(out, [index.root for index in indexes], options.replace))
@@ -141,6 +145,7 @@ def plan_merge(
         *(regrouping.notices if regrouping else ()),
         *step_notices(steps, reference.name, bool(scales)),
     ]
+    logger.info("planned %d files, %s bytes, in %s", len(plan.files), f"{plan.num_bytes:,}", watch.lap())
     report = Report(
         recipe=recipe.name,
         out=display_name(out),
@@ -261,9 +266,8 @@ def _notices(
         what = f"the recipe names none; {reference.name} is the newest source and gives what no part does"
         notices.append(Problem("base_model", what, "name it, to be sure"))
     if choice.filled and recipe.rules:
-        notices.append(
-            Problem("parts", f"no rule names {condense(choice.filled)}; they come from the base {reference.name}")
-        )
+        what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
+        notices.append(Problem("parts", what, "if something else should give them, name them in a rule"))
     if choice.split:
         what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as asked for"
         notices.append(Problem(SPLIT, what, "a resume takes the optimizer's masters, not the weights"))
@@ -271,6 +275,6 @@ def _notices(
     for index in indexes:
         if keys := differing_hyperparameters(index, reference):
             what = f"its {', '.join(keys)} differ from the base's, which the composite keeps"
-            notices.append(Problem(index.name, what))
+            notices.append(Problem(index.name, what, "if its own are the right ones, take it as base_model"))
         notices += index.findings
     return list(dict.fromkeys(notices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -13,6 +14,8 @@ from llmtailor.errors import Interrupted, StorageError, TargetError
 from llmtailor.execute.commit import Staging, peek, staging_folder
 from llmtailor.execute.identity import Identity, identify, is_another, why_not
 from llmtailor.execute.journal import Mark, Unfinished
+
+logger = logging.getLogger(__name__)
 
 
 def identify_merge(composition: Composition) -> Identity:
@@ -55,6 +58,8 @@ def take_up(
         goes_on, sentence = _judge(unfinished, identity, composition)
         if unfinished.num_bytes:
             tell(sentence)
+        else:
+            logger.info("an earlier merge into %s was interrupted before anything was durable", composition.out)
         if goes_on:
             staging.go_on()
             return unfinished.marks, unfinished.identity.sources

@@ -2,27 +2,27 @@
 
 ::
 
-    TailorError                 1   anything unexpected that still has a message
-    ├── UsageError              2   the command line is off
-    ├── RecipeError             3   the YAML is malformed, or asks for what makes no sense
-    ├── SourceError             4   a checkpoint is missing, damaged or of a kind we can't read
-    │   ├── UnsupportedCheckpoint   a whole checkpoint of a kind that is refused by name
-    │   └── UnsafePickle            a pickle names a global that is not on the allow-list
-    ├── MismatchError           5   the sources are fine one by one, but do not fit together
-    ├── TargetError             6   the output exists, is locked or begun by another recipe, or would destroy a source
-    ├── VerificationError       7   a checkpoint is not resumable, or what was written is not what was planned
-    ├── StorageError            8   no space, or the operating system refused to read or write
-    └── Interrupted           130   Ctrl-C or SIGTERM; the output is absent, and the same command goes on
+    TailorError                      1  unexpected: a bug
+    ├── UsageError                   2  the command line is off
+    ├── RecipeError                  3  the recipe is malformed, or asks for what makes no sense
+    ├── SourceError                  4  a checkpoint is missing, damaged or of a kind that can't be read
+    │   ├── UnsupportedCheckpoint       a whole checkpoint of a kind that is refused by name
+    │   └── UnsafePickle                a pickle names a global that is not on the list of what a checkpoint may hold
+    ├── MismatchError                5  the sources do not fit together
+    ├── TargetError                  6  the output exists, is in use, was begun otherwise, or would destroy a source
+    ├── VerificationError            7  a checkpoint is not resumable, or what was written does not read back as planned
+    ├── StorageError                 8  no space, or the operating system refused to read or write
+    └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
 An error carries *problems*, in the plural: a refusal names everything that is wrong at once.
-Each says where it is, what it is, and how to mend it.
+Each says where it is, what it is, and how to mend it. `docs/errors.md` is made from this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,10 +64,15 @@ class Problem:
 class TailorError(Exception):
     """Base of everything llmtailor raises on purpose."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = 1
+    meaning: ClassVar[str] = "unexpected: a bug"
+    afterwards: ClassVar[str] = "Run it again with `LLMTAILOR_DEBUG=1` and report what it prints."
+    """What the user does then"""
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.came_late = False
+        """Whether it came when the command had written or removed something that stays so"""
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
@@ -78,42 +83,73 @@ class TailorError(Exception):
 
 class UsageError(TailorError):
     exit_code = 2
+    meaning = "the command line is off"
+    afterwards = "Mend the command line; `llmtailor COMMAND --help` has examples."
 
 
 class RecipeError(TailorError):
     exit_code = 3
+    meaning = "the recipe is malformed, or asks for what makes no sense"
+    afterwards = "Mend the recipe at the place that is named; docs/recipes.md has every form."
 
 
 class SourceError(TailorError):
     exit_code = 4
+    meaning = "a checkpoint is missing, damaged or of a kind that can't be read"
+    afterwards = (
+        "Mend the path, or take another checkpoint. `llmtailor verify` says all that is wrong with one, "
+        "`llmtailor salvage` makes the most of a run whose newest one is damaged."
+    )
 
 
 class UnsupportedCheckpoint(SourceError):
-    pass
+    meaning = "a whole checkpoint of a kind that is refused by name"
 
 
 class UnsafePickle(SourceError):
-    pass
+    meaning = "a pickle names a global that is not on the list of what a checkpoint may hold"
 
 
 class MismatchError(TailorError):
     exit_code = 5
+    meaning = "the sources do not fit together"
+    afterwards = "Take sources of one model and one kind of run; the message says which of them differs, and in what."
 
 
 class TargetError(TailorError):
     exit_code = 6
+    meaning = "the output exists, is in use, was begun otherwise, or would destroy a source"
+    afterwards = (
+        "Choose another output, wait for the other process, or say `--force` or `--restart` as the message says."
+    )
 
 
 class VerificationError(TailorError):
     exit_code = 7
+    meaning = "a checkpoint is not resumable, or what was written does not read back as planned"
+    afterwards = (
+        "Do not resume from that checkpoint; `llmtailor latest` prints the newest one that verifies. "
+        "What does not read back is not published."
+    )
 
 
 class StorageError(TailorError):
     exit_code = 8
+    meaning = "no space, or the operating system refused to read or write"
+    afterwards = "Free space, or mend the disk or the permissions. Then run the same command again: it goes on."
 
 
 class Interrupted(TailorError):
     exit_code = 130
+    meaning = "interrupted by Ctrl-C or SIGTERM"
+    afterwards = "Run the same command again: it goes on. An output that was being written is absent until then."
+
+
+BRANCHES: tuple[type[TailorError], ...] = (
+    *(TailorError, UsageError, RecipeError, SourceError, MismatchError),
+    *(TargetError, VerificationError, StorageError, Interrupted),
+)
+"""The classes with an exit code of their own, by exit code"""
 
 
 class Problems:

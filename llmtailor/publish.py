@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from llmtailor.core.index import CheckpointIndex, FileFact
 from llmtailor.core.recipe import Recipe
 from llmtailor.core.report import Report
 from llmtailor.core.states import MODULE, WEIGHT
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.errors import Interrupted, Problem, SourceError, StorageError, TailorError, VerificationError
 from llmtailor.execute.commit import Staging, check_space, occupied_bytes
 from llmtailor.execute.runner import Context, FileResult, execute
@@ -28,6 +30,8 @@ from llmtailor.formats.trainer import CARD, MANIFEST
 from llmtailor.io.checksums import DIGEST, combine, part_digest
 from llmtailor.io.files import write_durably
 from llmtailor.verify.judging import verify_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -62,21 +66,26 @@ def write(
     meanwhile), VerificationError or Interrupted; whatever happens, the output is absent (or the old one) until it is
     complete. After StorageError and Interrupted the same call goes on where it ended.
     """
-    identity = identify_merge(composition)
+    identity, watch = identify_merge(composition), Stopwatch()
     with stoppable() as stop, Staging(composition.out, composition.options.replace) as staging:
         try:
             check_room(composition)
             kept, before = take_up(composition, identity, staging, tell)
             facts = [index.files for index in composition.indexes]
             context = Context(facts, kept, observe, staging.journal.add, composition.options.checksum, stop)
+            logger.info("writing in %s", staging.path)
             results = execute(composition.plan, staging.path, context)
+            logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, observe, stop)
+            logger.info("compared the sources with what they were, in %s", watch.lap())
             content = _manifest(composition, results, digests)
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
             write_durably(staging.path / CARD, card(composition.report, __version__).encode())
             _check_written(composition, staging.path)
+            logger.info("verified what was written in %s", watch.lap())
             stop.check()
             staging.publish()
+            logger.info("published %s in %s", composition.out, watch.lap())
         except (Interrupted, StorageError) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from llmtailor.history.ledger import Ledger
 from llmtailor.plan.checks import differences
 from llmtailor.recipe.flags import assign_flags, numbering, read_flags
 from llmtailor.recipe.strategies import StrategyOptions, assign
+from llmtailor.recipe.words import condense
 from llmtailor.recipe.write import write_recipe
 
+logger = logging.getLogger(__name__)
 _PARTIAL = re.compile(r"step-(\d{8,})")
 
 
@@ -74,18 +77,21 @@ def scan_run(
     lacking: set[str] = set()
     for number, folder in folders:
         if only_newest and anatomy is not None and not lacking:
+            logger.info("looked no further back than %s: every part has a holder", display_name(good[-1][0].path))
             break
         try:
             index = index_checkpoint(folder)
             mine = past_of(index)
         except TailorError as error:
             skipped += error.problems
+            logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
             continue
         reason = why_not(number, index, good[0][1] if good else None)
         if reason is None and not every_attempt and past and mine and not past.includes(mine):
-            reason = Problem(index.name, "it is of another attempt than the newest checkpoint, which resumed before it")
+            reason = of_another_attempt(index.name)
         if reason is not None:
             skipped.append(reason)
+            logger.info("skipped %s: %s", index.name, reason.what)
             continue
         if anatomy is None:
             anatomy = dissect_checkpoint(index)
@@ -145,7 +151,16 @@ def recipe_for_run(run: Path, at: int | None, how: StrategyOptions | UpdateLog, 
         step = at if at is not None else scan.usable[-1].step
         assignment = assign_flags(lines, step, found, scan.usable, scan.anatomy, how.total_layers, how.name)
         numbers = numbering(scan.anatomy)
+    _log_choice(assignment)
     return write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment), numbers)
+
+
+def _log_choice(assignment: Assignment) -> None:
+    parts: dict[tuple[str, str], list[str]] = {}
+    for part, source in assignment.source_of.items():
+        parts.setdefault((source.name, assignment.reason[part]), []).append(part)
+    for (name, reason), chosen in parts.items():
+        logger.info("%s from %s: %s", condense(chosen), name, reason)
 
 
 def find_checkpoints(run: Path, at: int | None) -> list[tuple[int, Path]]:
@@ -178,6 +193,12 @@ def why_not(number: int, index: CheckpointIndex, newest: CheckpointIndex | None)
         return Problem(index.name, what, "rename the folder, or name it in a recipe by hand")
     unlike = differences(index, newest) if newest else []
     return unlike[0] if unlike else None
+
+
+def of_another_attempt(name: str) -> Problem:
+    """Say of a partial checkpoint that the run's newest one does not go on from it."""
+    what = "it is of another attempt than the newest checkpoint, which resumed before it"
+    return Problem(name, what, "to go back to that attempt, say --at with a step of it")
 
 
 def _nothing_usable(run: Path, at: int | None, skipped: Sequence[Problem]) -> SourceError:

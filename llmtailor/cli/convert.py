@@ -7,10 +7,19 @@ from typing import Any
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.cli.options import target_options
 
 
-@click.command(name="convert")
+@click.command(
+    name="convert",
+    cls=Command,
+    exit_codes={
+        0: "OUT is complete; with --dry-run: it would fit",
+        7: "what was written does not read back as planned, and was removed; OUT is absent",
+        8: "also with --dry-run, if it would not fit",
+    },
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path), required=False)
 @target_options

@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmtailor.cli.command import Command
+
 if TYPE_CHECKING:
     from llmtailor.retain.gc import GcPlan, Removal
 
 
-@click.command(name="gc")
+@click.command(
+    name="gc",
+    cls=Command,
+    exit_codes={
+        0: "done; or shown, without --yes; or there is nothing to remove",
+        4: "nothing can resume from the newest checkpoint, or no step can be composed, so nothing is removed",
+        6: "a training or another llmtailor is writing in RUN_DIR",
+        8: "what was removed before is gone, and the same command goes on",
+        130: "what was removed before is gone, and the same command goes on",
+    },
+)
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option(
     "--keep",

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import click
 
+from llmtailor.cli.command import Command
 
-@click.command(name="inspect")
+
+@click.command(
+    name="inspect",
+    cls=Command,
+    exit_codes={
+        0: "it can be read, also if something is missing or odd",
+        4: "it can't be read, or is no checkpoint",
+    },
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout.")
 def command(checkpoint: Path, as_json: bool) -> None:

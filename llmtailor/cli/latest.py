@@ -7,10 +7,19 @@ from pathlib import Path
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.errors import VerificationError
 
 
-@click.command(name="latest")
+@click.command(
+    name="latest",
+    cls=Command,
+    exit_codes={
+        0: "the path of a checkpoint is printed",
+        4: "there is no folder RUN_DIR",
+        7: "RUN_DIR has no checkpoint, or none that is resumable; no path is printed",
+    },
+)
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")
 @click.option("--deep", is_flag=True, help="Read every tensor, too; see `llmtailor verify --help`.")
@@ -18,8 +27,7 @@ from llmtailor.errors import VerificationError
 def command(run: Path, at: int | None, deep: bool, as_json: bool) -> None:
     """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
 
-    stdout is the path and nothing else; why newer ones were passed over goes to stderr. If there is none, nothing is
-    printed and the exit code is 7.
+    stdout is the path and nothing else; why newer ones were passed over goes to stderr.
 
     \b
     Examples:
@@ -33,7 +41,7 @@ def command(run: Path, at: int | None, deep: bool, as_json: bool) -> None:
     with progress_bar(None, quiet=not deep, label="reading") as observe:
         found = find_latest(run, at, deep, observe)
     for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
-        click.echo(to_text(verdict, verbose=False), err=True)
+        click.echo(to_text(verdict), err=True)
     if as_json:
         click.echo(json.dumps(latest_to_json(found), indent=2))
     elif found.path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import click
 
 from llmtailor import __version__
-from llmtailor.errors import Interrupted, StorageError, TailorError
+from llmtailor.cli.command import verbose_option, write_exit_codes
+from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError
 
 _COMMANDS = {
     "merge": "compose one resumable checkpoint from several",
@@ -23,11 +25,15 @@ _COMMANDS = {
     "thin": "free disk space: thin out a run's older full checkpoints",
     "gc": "free disk space: remove partial checkpoints that nothing needs",
 }
-_EXIT_CODES = """\b
-Exit codes: 0 done, 1 unexpected, 2 usage, 3 recipe, 4 source unreadable,
-5 sources do not fit together, 6 target exists or is locked, 7 verification
-failed, 8 no space or I/O error, 130 interrupted. After 8 and 130 the same
-command goes on where it was."""
+BROKEN_PIPE = 141
+EXIT_CODES = {
+    0: "done",
+    **{error.exit_code: error.meaning for error in BRANCHES},
+    BROKEN_PIPE: "whoever read the output has gone, as `head` does",
+}
+"""Of every command, by code; what a command adds to them stands beside it"""
+DEBUG = "LLMTAILOR_DEBUG"
+"""The environment variable that adds a traceback to every error; empty and 0 do not"""
 
 
 class _LazyGroup(click.Group):
@@ -47,11 +53,18 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_exit_codes(formatter, "Exit codes", EXIT_CODES)
+        formatter.write_paragraph()
+        formatter.write_text(
+            f"After 8 and 130 the same command goes on where it was. {DEBUG}=1 in the environment adds a Python "
+            "traceback to every error."
+        )
 
-@click.group(cls=_LazyGroup, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(cls=_LazyGroup, params=[verbose_option()], context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="llmtailor")
-@click.option("--traceback", is_flag=True, help="Show a Python traceback with every error.")
-def cli(traceback: bool) -> None:
+def cli() -> None:
     """Cut, compose and resume LLM training checkpoints.
 
     \b
@@ -71,7 +84,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+    except SystemExit:  # click ends with 1 when whoever read the output has gone, as in `llmtailor inspect x | head -1`
+        sys.exit(BROKEN_PIPE)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -79,19 +93,13 @@ def main() -> None:
         _fail(Interrupted.at("", "interrupted", "run the same command again"))
     except TailorError as error:
         _fail(error)
-    except BrokenPipeError:  # the reader of stdout has gone, as in `llmtailor inspect x | head`
-        sys.stderr.close()
-        sys.exit(141)
     except OSError as error:
         _fail(StorageError.at(error.filename or "", error.strerror or str(error), "check the disk and the permissions"))
     except Exception as error:
-        _fail(
-            TailorError.at(
-                "",
-                f"unexpected {type(error).__name__}: {error}",
-                "this is a bug: report it with the output of --traceback",
-            )
-        )
+        fix = f"this is a bug: report it with the output of {DEBUG}=1"
+        _fail(TailorError.at("", f"unexpected {type(error).__name__}: {error}", fix))
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 def _terminate(*_: Any) -> None:
@@ -99,12 +107,12 @@ def _terminate(*_: Any) -> None:
 
 
 def _fail(error: TailorError) -> None:
-    if "--traceback" in sys.argv[1:]:
+    if os.environ.get(DEBUG, "") not in ("", "0"):
         import traceback
 
         traceback.print_exc()
     for problem in error.problems:
         click.echo(f"error: {problem}", err=True)
     if len(error.problems) > 1:
-        click.echo(f"{len(error.problems)} problems; nothing was written", err=True)
+        click.echo(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"), err=True)
     sys.exit(error.exit_code)

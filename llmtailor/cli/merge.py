@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.cli.options import choosing_options, target_options
 from llmtailor.errors import UsageError
 
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
     from llmtailor.core.recipe import Recipe
 
 
-@click.command(name="merge")
+@click.command(
+    name="merge",
+    cls=Command,
+    exit_codes={
+        0: "OUT is complete; with --dry-run: it would fit; with --run also if there is nothing to merge",
+        7: "what was written does not read back as planned, and was removed; OUT is absent",
+        8: "also with --dry-run, if it would not fit",
+    },
+)
 @click.argument("config", type=click.Path(path_type=Path), required=False, metavar="[CONFIG]")
 @click.argument("out", type=click.Path(path_type=Path), required=False)
 @target_options

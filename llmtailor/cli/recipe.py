@@ -7,11 +7,20 @@ from typing import Any
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.cli.options import choosing_options
 from llmtailor.errors import TargetError, UsageError
 
 
-@click.command(name="recipe")
+@click.command(
+    name="recipe",
+    cls=Command,
+    exit_codes={
+        0: "the recipe is written; checkpoints that can't be used are named in it",
+        4: "no checkpoint of RUN_DIR can be used",
+        6: "FILE exists",
+    },
+)
 @click.argument("run", type=click.Path(path_type=Path), required=False, metavar="[RUN_DIR]")
 @choosing_options
 @click.option("--explain", type=click.Path(path_type=Path), metavar="CONFIG", help="Write CONFIG in its normal form.")

@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
     from llmtailor.salvage.service import Salvage
 
 
-@click.command(name="salvage")
+@click.command(
+    name="salvage",
+    cls=Command,
+    exit_codes={
+        0: "OUT is complete, or nothing need be written because the newest checkpoint or an older one is intact",
+        4: "what is left does not add up to a complete checkpoint",
+        6: "OUT exists, or --replace finds a name taken",
+        8: "also with --dry-run, if it would not fit",
+    },
+)
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
 @click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")

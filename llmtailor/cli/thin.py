@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.cli.progress import progress_bar
 from llmtailor.errors import Problem, UsageError
 
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
     from llmtailor.retain.ways import Thinning
 
 
-@click.command(name="thin")
+@click.command(
+    name="thin",
+    cls=Command,
+    exit_codes={
+        0: "done; or shown, without --yes; or there is nothing to thin out",
+        4: "nothing can resume from the newest checkpoint, so nothing older is touched",
+        6: "a training or another llmtailor is writing in RUN_DIR",
+        7: "the checkpoints that are named stay as they were; what was done before stays done",
+        8: "what was done before stays done, and the same command goes on",
+        130: "what was done before stays done, and the same command goes on",
+    },
+)
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option(
     "--strategy",

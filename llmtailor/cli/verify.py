@@ -7,22 +7,30 @@ from pathlib import Path
 
 import click
 
+from llmtailor.cli.command import Command
 from llmtailor.errors import VerificationError
 
 
-@click.command(name="verify")
+@click.command(
+    name="verify",
+    cls=Command,
+    exit_codes={
+        0: "CHECKPOINT is resumable, also with warnings",
+        2: "also if --resume-smoke can't be done here",
+        4: "it is no checkpoint, or of a kind that can't be judged",
+        7: "CHECKPOINT is not resumable",
+    },
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--deep", is_flag=True, help="Read every tensor, too: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Resume it for a try, by stock DeepSpeed on CPU ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on stdout.")
-@click.option("--verbose", "-v", is_flag=True, help="List the files and states that are damaged.")
 @click.pass_context
-def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool, verbose: bool) -> None:
+def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
     """Say whether a stock resume will take CHECKPOINT for what it claims to be.
 
     An error means that a resume fails or goes on from something else without a word; a warning, that something is
-    lost on the way. Without --deep only headers are read, which takes seconds for any size. The exit code is 7 if
-    CHECKPOINT is not resumable, and 0 otherwise.
+    lost on the way. Without --deep only headers are read, which takes seconds for any size.
 
     --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine on as many CPU processes
     as it has ranks, and compares what the engine then holds with what the files say.
@@ -44,5 +52,5 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
         from llmtailor.verify.smoke import try_resume
 
         verdict = try_resume(verdict)
-    click.echo(json.dumps(to_json(verdict), indent=2) if as_json else to_text(verdict, verbose))
+    click.echo(json.dumps(to_json(verdict), indent=2) if as_json else to_text(verdict))
     ctx.exit(0 if verdict.is_resumable else VerificationError.exit_code)

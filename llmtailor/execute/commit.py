@@ -7,6 +7,7 @@ leaves is a hidden folder with a journal, which the same merge goes on with.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -21,6 +22,7 @@ from llmtailor.execute.lock import Held, acquire
 from llmtailor.io.files import fsync_folder, make_folder
 from llmtailor.io.rename import rename_new, replace_folder
 
+logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD = "journal", "owner", "old"
 _ATTEMPTS = 100
 """To lock a staging folder that others keep removing."""
@@ -173,6 +175,7 @@ class Staging:
         old = self.folder / OLD
         if old.exists() and not self.out.exists():  # cut off while OUT was being replaced
             old.rename(self.out)
+            logger.info("put %s back: an earlier merge was cut off while it was being replaced", self.out)
             fsync_folder(self.out.parent)
         if self.out.exists() and not self.replace:
             raise _already_there(self.out)
@@ -237,6 +240,8 @@ class Staging:
         is_refused = isinstance(error, TailorError) and not isinstance(error, (Interrupted, StorageError, TargetError))
         if is_refused or not self.kept_bytes:
             self._remove()
+        else:
+            logger.info("kept %s, with %s bytes to go on with", self.folder, f"{self.kept_bytes:,}")
         self._unlock()
 
     def _remove(self) -> None:

@@ -7,6 +7,7 @@ run has written is read back by the same pieces, so that nothing but its size an
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from pathlib import Path
 from llmtailor.core.index import FileFact
 from llmtailor.core.plan import Checksum, Convert, Copy, FilePlan, Inline, Piece, Plan, Zeros
 from llmtailor.core.states import ITEMSIZE, State
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.execute import streams
 from llmtailor.execute.journal import Mark
 from llmtailor.execute.stopping import Stop, run_all
@@ -24,6 +26,7 @@ from llmtailor.execute.streams import Output, Reader, cannot_write
 from llmtailor.io.casts import cast
 from llmtailor.io.checksums import combine, new_digest
 
+logger = logging.getLogger(__name__)
 MAX_WORKERS = 4
 MARK_BYTES = 256 << 20
 """A long file is made durable, and marked in the journal, whenever so much of it is new. This goes on beside the
@@ -107,7 +110,7 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
 
 
 def _write_file(plan: FilePlan, roots: Sequence[Path], staging: Path, context: Context) -> FileResult:
-    target = staging / plan.path
+    target, watch = staging / plan.path, Stopwatch()
     marks = context.kept.get(plan.path, ())
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
@@ -124,6 +127,7 @@ def _write_file(plan: FilePlan, roots: Sequence[Path], staging: Path, context: C
             os.close(fd)
     except OSError as error:
         raise cannot_write(target, error) from error
+    logger.info("%s: %s bytes, CRC-32 %08x, in %s", plan.path, f"{plan.num_bytes:,}", filled.crc, watch.lap())
     return FileResult(plan, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None)
 
 
@@ -161,8 +165,11 @@ def _take_over(plan: FilePlan, fd: int, marks: Sequence[Mark], context: Context)
         except (EOFError, OSError):  # cut short, or on a spot that the disk can't read any more
             true = False
         if not true:
+            logger.info("%s: what is there up to byte %d is not as the journal says", plan.path, mark.num_bytes)
             context.observe(-output.at)
             return _take_over(plan, fd, marks[:number], context)
+    if marks:
+        logger.info("%s: %d of %d bytes are there and as the journal says", plan.path, output.at, plan.num_bytes)
     return filled, output
 
 
@@ -173,6 +180,7 @@ def _fill(filled: _Filled, output: Output, reader: Reader, beside: Executor, con
 
     def mark(reached: Mark) -> None:
         os.fdatasync(output.fd)
+        logger.debug("%s: %d of %d bytes are durable", filled.plan.path, reached.num_bytes, filled.plan.num_bytes)
         context.record(filled.plan.path, reached)
 
     for piece in filled.missing():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.core.findings import NOTE, Finding
 from llmtailor.core.index import CheckpointIndex, Survey
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.errors import Problems, SourceError, printable
 from llmtailor.formats.deepspeed.common import attempt
 from llmtailor.formats.deepspeed.indexing import survey_deepspeed
@@ -17,6 +19,7 @@ from llmtailor.formats.partial.indexing import index_partial
 from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.formats.plain.indexing import is_plain, survey_plain
 
+logger = logging.getLogger(__name__)
 _SHOWN = 3
 
 
@@ -33,7 +36,7 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is no checkpoint of a kind that can be read.
     """
-    name = name or display_name(root)
+    name, watch = name or display_name(root), Stopwatch()
     try:
         if is_partial(root) or root.absolute().parent.name == FOLDER:
             survey = _survey_partial(root, name)
@@ -41,7 +44,10 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
             survey = survey_plain(root, name) if is_plain(root) else survey_deepspeed(root, name)
         steps = attempt(lambda: read_part_steps(root, name), survey.problems)
         if survey.index is None:
+            logger.info("%s can't be indexed", name)
             return survey
+        about = (survey.index.format, survey.index.global_step, survey.index.world_size, len(survey.index.files))
+        logger.info("indexed %s in %s: %s, step %d, %d ranks, %d files", name, watch.lap(), *about)
         findings = (*survey.index.findings, *_links_outside(survey.index))
         return replace(survey, index=replace(survey.index, part_steps=steps or {}, findings=findings))
     except OSError as error:

@@ -57,8 +57,8 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
     try:
         _check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise SourceError.at(where, "the file is missing", _COPY_AGAIN) from None
+    except FileNotFoundError as error:
+        raise SourceError.at(where, "the file is missing", _COPY_AGAIN) from error
     except ValueError as error:
         raise SourceError.at(where, f"no file can have this name ({error})", _COPY_AGAIN) from error
     except OSError as error:

@@ -130,7 +130,7 @@ def _read_line(line: str, number: int) -> FlagLine:
         value = json.loads(line, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:
         told = error.msg if isinstance(error, json.JSONDecodeError) else "a number or the nesting is too large"
-        raise _Unreadable(f"the line is no JSON: {told}") from None
+        raise _Unreadable(f"the line is no JSON: {told}") from error
     if not isinstance(value, dict):
         raise _Unreadable("the line is no JSON object")
     if missing := [key for key in ("step", "flag") if key not in value]:

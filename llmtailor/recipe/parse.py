@@ -24,20 +24,20 @@ def load_recipe(path: Path) -> Recipe:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except IsADirectoryError:
-        raise RecipeError(Problem(where, "this is a directory", "give the path of a recipe file")) from None
-    except FileNotFoundError:
-        raise RecipeError(Problem(where, "there is no such file", "check the path of the recipe")) from None
+    except IsADirectoryError as error:
+        raise RecipeError(Problem(where, "this is a directory", "give the path of a recipe file")) from error
+    except FileNotFoundError as error:
+        raise RecipeError(Problem(where, "there is no such file", "check the path of the recipe")) from error
     except OSError as error:
         fix = "check the permissions of the file"
-        raise RecipeError(Problem(where, f"the recipe can't be read: {error.strerror}", fix)) from None
+        raise RecipeError(Problem(where, f"the recipe can't be read: {error.strerror}", fix)) from error
     try:
         # Cut in the middle of a character if it is too large, which is then what parse_recipe says.
         text = data.decode("utf-8-sig", "strict" if len(data) <= MAX_BYTES else "replace")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         what = f"byte {error.start} is not UTF-8"
-        raise RecipeError(Problem(f"{where}:{line}", what, "save the recipe as UTF-8")) from None
+        raise RecipeError(Problem(f"{where}:{line}", what, "save the recipe as UTF-8")) from error
     folder = Path(os.path.abspath(path)).parent  # resolve() would follow symlinks
     return parse_recipe(text, name=where, folder=folder, environ=os.environ)
 

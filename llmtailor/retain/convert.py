@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from llmtailor import __version__
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.plan import Plan, Sources
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.execute.commit import check_space
 from llmtailor.execute.runner import Context, execute
 from llmtailor.execute.stopping import Stop
@@ -29,6 +31,7 @@ from llmtailor.retain.places import making
 from llmtailor.retain.readback import check_crcs, check_places, check_unchanged
 from llmtailor.store import link_or_copy, sync
 
+logger = logging.getLogger(__name__)
 SPARE_BYTES = 16 << 20
 """Room for folders and file system overhead, beyond the bytes of the plan."""
 
@@ -110,7 +113,7 @@ def write_conversion(
     Raises StorageError if there is no space for it, SourceError, also if the full checkpoint changes meanwhile,
     VerificationError if it does not read back as planned, Interrupted, or OSError. It is absent then.
     """
-    target, source = conversion.target, conversion.source
+    target, source, watch = conversion.target, conversion.source, Stopwatch()
     check_space(target, sum(file.num_bytes for file in conversion.plan.files) + SPARE_BYTES)
     staging = making(target)
     shutil.rmtree(staging, ignore_errors=True)
@@ -118,6 +121,7 @@ def write_conversion(
     try:
         results = execute(conversion.plan, staging, Context([source.files], observe=observe, stop=stop))
         crcs = {result.path: result.crc for result in results}
+        logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
         for name, folder in conversion.links.items():
             if filecmp.cmp(folder / name, staging / name, shallow=False):
                 (staging / name).unlink()
@@ -128,6 +132,7 @@ def write_conversion(
         params = {name for names in conversion.params_of.values() for name in names}
         check_places(conversion.plan, index_checkpoint(staging, display_name(target)), source, params)
         check_unchanged(source)
+        logger.info("read it back in %s", watch.lap())
         stop.check()
         staging.rename(target)
         sync(target.parent)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtailor.errors import Problem, SourceError, StorageError
+from llmtailor.errors import Problem, SourceError
 from llmtailor.execute.left_over import left_over
 from llmtailor.formats.base import display_name
 from llmtailor.formats.partial.container import is_partial
@@ -17,10 +18,11 @@ from llmtailor.history.ledger import Ledger
 from llmtailor.history.retention import SaveRecord
 from llmtailor.retain.needs import Needs, find_needs
 from llmtailor.retain.places import files_in, freed_bytes, left_behind
-from llmtailor.retain.watch import check_newest
+from llmtailor.retain.watch import carrying_out, check_newest
 from llmtailor.runs import Scan, scan_run
 from llmtailor.store import ABANDONED, Folder
 
+logger = logging.getLogger(__name__)
 _SAVE = re.compile(r"step-\d{8,}")
 _GIVEN_UP = re.compile(rf"step-\d{{8,}}{re.escape(ABANDONED)}(-\d+)?")
 _STAGING = re.compile(r"\.(.+)\.llmtailor-staging")
@@ -66,6 +68,8 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     if not needs.kept:
         what = "no step of this run can be composed, so nothing is removed"
         raise SourceError([Problem(display_name(run), what, "save a complete checkpoint first"), *scan.skipped])
+    for one in partial:
+        logger.info("%s: %s", one.name, "needed" if one in needs.needed else "no step needs it")
     unneeded = [Removal(one.path, "no step needs it", one.step) for one in partial if one not in needs.needed]
     left, in_use = _leftovers(run)
     removals = (*unneeded, *left)
@@ -76,21 +80,20 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
 def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None) -> None:
     """Carry out a plan that was made inside `watch.only_writer`. Raises StorageError; nothing needed is ever gone."""
     folder = Folder(plan.run)
-    try:
+    with carrying_out(plan.run, "can't remove it", "check the permissions; run this again"):
         for removal in plan.removals:
             if removal.step is not None:
                 folder.remove(removal.step)
             elif _STAGING.fullmatch(removal.path.name):
                 with left_over(_output_of(removal.path)) as is_unused:
                     if not is_unused:
+                        logger.info("left %s alone: another process is writing there now", removal.path)
                         continue
                     shutil.rmtree(removal.path)
             else:
                 shutil.rmtree(removal.path)
+            logger.info("removed %s: %s", removal.path, removal.why)
             tell(removal)
-    except OSError as error:
-        what = f"can't remove it: {error.strerror or error}"
-        raise StorageError.at(error.filename or plan.run, what, "check the permissions; run this again") from error
 
 
 def _leftovers(run: Path) -> tuple[list[Removal], list[Path]]:

@@ -6,6 +6,7 @@ published: so the run can be interrupted anywhere, and the same command goes on.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.run import RunCheckpoint
-from llmtailor.errors import Problem, StorageError, VerificationError
+from llmtailor.errors import Problem, VerificationError
 from llmtailor.execute.stopping import Stop, stoppable
 from llmtailor.formats.partial.layout import trained_states
 from llmtailor.formats.partial.manifest import read_manifest
@@ -26,10 +27,12 @@ from llmtailor.retain.places import files_in, freed_bytes, left_behind, remove_r
 from llmtailor.retain.proof import check_composable, check_on_disk
 from llmtailor.retain.readback import check_same, compared
 from llmtailor.retain.reduce import is_kept, reduce_to_weights
-from llmtailor.retain.watch import check_newest
+from llmtailor.retain.watch import carrying_out, check_newest
 from llmtailor.retain.ways import Chooser, Thinning, make_chooser
 from llmtailor.runs import Scan, scan_run
 from llmtailor.store import Folder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +110,27 @@ def thin(
     """
     there = list(plan.scan.usable)
     differing: list[Problem] = []
-    try:
-        with stoppable() as stop:
-            for folder in plan.left_behind:
-                shutil.rmtree(folder)
-            for step in plan.steps:
-                stop.check()
-                fate = step.fate
-                if fate.becomes == WEIGHTS:
-                    reduce_to_weights(plan.scan.indexes[fate.checkpoint.path])
-                elif fate.becomes == PARTIAL:
-                    try:
-                        _replace(plan, step, there, stop, observe)
-                    except _Different as error:
-                        differing += error.problems
-                        continue
-                else:
+    with carrying_out(plan.run, "can't go on", "check the disk; the same command goes on"), stoppable() as stop:
+        for folder in plan.left_behind:
+            shutil.rmtree(folder)
+        for step in plan.steps:
+            stop.check()
+            fate = step.fate
+            if fate.becomes == WEIGHTS:
+                reduce_to_weights(plan.scan.indexes[fate.checkpoint.path])
+            elif fate.becomes == PARTIAL:
+                try:
+                    _replace(plan, step, there, stop, observe)
+                except _Different as error:
+                    differing += error.problems
                     continue
-                there = replaced(there, fate)
-                tell(step)
-    except OSError as error:
-        what = f"can't go on: {error.strerror or error}"
-        raise StorageError.at(error.filename or plan.run, what, "check the disk; the same command goes on") from error
-    if differing:
-        raise VerificationError(differing)
+            else:
+                logger.info("%s stays: %s", fate.checkpoint.name, fate.why or "it is one of the newest")
+                continue
+            there = replaced(there, fate)
+            tell(step)
+        if differing:
+            raise VerificationError(differing)
 
 
 class _Different(VerificationError):
@@ -157,6 +157,7 @@ def _replace(
         if step.conversion is not None:
             Folder(plan.run).remove(full.step)
         raise
+    logger.info("removing %s: step %d can be composed without it", full.name, full.step)
     remove_replaced(full.path)
 
 

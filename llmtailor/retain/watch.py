@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmtailor.core.findings import ERROR
-from llmtailor.errors import Problem, SourceError, TargetError
+from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError
 from llmtailor.formats.base import display_name
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import FOLDER
@@ -37,6 +37,23 @@ def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
         yield
     finally:
         folder.unlock()
+
+
+@contextmanager
+def carrying_out(run: Path, what: str, fix: str) -> Iterator[None]:
+    """Mark errors as late: something may have been written or removed already, and stays so.
+
+    Raises StorageError, which says ``what`` and ``fix``, for an OSError.
+    """
+    try:
+        yield
+    except TailorError as error:
+        error.came_late = True
+        raise
+    except OSError as error:
+        late = StorageError.at(error.filename or run, f"{what}: {error.strerror or error}", fix)
+        late.came_late = True
+        raise late from error
 
 
 def check_newest(scan: Scan) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,11 @@ from llmtailor.formats.zip_records import list_records
 from llmtailor.io.sources import read_source
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.write import write_recipe
-from llmtailor.runs import find_checkpoints, past_of, why_not
+from llmtailor.runs import find_checkpoints, of_another_attempt, past_of, why_not
 from llmtailor.salvage.choosing import Choice, choose
 from llmtailor.salvage.holders import Holder, judge, without_weights
 
+logger = logging.getLogger(__name__)
 Observe = Callable[[int], None]
 
 
@@ -111,24 +113,27 @@ def scan_run(run: Path, at: int | None, deep: bool, fragments: bool, observe: Ob
     past: Past | None = None
     for step, path in folders:
         if anatomy is not None and choose(holders, anatomy, fragments).is_complete:
+            logger.info("looked no further back than %s: all parts are found", holders[-1].name)
             break
         try:
             holder = judge(path, step, deep, observe)
             mine = past_of(holder.index)
         except SourceError as error:
             refused += error.problems
+            logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
             continue
         holders, holder = _share_tied(holders, holder)
         reason = why_not(step, holder.index, holders[0].index if holders else None)
         if reason is None and past is not None and mine is not None and not past.includes(mine):
-            reason = Problem(
-                holder.name, "it is of another attempt than the newest checkpoint, which resumed before it"
-            )
+            reason = of_another_attempt(holder.name)
         if reason is not None:
             refused.append(reason)
+            logger.info("skipped %s: %s", holder.name, reason.what)
             continue
         past = past or mine
         holders.append(holder)
+        state = "whole" if holder.is_whole else "damaged"
+        logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         anatomy = dissect_checkpoint(holders[0].index)
     if anatomy is None:
         head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
@@ -209,11 +214,13 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
         if not path.startswith("rng_state"):
             donor = next((root for _, root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
-            notices.append(Problem(where, "the file is damaged, and left out"))
+            fix = "copy it into the output before the resume, if you have it elsewhere"
+            notices.append(Problem(where, "the file is damaged, and left out", fix))
             continue
         data = read_source(donor / path, f"{display_name(donor)}/{path}", MAX_BYTES)
         layouts.append(FileLayout(path, (Literal(data, f"from {donor.name}"),)))
-        notices.append(Problem(where, f"the file is damaged, and comes from {display_name(donor)}"))
+        what = f"the file is damaged, and comes from {display_name(donor)}"
+        notices.append(Problem(where, what, "look whether it is right, if the run changed it in between"))
     return layouts, notices
 
 
@@ -241,7 +248,7 @@ def _notices(scan: Scan, choice: Choice) -> list[Problem]:
             f"schedule, data order, random number states and trainer state are of step {base.step}: those of "
             f"{holder.name} can't be used, so its last {holder.step - base.step} steps of data are trained on again"
         )
-        notices.append(Problem(base.name, what))
+        notices.append(Problem(base.name, what, f"if these files of {holder.name} can be mended, do so first"))
     if choice.cuts:
         params = len({state.param for state in choice.cuts})
         what = f"{params} params are made of elements from several steps (--fragments)"

@@ -42,8 +42,8 @@ def latest_to_json(latest: Latest) -> dict[str, Any]:
     }
 
 
-def to_text(verdict: Verdict, verbose: bool) -> str:
-    """Return the verdict in one line, then the findings, the severe ones first; ``verbose`` adds what is damaged."""
+def to_text(verdict: Verdict) -> str:
+    """Return the verdict in one line, then the findings, the severe ones first."""
     counts = ", ".join(
         f"{len(found)} {severity if len(found) == 1 else _PLURAL[severity]}"
         for severity in SEVERITIES
@@ -55,10 +55,4 @@ def to_text(verdict: Verdict, verbose: bool) -> str:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
         lines.append(f"{index.format}, step {index.global_step}, for {index.world_size} ranks; {read}")
     lines += [f"{finding.severity}: {finding}" for finding in verdict.findings]
-    if verbose:
-        lines += [f"damaged file: {path}" for path in sorted(verdict.damage.files)]
-        lines += [
-            f"damaged state: {state.kind} of {state.param}, elements {', '.join(f'{a}-{b - 1}' for a, b in runs)}"
-            for state, runs in sorted(verdict.damage.states.items())
-        ]
     return "\n".join(lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, Survey
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.verdict import Damage, Verdict, by_severity
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
 from llmtailor.formats.base import display_name, survey_checkpoint
@@ -18,6 +20,8 @@ from llmtailor.verify.beside import check_files_beside
 from llmtailor.verify.blemishes import join, lost_elements
 from llmtailor.verify.composite import check_manifest
 from llmtailor.verify.structure import check_index
+
+logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(
@@ -33,7 +37,7 @@ def verify_checkpoint(
     Raises UnsupportedCheckpoint for a kind that can't be judged, SourceError for a folder that is no checkpoint, and
     Interrupted on Ctrl-C.
     """
-    root, name = Path(path), name or display_name(Path(path))
+    root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
     survey = survey_checkpoint(root, name)
     _refuse_unsupported(survey)
     findings = [
@@ -55,7 +59,20 @@ def verify_checkpoint(
         else:
             states = join(lost_elements(index, survey.unreadable))
     damage = Damage(_damaged_files(findings, root, name), states)
-    return Verdict(name, deep, by_severity([*findings, *values]), damage, index)
+    verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index)
+    logger.info("judged %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
+    _log_damage(damage)
+    return verdict
+
+
+def _log_damage(damage: Damage) -> None:
+    if damage.states:
+        logger.info("%d states are damaged; -vv lists them", len(damage.states))
+    for path in sorted(damage.files):
+        logger.info("damaged file: %s", path)
+    for state, runs in sorted(damage.states.items()):
+        elements = ", ".join(f"{begin}-{end - 1}" for begin, end in runs)
+        logger.debug("damaged state: %s of %s, elements %s", state.kind, state.param, elements)
 
 
 def _refuse_unsupported(survey: Survey) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import llmtailor
 from llmtailor.core.findings import NOTE, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import MASTER, State
+from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.verdict import Verdict, by_severity
 from llmtailor.errors import Interrupted, UsageError
 from llmtailor.formats.deepspeed.files import find_shard_files
@@ -32,6 +34,7 @@ from llmtailor.verify.blemishes import held_of
 from llmtailor.verify.reading import CHUNK_ELEMENTS, Reader
 from llmtailor.verify.smoke_compare import compare
 
+logger = logging.getLogger(__name__)
 MAX_RANKS = 8
 TIMEOUT_S = 900
 PROCESS_BYTES = 700 << 20
@@ -46,7 +49,8 @@ def try_resume(verdict: Verdict) -> Verdict:
     """
     if verdict.index is None or not verdict.is_resumable:
         what = "no resume was tried: the checkpoint is not resumable as it is"
-        return replace(verdict, findings=by_severity([*verdict.findings, Finding(verdict.name, what, "", NOTE)]))
+        note = Finding(verdict.name, what, "mend what the errors name first", NOTE)
+        return replace(verdict, findings=by_severity([*verdict.findings, note]))
     return replace(verdict, findings=by_severity([*verdict.findings, *resume_smoke(verdict.index)]))
 
 
@@ -172,7 +176,7 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if task["stage"] else []
     worker = ["-m", "llmtailor.verify.smoke_worker", str(folder / "task.json"), str(folder)]
     command = [sys.executable, *launcher, *worker]
-    log = folder / "log"
+    log, watch = folder / "log", Stopwatch()
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command, cwd=folder, env=_environment(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
@@ -188,7 +192,9 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     told = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    logger.info("%d processes resumed it for a try, in %s; exit code %s", ranks, watch.lap(), process.returncode)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    logger.debug("the last they printed: %s", tail)
     return [json.loads(path.read_text()) for path in told], tail
 
 

@@ -398,12 +398,26 @@ def test_everything_is_said_at_once(run):
     assert "6 problems; nothing was written" in stderr
 
 
-def test_a_traceback_only_on_demand(run):
-    (run / "recipe.yaml").write_text("nope: 1\n")
-    command = [sys.executable, "-m", "llmtailor", "--traceback", "merge", "recipe.yaml"]
-    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
+@pytest.mark.parametrize(("debug", "wanted"), [("1", True), ("0", False), ("", False)])
+def test_a_traceback_only_on_demand(run, debug, wanted):
+    """With all causes, and the message as ever."""
+    command = [sys.executable, "-m", "llmtailor", "merge", "nowhere.yaml"]
+    environ = {**os.environ, "LLMTAILOR_DEBUG": debug}
+    result = subprocess.run(command, cwd=run, env=environ, capture_output=True, text=True)
     assert result.returncode == 3
-    assert "Traceback" in result.stderr
+    assert ("Traceback" in result.stderr) is wanted
+    assert ("FileNotFoundError: [Errno 2]" in result.stderr) is wanted
+    assert result.stderr.endswith("error: nowhere.yaml: there is no such file\n  fix: check the path of the recipe\n")
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "checkpoint-100"], ["--help"]])
+def test_a_reader_that_has_gone(run, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "llmtailor", *arguments]
+    result = subprocess.run(command, cwd=run, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_usage(run):

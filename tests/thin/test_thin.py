@@ -145,6 +145,21 @@ def test_a_partial_checkpoint_of_another_attempt_does_not_stand_in(tmp_path):
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "partial/step-00000100"]
 
 
+def test_work_that_was_done_in_part_is_not_called_nothing(tmp_path):
+    """Two checkpoints can't be thinned out, and the one between them has been."""
+    run = make_run(tmp_path / "run", (100, 150, 200, 300))
+    ledger = Ledger("saver")
+    for step in (100, 200):
+        other = make(tmp_path / "other", step)
+        edit(optim_states(other), lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"][0].data.add_(1))
+        ledger = save_partial(run, other, ODD | EVEN, ledger)
+    command = [sys.executable, "-m", "llmtailor", "thin", str(run), "--strategy", "parity", "--yes"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    assert "checkpoint-150: done" in done.stderr
+    assert done.stderr.endswith("\n2 problems\n")
+
+
 def test_what_others_need_stays(tmp_path):
     """The saver's base is lost: its later partial checkpoints can be composed thanks to a full one only."""
     run = make_run(tmp_path / "run", (100, 200, 300))

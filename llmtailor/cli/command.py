@@ -1,0 +1,72 @@
+"""What every command has in common: ``-v``, and its exit codes in its help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    import logging
+
+_LEVELS = "_llmtailor_verbosity"
+
+
+def _be_verbose(ctx: click.Context, _: click.Parameter, times: int) -> None:
+    """Show the package's log on stderr; ``llmtailor -v merge -v`` counts as ``-vv``."""
+    found = ctx.find_root().meta
+    found[_LEVELS] = found.get(_LEVELS, 0) + times
+    if found[_LEVELS]:
+        import logging
+
+        logger = logging.getLogger("llmtailor")
+        logger.setLevel(logging.INFO if found[_LEVELS] == 1 else logging.DEBUG)
+        if not logger.handlers:
+            logger.addHandler(_handler())
+
+
+def _handler() -> logging.Handler:
+    import logging
+
+    from llmtailor.errors import printable
+
+    class ToStderr(logging.Handler):
+        """Looks stderr up anew for each line: while a progress bar is shown, rich puts something else there."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            sys.stderr.write(printable(self.format(record)) + "\n")
+
+    handler = ToStderr()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    return handler
+
+
+def verbose_option() -> click.Option:
+    """Return the option ``-v``, which passes nothing to the command."""
+    return click.Option(
+        ["-v", "--verbose"],
+        count=True,
+        expose_value=False,
+        callback=_be_verbose,
+        help="Say on stderr what is done, why, and how long it took; -vv says more.",
+    )
+
+
+class Command(click.Command):
+    """A command with ``-v``, and with those exit codes in its help that say more than the common table."""
+
+    def __init__(self, *args: Any, exit_codes: Mapping[int, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(verbose_option())
+        self.exit_codes = exit_codes
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_exit_codes(formatter, "Exit codes (llmtailor --help has the others)", self.exit_codes)
+
+
+def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[int, str]) -> None:
+    """Write exit codes as a section of a help."""
+    with formatter.section(head):
+        formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])

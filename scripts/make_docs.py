@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Writes the pages of docs/ that are made from the code.
+
+scripts/make_docs.py            writes them anew
+scripts/make_docs.py --check    exits with 1 if one is not as the code says
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from llmtailor import errors  # noqa: E402
+from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
+
+NOTE = "<!-- made by scripts/make_docs.py: change the code, and run it -->"
+BEGIN, END = "<!-- scripts/make_docs.py -->\n\n", "\n<!-- end -->"
+
+
+def error_tree() -> str:
+    """Return the error tree with exit codes and meanings, as it stands in the docstring of llmtailor/errors.py."""
+    rows: list[tuple[str, str, str]] = []
+
+    def add(error: type[errors.TailorError], stem: str, below: str) -> None:
+        own_code = str(error.exit_code) if "exit_code" in vars(error) else ""
+        rows.append((stem + error.__name__, own_code, error.meaning))
+        children = [child for child in error.__subclasses__() if child.__module__ == errors.__name__]
+        for child in children:
+            is_last = child is children[-1]
+            add(child, below + ("└── " if is_last else "├── "), below + ("    " if is_last else "│   "))
+
+    add(errors.TailorError, "", "")
+    wide = max(len(name) for name, _, _ in rows)
+    return "".join(f"{name:<{wide}}  {code:>3}  {meaning}\n" for name, code, meaning in rows)
+
+
+def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [head, ("---:" if head[0] == "code" else "---", *["---"] * (len(head) - 1)), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def exit_codes() -> str:
+    """Return the table of the exit codes that all commands share."""
+    return table(("code", "meaning"), list(EXIT_CODES.items()))
+
+
+def by_command() -> str:
+    """Return the exit codes that mean something in particular, command by command."""
+    context = click.Context(cli)
+    rows: list[tuple[object, ...]] = []
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        for code, meaning in command.exit_codes.items():  # type: ignore[union-attr]
+            rows.append((f"`{name}`", code, meaning))
+    return table(("command", "code", "meaning"), rows)
+
+
+def errors_page() -> str:
+    then = [(f"{error.exit_code}", error.afterwards) for error in errors.BRANCHES]
+    example = errors.SourceError.at(
+        "checkpoint-300/model.safetensors",
+        "the file is truncated: 6376 bytes instead of 6476",
+        "copy the file again from where it was saved, or leave this checkpoint out",
+    )
+    return f"""{NOTE}
+
+# Errors and exit codes
+
+Whatever goes wrong ends in a message on stderr and an exit code. Nobody needs to read a traceback for it.
+
+## A message
+
+```
+error: {example}
+```
+
+First where it is (a path, a place in the recipe such as `recipe.yaml:12`, or a flag), then what it is, then how to
+mend it. All that is wrong is said at once, with the number of problems at the end; the exit code is that of the
+earliest stage that failed. `nothing was written` stands there where that is so.
+
+## Exit codes
+
+{exit_codes()}
+2 is also what a misspelt option gives, with the usage of the command. 0 covers a dry run that would fit.
+
+Those that mean something in particular, as `llmtailor COMMAND --help` has them:
+
+{by_command()}
+## What to do then
+
+{table(("code", "what to do"), list(then))}
+A job script may run the same command again after 130, and after 8 once there is space. After the others somebody has
+to mend something first.
+
+## stdout and stderr
+
+stdout has the result and nothing else: the tables, the recipe, the path that `latest` found, or with `--json` one
+JSON document. Errors, notes, the progress bar (on a terminal) and the log go to stderr. With `--json` errors are text
+on stderr as well, and stdout is empty; only `verify`, whose verdict is its result, and `latest` print their document
+also when they exit with 7, and `merge`, `convert`, `salvage`, `thin` and `gc` print their plan before they carry it
+out.
+
+## `-v`
+
+`-v` shows the log on stderr, line by line with the time of day: which checkpoint was indexed and what it is, which
+was skipped and why, why a part comes from where it does, each file with its bytes and CRC-32, what an earlier attempt
+had left and whether it agreed with the journal, and how long every stage took. `-vv` adds how far long files are
+durable, and the states that are damaged. It stands before or behind the command: `llmtailor -v merge ...` or
+`llmtailor merge ... -v`.
+
+The lines come from `logging`, with a logger per module below `llmtailor`. From Python nothing is shown unless the
+program configures logging: `logging.getLogger("llmtailor").setLevel("INFO")` and a handler.
+
+## {DEBUG}
+
+`{DEBUG}=1` in the environment prints a Python traceback, with all causes, before every error message except those
+about the usage. It is for reports of bugs (exit code 1); a job script can set it without touching the command line.
+
+## The classes
+
+From Python the same errors are exceptions; `error.problems` holds each problem's `where`, `what` and `fix`.
+
+```
+{error_tree()}```
+"""
+
+
+def readme() -> str:
+    """Return README.md with the table of exit codes that the code has."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN, 1)
+    return before + BEGIN + exit_codes() + rest[rest.index(END) :]
+
+
+PAGES = {"docs/errors.md": errors_page, "README.md": readme}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is not current")
+    check = parser.parse_args().check
+    stale = []
+    for name, make in PAGES.items():
+        path, text = ROOT / name, make()
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {name}")
+    if check and stale:
+        sys.exit(f"error: not as the code says: {', '.join(stale)}\n  fix: run scripts/make_docs.py")
+
+
+if __name__ == "__main__":
+    main()

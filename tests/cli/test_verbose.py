@@ -1,0 +1,166 @@
+"""``-v``: what it tells, where it may stand, and that nothing else changes by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmtailor
+from helpers.checkpoints import SMALL, make
+
+RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
+LINE = re.compile(r"\d\d:\d\d:\d\d (.*)")
+STAGES = [
+    "indexed checkpoint-200 in", "indexed checkpoint-100 in", "the base is checkpoint-200, as the recipe says",
+    "planned 13 files", "writing in", "wrote 13 files", "compared the sources", "judged out in",
+    "verified what was written in", "published",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (100, 200):
+        make(tmp_path, step, shape=SMALL)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def call(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmtailor", *arguments]
+    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def told(stderr: str) -> list[str]:
+    return [match[1] for line in stderr.splitlines() if (match := LINE.fullmatch(line))]
+
+
+def begins(lines: list[str], beginnings: list[str]) -> bool:
+    """Whether there are lines that begin so, in that order."""
+    rest = iter(lines)
+    return all(any(line.startswith(beginning) for line in rest) for beginning in beginnings)
+
+
+@pytest.mark.parametrize("verbose", [["-v", "merge"], ["merge", "-v"], ["merge", "--verbose"], ["-v", "merge", "-v"]])
+def test_it_names_the_stages_wherever_it_stands(run, verbose):
+    command, *after = verbose[verbose.index("merge") :]
+    lines = told(call(run, *verbose[: verbose.index("merge")], command, "recipe.yaml", "out", *after).stderr)
+    assert begins(lines, STAGES), lines
+    assert any(line.startswith("model.safetensors: 6,476 bytes, CRC-32 ") for line in lines)
+
+
+def test_nothing_else_changes(run):
+    plain = call(run, "merge", "recipe.yaml", "out", "--force")
+    verbose = call(run, "merge", "recipe.yaml", "out", "--force", "-vv")
+    assert told(plain.stderr) == []
+    assert verbose.stdout == plain.stdout
+    assert [line for line in verbose.stderr.splitlines() if not LINE.fullmatch(line)] == plain.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["merge", "recipe.yaml", "out"], ["convert", "checkpoint-100"], ["inspect", "checkpoint-100"],
+        ["verify", "checkpoint-100"], ["latest", "."], ["salvage", "."], ["thin", ".", "--strategy", "parity"],
+        ["gc", "."],
+    ],
+)  # fmt: skip
+def test_json_stays_json(run, arguments):
+    result = call(run, *arguments, "--json", "-vv")
+    assert json.loads(result.stdout)
+    assert told(result.stderr)
+
+
+def test_why_a_part_comes_from_where(run):
+    (run / "checkpoint-100" / "latest").write_text("nowhere")
+    lines = told(call(run, "recipe", ".", "-v").stderr)
+    assert "embed_tokens, layers 0-3, norm, lm_head from checkpoint-200: newest" in lines
+    lines = told(call(run, "recipe", ".", "-v", "--strategy", "spread", "--over", "1").stderr)
+    assert any(line.startswith("skipped checkpoint-100/latest: it points to") for line in lines), lines
+
+
+def test_what_a_journal_is_worth(run):
+    """A merge that was killed behind a mark; the file it marked is damaged since."""
+    program = (
+        "import os, sys; from pathlib import Path; from llmtailor.execute import commit; import llmtailor\n"
+        "commit.Staging.publish = lambda self: os._exit(9)\n"
+        "llmtailor.merge(Path('recipe.yaml'), Path('out'))"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], cwd=run)
+    assert killed.returncode == 9
+    weights = run / ".out.llmtailor-staging" / "out" / "model.safetensors"
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+    lines = told(call(run, "merge", "recipe.yaml", "out", "-v").stderr)
+    assert "model.safetensors: what is there up to byte 6476 is not as the journal says" in lines
+    assert "scheduler.pt: 1465 of 1465 bytes are there and as the journal says" in lines
+
+
+def test_thin_and_gc_say_what_goes_and_why(run):
+    lines = told(call(run, "thin", ".", "--strategy", "parity", "--yes", "-v").stderr)
+    assert begins(lines, ["wrote partial/step-00000100", "read it back in", "removing checkpoint-100: step 100 can be"])
+    assert "checkpoint-200 stays: it is one of the newest" in lines
+    lines = told(call(run, "gc", ".", "--keep", "1", "--yes", "-v").stderr)
+    assert any(line.endswith("step-00000100: no step needs it") and line.startswith("removed") for line in lines)
+
+
+def test_the_log_stands_above_the_bar(run):
+    """On a terminal each line is whole, whatever the bar does."""
+    main, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmtailor", "-v", "merge", "recipe.yaml", "out"],
+        cwd=run, stdout=subprocess.DEVNULL, stderr=terminal, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    os.close(terminal)
+    seen = b""
+    while True:
+        try:
+            data = os.read(main, 65536)
+        except OSError:  # the other end is closed
+            break
+        seen += data
+    assert process.wait() == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r", "\n")
+    assert "/s" in shown
+    lines = told(shown)
+    assert begins(lines, STAGES), shown
+    assert [line for line in lines if line.startswith("latest: 14 bytes, CRC-32 5f46f5fe, in ")]
+
+
+@pytest.mark.parametrize("verbose", [["-vv", "verify"], ["-v", "verify", "-v"]])
+def test_twice_says_more(run, verbose):
+    shards = sorted((run / "checkpoint-100").glob("*/*optim_states.pt"))
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    for arguments, wanted in ((["verify", "-v"], False), (verbose, True)):
+        command = [sys.executable, "-m", "llmtailor", *arguments, "checkpoint-100"]
+        lines = told(subprocess.run(command, cwd=run, capture_output=True, text=True).stderr)
+        assert any(line.startswith("damaged file: global_step100/") for line in lines)
+        assert any(line.startswith("damaged state: ") for line in lines) is wanted
+
+
+def test_names_in_hostile_files_can_not_play_with_the_terminal(run):
+    program = (
+        "import logging; from llmtailor.cli.main import cli\n"
+        "cli.main(['-v', 'inspect', 'checkpoint-100'], standalone_mode=False)\n"
+        "logging.getLogger('llmtailor.any').info('skipped %s', '\\x1b[2J\\nerror: x')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=run, capture_output=True, text=True)
+    assert told(done.stderr)[-1] == r"skipped \x1b[2J\nerror: x"
+
+
+def test_a_library_user_sees_it_by_own_logging_and_gets_no_handler(run, caplog, monkeypatch, capfd):
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(logging.getLogger("llmtailor"), "handlers", [])
+    with caplog.at_level(logging.INFO, logger="llmtailor"):
+        llmtailor.merge(Path("recipe.yaml"), Path("out"))
+    assert begins([record.getMessage() for record in caplog.records], STAGES)
+    assert logging.getLogger("llmtailor").handlers == []
+    assert capfd.readouterr().err == ""

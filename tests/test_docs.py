@@ -1,0 +1,80 @@
+"""What is said about errors and exit codes is what the code has: the made pages, docstrings and helps."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import llmtailor
+from llmtailor import errors
+from llmtailor.cli.main import EXIT_CODES, cli
+from scripts.make_docs import PAGES, error_tree
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "make_docs.py"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_are_current(name):
+    assert (ROOT / name).read_text(encoding="utf-8") == PAGES[name](), "run scripts/make_docs.py"
+
+
+def test_the_check_of_a_page_that_is_not(tmp_path):
+    for name in ("llmtailor", "scripts", "docs", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "scripts").unlink()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / SCRIPT.name).write_text(SCRIPT.read_text())
+    command = [sys.executable, str(tmp_path / "scripts" / SCRIPT.name), "--check"]
+    assert subprocess.run(command).returncode == 0
+    (tmp_path / "docs").unlink()
+    (tmp_path / "docs").mkdir()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: not as the code says: docs/errors.md\n  fix: run scripts/make_docs.py\n"
+    assert not (tmp_path / "docs" / "errors.md").exists()
+    assert subprocess.run(command[:-1]).returncode == 0
+    assert subprocess.run(command).returncode == 0
+
+
+def test_the_docstring_draws_the_tree():
+    drawn = "".join(f"    {line}\n" for line in error_tree().splitlines())
+    assert errors.__doc__ is not None
+    assert f"::\n\n{drawn}\n" in errors.__doc__
+
+
+def test_every_class_with_a_code_of_its_own_is_a_branch():
+    for module in pkgutil.walk_packages(llmtailor.__path__, "llmtailor."):
+        if not module.name.startswith("llmtailor.saving.") and not module.name.endswith(("worker", "__main__")):
+            importlib.import_module(module.name)
+
+    def below(error):
+        return {error}.union(*map(below, error.__subclasses__()))
+
+    codes = [error.exit_code for error in errors.BRANCHES]
+    assert codes == sorted(set(codes))
+    assert {error for error in below(errors.TailorError) if "exit_code" in vars(error)} == set(errors.BRANCHES)
+
+
+def test_the_help_has_every_code():
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    section = shown[shown.index("Exit codes:\n") :]
+    assert [int(code) for code in re.findall(r"^  (\d+) ", section, re.MULTILINE)] == list(EXIT_CODES)
+
+
+@pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))
+def test_the_help_of_every_command_has_its_own(name):
+    command = cli.get_command(click.Context(cli), name)
+    assert 0 in command.exit_codes
+    assert set(command.exit_codes) <= set(EXIT_CODES)
+    shown = CliRunner().invoke(cli, [name, "--help"]).output
+    section = shown[shown.index("Exit codes") :]
+    assert [int(code) for code in re.findall(r"^  (\d+) ", section, re.MULTILINE)] == list(command.exit_codes)
