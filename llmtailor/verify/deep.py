@@ -188,4 +188,4 @@ def _not_compared(index: CheckpointIndex, saved_as: SavedNames) -> Iterator[Find
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
     if index.stage and names:
         what = f"the weights of {some(names)} go by other names than the params, and were not compared with the masters"
-        yield Finding(index.name, what, "", NOTE)
+        yield Finding(index.name, what, "resume it for a try: --resume-smoke", NOTE)

@@ -45,6 +45,7 @@ def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
     """Say where the trained params' states really lie. Raises SourceError if they are not what the trees describe."""
     placed: dict[State, Held] = {}
     problems = []
+    fix = "leave this checkpoint out; its save is damaged"
     for state, described in held.items():
         if state.kind in _KEPT:
             placed[state] = described
@@ -52,9 +53,9 @@ def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
         if fragment and (fragment.dtype, fragment.shape) != (described.dtype, described.shape):
-            problems.append(Problem(partial.name, f"{state.kind} of {state.param} is not what its tree describes"))
+            what = f"{state.kind} of {state.param} is not what its tree describes"
+            problems.append(Problem(partial.name, what, fix))
     if problems or not partial.fragments.keys() <= held.keys():
-        fix = "leave this checkpoint out; its save is damaged"
         raise SourceError(problems or [Problem(partial.name, "its bundles hold states that its trees don't know", fix)])
     return placed
 

@@ -85,7 +85,8 @@ def _index(
     known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
-        findings.append(Finding(where, f"it has no state of {some(frozen)}: taken to be frozen"))
+        fix = "if that was trained, its state is lost: leave this checkpoint out"
+        findings.append(Finding(where, f"it has no state of {some(frozen)}: taken to be frozen", fix))
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weights' files have other names for {some(renamed)} than the model"
         fix = "compare the losses after a resume: transformers 5.23 keeps the initial values there, with a warning"

@@ -1,0 +1,70 @@
+"""Every refusal in the package says where, what and how to mend it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "llmtailor"
+NOWHERE = {
+    "cli/main.py": "an interrupt, or a bug: there is no place to name",
+    "execute/stopping.py": "an interrupt has no place",
+    "verify/reading.py": "an interrupt has no place",
+    "verify/smoke.py": "an interrupt has no place",
+}
+"""Files that may leave ``where`` empty in as many words, and why"""
+
+
+def modules() -> list[Path]:
+    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def refusals(source: str) -> Iterator[tuple[int, dict[str, ast.expr]]]:
+    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at`` and `Misspelt` (which is put in its place by
+    the parser) that is made."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        fields = ("where", "what", "fix")
+        match node.func:
+            case ast.Name(id="Problem" | "Finding"):
+                pass
+            case ast.Name(id="Misspelt"):
+                fields = ("what", "fix")
+            case ast.Attribute(attr="at", value=ast.Name(id=name)) if name[0].isupper() or name == "cls":
+                pass
+            case _:
+                continue
+        named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        found = dict(zip(fields, node.args, strict=False)) | named
+        yield node.lineno, {field: found.get(field, ast.Constant("")) for field in fields}
+
+
+def lacking(source: str) -> list[tuple[int, str]]:
+    return [
+        (line, field)
+        for line, fields in refusals(source)
+        for field, value in fields.items()
+        if isinstance(value, ast.Constant) and not str(value.value or "").strip()
+    ]
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_every_refusal_says_where_what_and_how_to_mend_it(path):
+    found = lacking((PACKAGE / path).read_text(encoding="utf-8"))
+    if str(path) in NOWHERE:
+        assert {field for _, field in found} == {"where"}, found
+    else:
+        assert not found
+
+
+def test_the_test_sees_them():
+    assert sum(1 for path in modules() for _ in refusals((PACKAGE / path).read_text(encoding="utf-8"))) > 400
+    assert lacking("SourceError.at(path, 'damaged')") == [(1, "fix")]
+    assert lacking("Problem(where='x', what=f'{x}', fix=' ')") == [(1, "fix")]
+    assert lacking("Finding('', what, fix, ERROR)") == [(1, "where")]
+    assert lacking("Misspelt(what)") == [(1, "fix")]
+    assert not lacking("folder.at(step); Problem(where, what, fix)")
