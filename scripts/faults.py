@@ -135,6 +135,10 @@ def kills(scene: Scene, numbers: Iterable[int], chance: random.Random) -> Counte
             process.send_signal(number)
             code = process.wait()
         said, state = scene.said.read_text(), scene.state()
+        if number == signal.SIGINT and "init_import_site" in said:
+            assert state == "absent", said
+            counts["interrupted while Python itself was starting"] += 1
+            continue
         polite = number != signal.SIGKILL
         # Python ends by SIGINT, which a shell shows as 130 too, if the exception came while an import executed text;
         # and its own way out, when all is done, has no handlers any more
