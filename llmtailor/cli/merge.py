@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,4 +76,5 @@ def _recipe(
     from llmtailor.runs import recipe_for_run
 
     text = recipe_for_run(run, choosing["at"], read_choosing(choosing), None)
-    return parse_recipe(text, name=f"the recipe for {run}", folder=run.absolute(), environ=os.environ), config
+    recipe = parse_recipe(text, name=f"the recipe for {run}", folder=run.absolute(), environ=os.environ)
+    return replace(recipe, is_ours=True), config

@@ -88,6 +88,9 @@ class Recipe:
     chat_template: str | None = None
     """A Jinja text, or the name of a template that mergekit brings along; None leaves the tokenizer's own."""
 
+    is_ours: bool = False
+    """Whether llmtailor itself has just written it, so that what no rule names is meant to come from the base."""
+
     def sources(self) -> tuple[Path, ...]:
         """Return every checkpoint that states come from, the base first, then in order of appearance."""
         named = [self.base] if self.base else []

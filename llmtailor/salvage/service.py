@@ -189,7 +189,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
         title=f"salvage of {display_name(scan.run)}",
     )
     text = write_recipe(assignment, anatomy, None)
-    recipe = parse_recipe(text, name=assignment.title, folder=scan.run, environ=os.environ)
+    recipe = replace(parse_recipe(text, name=assignment.title, folder=scan.run, environ=os.environ), is_ours=True)
     files, about_files = _replace_files(scan, base)
     cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = {
         state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
