@@ -87,7 +87,8 @@ def errors(scene: Scene, points: Callable[[int], Iterable[int]], fault: dict[str
         assert "Traceback" not in said, said
         promised = "goes on with" in said
         outcome = _outcome(scene)
-        assert promised == outcome.endswith("went on"), said
+        # a mark whose fsync failed is not promised, and may be there all the same
+        assert outcome.endswith("went on") or not promised, said
         counts[f"exit {code}, {outcome}"] += 1
     return counts
 
