@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from llmtailor.errors import TailorError, TargetError
 from llmtailor.formats.partial.container import is_partial
-from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, Manifest, folder_name, read_manifest
+from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, Manifest, folder_name, read_manifest, step_in_name
 
-_STEP = re.compile(r"step-(\d{8,})")
 _LOCK = ".lock"
 ABANDONED = ".abandoned"
 
@@ -102,8 +100,8 @@ class Folder:
     def _all(self) -> Iterator[tuple[int, Path]]:
         if self.path.is_dir():
             for path in sorted(self.path.iterdir()):
-                if (match := _STEP.fullmatch(path.name)) and path.is_dir():
-                    yield int(match[1]), path
+                if (step := step_in_name(path.name)) is not None and path.is_dir():
+                    yield step, path
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -14,9 +14,8 @@ from llmtailor.errors import Problems, SourceError, printable
 from llmtailor.formats.deepspeed.common import attempt
 from llmtailor.formats.deepspeed.indexing import survey_deepspeed
 from llmtailor.formats.manifest import read_part_steps
-from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.container import looks_partial
 from llmtailor.formats.partial.indexing import index_partial
-from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.formats.plain.indexing import is_plain, survey_plain
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
     """
     name, watch = name or display_name(root), Stopwatch()
     try:
-        if is_partial(root) or root.absolute().parent.name == FOLDER:
+        if looks_partial(root):
             survey = _survey_partial(root, name)
         else:
             survey = survey_plain(root, name) if is_plain(root) else survey_deepspeed(root, name)

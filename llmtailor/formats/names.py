@@ -20,9 +20,14 @@ def check_name(name: Any, what: str, where: str) -> str:
     """
     if not isinstance(name, str):
         raise SourceError.at(where, f"{what} has a {type(name).__name__} for a name", _FIX)
-    if not name or len(name) > MAX_NAME or not name.isprintable():
+    if not is_name(name):
         raise SourceError.at(where, f"{what} has the name {name[:60]!r}, which can't be one", _FIX)
     return name
+
+
+def is_name(value: Any) -> bool:
+    """Tell whether a value is a name as `check_name` wants it."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
 
 
 def is_path_below(path: str) -> bool:

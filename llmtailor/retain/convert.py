@@ -153,9 +153,10 @@ def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
         for file in (*conversion.layout.bundles, *conversion.layout.frozen)
     )
     return manifest_json(
-        describe_partial(source, conversion.save_id, contents.parts, facts, contents.ledger.to_json()),
+        describe_partial(
+            source, conversion.save_id, contents.parts, conversion.params_of, facts, contents.ledger.to_json()
+        ),
         policy=contents.policy,
-        params_of=conversion.params_of,
         num_bytes=part_bytes(source, conversion.anatomy),
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -127,6 +127,7 @@ def publish(
         precision=DTYPES[training.precision],
         tag=training.tag,
         parts=chosen,
+        params_of={part: model.params_of[part] for part in chosen},
         params=training.params,
         tied=training.tied,
         saved_as=model.saved_as,
@@ -137,7 +138,6 @@ def publish(
     content = manifest_json(
         manifest,
         policy=policy,
-        params_of=model.params_of,
         num_bytes=model.num_bytes,
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

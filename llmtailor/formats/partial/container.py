@@ -16,11 +16,13 @@ from llmtailor.formats.json_files import read_strict_json
 from llmtailor.formats.names import is_count, is_path_below
 from llmtailor.formats.partial.encoding import decode
 from llmtailor.formats.partial.manifest import (
+    FOLDER,
     MANIFEST,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
     Manifest,
+    bundle_name,
     read_manifest,
 )
 from llmtailor.formats.pickle_reader import check_tree
@@ -68,6 +70,11 @@ def is_partial(root: Path) -> bool:
     return (root / MANIFEST).is_file()
 
 
+def looks_partial(root: Path) -> bool:
+    """Whether a folder is a partial checkpoint, or lies where only these do: a save that did not finish."""
+    return is_partial(root) or root.absolute().parent.name == FOLDER
+
+
 def open_partial(root: Path, name: str) -> Partial:
     """Read the manifest and the headers of all bundles; no tensor byte is read.
 
@@ -86,9 +93,10 @@ def _open(root: Path, name: str, _mtime_ns: int, _inode: int) -> Partial:
     manifest = read_manifest(root, name)
     problems = Problems()
     files: dict[str, WeightFile] = {}
+    ranks = {bundle_name(rank, manifest.world_size): rank for rank in range(manifest.world_size)}
     for fact in manifest.bundles:
         try:
-            files[fact.path] = _read_bundle(root, fact, manifest, name)
+            files[fact.path] = _read_bundle(root, fact, manifest, ranks, name)
         except SourceError as error:
             problems.add(error)
     problems.raise_if_any()
@@ -100,7 +108,8 @@ def _open(root: Path, name: str, _mtime_ns: int, _inode: int) -> Partial:
     return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
 
 
-def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, name: str) -> WeightFile:
+def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mapping[str, int], name: str) -> WeightFile:
+    """Read a file's header and hold it against the manifest; ``ranks`` are those of the ranks' bundles by name."""
     where = f"{name}/{fact.path}"
     file = read_header(root, fact.path, where)
     size = (root / fact.path).stat().st_size
@@ -108,8 +117,17 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, name: str) ->
         raise SourceError.at(where, f"it has {size} bytes, its save wrote {fact.num_bytes}", _FIX)
     if file.metadata.get("schema") != SCHEMA_BUNDLE:
         raise SourceError.at(where, "it is no bundle of a partial checkpoint", _FIX)
-    if file.metadata.get("save_id", manifest.save_id) != manifest.save_id:
+    if fact.path not in ranks:
+        return file  # frozen params, which saves share
+    told = {key: file.metadata.get(key) for key in ("save_id", "step", "world_size", "rank")}
+    if told["save_id"] != manifest.save_id:
         raise SourceError.at(where, "it is of another save than manifest.json", _FIX)
+    wanted = {"step": manifest.step, "world_size": manifest.world_size, "rank": ranks[fact.path]}
+    if wrong := [f"{key} {told[key]!r:.20}" for key, value in wanted.items() if told[key] != str(value)]:
+        what = (
+            f"it says {', '.join(wrong)}, where manifest.json says {', '.join(f'{k} {v}' for k, v in wanted.items())}"
+        )
+        raise SourceError.at(where, what, _FIX)
     return file
 
 

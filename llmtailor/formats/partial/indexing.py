@@ -21,6 +21,7 @@ from llmtailor.formats.trainer import read_trainer_files
 
 _ABSENT = Absent()
 _KEPT = (FROZEN, BUFFER)
+_FIX = "leave this checkpoint out; its save is damaged"
 
 
 def index_partial(root: Path, name: str, index_deepspeed: Callable[[Path, str], CheckpointIndex]) -> CheckpointIndex:
@@ -29,7 +30,12 @@ def index_partial(root: Path, name: str, index_deepspeed: Callable[[Path, str], 
     Raises SourceError with every problem of every file.
     """
     partial = open_partial(root, name)
-    index = index_deepspeed(root, name) if partial.manifest.stage else _index_plain(partial)
+    manifest = partial.manifest
+    index = index_deepspeed(root, name) if manifest.stage else _index_plain(partial)
+    told = (index.stage, index.global_step, index.world_size, index.precision)
+    if told != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
+        what = "its object trees are of another step, stage, world size or precision than manifest.json says"
+        raise SourceError.at(name, what, _FIX)
     return replace(
         index,
         format=f"partial-{index.format}",
@@ -45,7 +51,7 @@ def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
     """Say where the trained params' states really lie. Raises SourceError if they are not what the trees describe."""
     placed: dict[State, Held] = {}
     problems = []
-    fix = "leave this checkpoint out; its save is damaged"
+    chosen = {param for names in partial.manifest.params_of.values() for param in names}
     for state, described in held.items():
         if state.kind in _KEPT:
             placed[state] = described
@@ -54,9 +60,15 @@ def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
         placed[state] = fragment or replace(described, place=_ABSENT)
         if fragment and (fragment.dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} is not what its tree describes"
-            problems.append(Problem(partial.name, what, fix))
-    if problems or not partial.fragments.keys() <= held.keys():
-        raise SourceError(problems or [Problem(partial.name, "its bundles hold states that its trees don't know", fix)])
+            problems.append(Problem(partial.name, what, _FIX))
+        elif described.numel and (fragment is not None) != (state.param in chosen):
+            lacks = "lack" if state.param in chosen else "hold"
+            what = f"its bundles {lacks} {state.kind} of {state.param}, against what manifest.json says of the parts"
+            problems.append(Problem(partial.name, what, _FIX))
+    if not partial.fragments.keys() <= held.keys():
+        problems.append(Problem(partial.name, "its bundles hold states that its trees don't know", _FIX))
+    if problems:
+        raise SourceError(problems)
     return placed
 
 
@@ -105,8 +117,7 @@ def _index_plain(partial: Partial) -> CheckpointIndex:
 def _check_names(groups: tuple[tuple[str, ...], ...], params: Mapping[str, Param], name: str) -> None:
     trained = {param for group in groups for param in group}
     if trained != {param.name for param in params.values() if param.role == "trainable"}:
-        fix = "leave this checkpoint out; its save is damaged"
-        raise SourceError.at(name, "its optimizer's params are not those of its manifest", fix)
+        raise SourceError.at(name, "its optimizer's params are not those of its manifest", _FIX)
 
 
 def _hold(

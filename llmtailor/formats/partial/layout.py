@@ -7,7 +7,7 @@ as in any partial checkpoint, and so is ``param_slice_mappings``, which follows 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +99,14 @@ def describe_partial(
     index: CheckpointIndex,
     save_id: str,
     parts: Mapping[str, str],
+    params_of: Mapping[str, Sequence[str]],
     bundles: tuple[BundleFact, ...],
     ledger: Mapping[str, Any],
 ) -> Manifest:
-    """Return the manifest of a partial checkpoint made of a full one; ``parts`` are those it holds, and why."""
+    """Return the manifest of a partial checkpoint made of a full one.
+
+    ``parts`` are those it holds, and why; ``params_of`` the trained params of each.
+    """
     files = find_shard_files(index.root, index.name) if index.stage else None
     return Manifest(
         step=index.global_step,
@@ -112,6 +116,7 @@ def describe_partial(
         precision=index.precision,
         tag=index.tag or "plain",
         parts=parts,
+        params_of=params_of,
         params={
             param.name: ParamFact(param.shape, param.role, _live_dtype(index, param.name))
             for param in index.params.values()

@@ -17,6 +17,8 @@ it, with a placeholder where a flat tensor was. There are no pickles, and no wei
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,19 @@ from typing import Any
 from llmtailor.core.index import SavedAs
 from llmtailor.core.states import ITEMSIZE
 from llmtailor.errors import SourceError
-from llmtailor.formats.json_files import read_json
-from llmtailor.formats.names import check_name, is_count, is_path_below
+from llmtailor.formats.json_files import MAX_BYTES, read_strict_json
+from llmtailor.formats.names import is_path_below
+from llmtailor.formats.partial.fields import (
+    a_count,
+    a_crc,
+    a_list,
+    a_mapping,
+    a_name,
+    a_plain_name,
+    a_shape,
+    one_of,
+)
+from llmtailor.io.sources import read_source
 
 MANIFEST = "manifest.json"
 SCHEMA = "llmtailor.partial/1"
@@ -35,12 +48,19 @@ FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume don't look for."""
 TREE = "tree:"
 LEDGER = "ledger"
+_FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _FIX = "leave this checkpoint out; its save is damaged"
 
 
 def folder_name(step: int) -> str:
     """Return the name of a partial checkpoint's folder, e.g. ``step-00000150``."""
     return f"step-{step:08}"
+
+
+def step_in_name(name: str) -> int | None:
+    """Return the step that a folder's name tells, or None if it is not that of a partial checkpoint."""
+    match = _FOLDER_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def bundle_name(rank: int, world_size: int) -> str:
@@ -86,6 +106,8 @@ class Manifest:
     tag: str
     parts: Mapping[str, str]
     """The chosen parts, and why each was."""
+    params_of: Mapping[str, Sequence[str]]
+    """The trained params of each chosen part: the bundles hold every state of these, and of no others."""
     params: Mapping[str, ParamFact]
     """By FQN"""
     tied: Mapping[str, str]
@@ -105,26 +127,25 @@ def read_manifest(root: Path, name: str) -> Manifest:
     if not (root / MANIFEST).exists():
         fix = "leave this checkpoint out; the run goes on without it"
         raise SourceError.at(name, "there is no manifest.json: the save did not finish", fix)
-    data = read_json(root / MANIFEST, where)
+    text = read_source(root / MANIFEST, where, MAX_BYTES)
     try:
-        return _parse(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError.at(where, f"it is no manifest of a partial checkpoint ({error!r})", _FIX) from error
+        return _parse(read_strict_json(text))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise SourceError.at(where, f"it is no manifest of a partial checkpoint ({error!r:.200})", _FIX) from error
 
 
 def manifest_json(
     manifest: Manifest,
     *,
     policy: Mapping[str, Any],
-    params_of: Mapping[str, Sequence[str]],
     num_bytes: Mapping[str, int],
     tool_version: str,
     created: str,
 ) -> bytes:
     """Return the content of ``manifest.json``, which `read_manifest` reads back.
 
-    What a reader does without stands in there for people: the policy by name and options, and of each part its trained
-    params and the bytes of their states, over all ranks.
+    What a reader does without stands in there for people: the policy by name and options, and of each part the bytes
+    of its states, over all ranks.
     """
     content = {
         "schema": SCHEMA,
@@ -138,7 +159,7 @@ def manifest_json(
         "tag": manifest.tag,
         "policy": dict(policy),
         "parts": [
-            {"part": part, "why": why, "num_bytes": num_bytes[part], "params": list(params_of[part])}
+            {"part": part, "why": why, "num_bytes": num_bytes[part], "params": list(manifest.params_of[part])}
             for part, why in manifest.parts.items()
         ],
         "params": {
@@ -160,72 +181,75 @@ def manifest_json(
     return json.dumps(content, indent=1).encode() + b"\n"
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
+def _parse(data: Any) -> Manifest:
     if data["schema"] != SCHEMA:
-        raise ValueError(f"schema {data['schema']!r} instead of {SCHEMA!r}")
-    bundles = tuple(
-        BundleFact(_plain_name(one["path"]), _count(one["num_bytes"]), int(one["crc32"], 16)) for one in data["bundles"]
-    )
+        raise ValueError(f"schema {data['schema']!r:.80} instead of {SCHEMA!r}")
+    stage, world_size = one_of(data["stage"], (0, 1, 2, 3)), a_count(data["world_size"])
     params = {
-        check_name(name, "a param", MANIFEST): ParamFact(
-            tuple(map(_count, one["shape"])),
-            _one_of(one["role"], ("trainable", "frozen", "buffer")),
-            _one_of(one["dtype"], tuple(ITEMSIZE)),
+        a_name(name): ParamFact(
+            a_shape(one["shape"]),
+            one_of(one["role"], ("trainable", "frozen", "buffer")),
+            one_of(one["dtype"], tuple(ITEMSIZE)),
         )
         for name, one in data["params"].items()
     }
-    world_size, listed = _count(data["world_size"]), [bundle.path for bundle in bundles]
-    wanted = (bundle_name(rank, world_size) for rank in range(world_size))
-    if not 0 < world_size <= len(listed) or not all(name in listed for name in wanted):
-        raise ValueError(f"it does not list the bundles of {world_size} ranks")
+    chosen = {a_name(one["part"]): one for one in data["parts"]}
+    params_of = {part: tuple(map(a_name, a_list(one["params"]))) for part, one in chosen.items()}
+    if len(chosen) != len(data["parts"]):
+        raise ValueError("a part is there twice")
+    if any(params[name].role != "trainable" for names in params_of.values() for name in names):
+        raise ValueError("a part has params that are not trained")
+    tied = {a_name(name): stored for name, stored in data["tied"].items()}
+    if any(name in params or stored not in params for name, stored in tied.items()):
+        raise ValueError("a name is tied to none of its params")
     return Manifest(
-        step=_count(data["step"]),
-        save_id=str(data["save_id"]),
-        stage=_one_of(data["stage"], (0, 1, 2, 3)),
+        step=a_count(data["step"]),
+        save_id=a_name(data["save_id"]),
+        stage=stage,
         world_size=world_size,
-        precision=_one_of(data["precision"], ("BF16", "F16", "F32")),
-        tag=_plain_name(data["tag"]),
-        parts={str(one["part"]): str(one["why"]) for one in data["parts"]},
+        precision=one_of(data["precision"], ("BF16", "F16", "F32")),
+        tag=a_plain_name(data["tag"]),
+        parts={part: str(one["why"]) for part, one in chosen.items()},
+        params_of=params_of,
         params=params,
-        tied={str(name): str(stored) for name, stored in data["tied"].items()},
-        saved_as=_saved_as(data["saved_as"]),
-        bundles=bundles,
-        shards=_shards(data["shards"]),
-        ledger=dict(data[LEDGER]),
+        tied=tied,
+        saved_as=None if data["saved_as"] is None else _saved_as(data["saved_as"], params),
+        bundles=_bundles(data["bundles"], world_size),
+        shards=_shards(data["shards"], stage, world_size),
+        ledger=a_mapping(data[LEDGER]),
     )
 
 
-def _saved_as(data: dict[str, Any] | None) -> dict[str, tuple[SavedAs, ...]] | None:
-    if data is None:
-        return None
-    return {
-        str(param): tuple(
-            SavedAs(str(name), tuple(map(_count, shape)), _count(begin)) for name, shape, begin in tensors
-        )
+def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
+    """One bundle per rank, then the files of frozen params: one, or one per rank; each once."""
+    listed = a_list(data)
+    if not 0 < world_size <= len(listed):  # before the names of all ranks are made
+        raise ValueError(f"it lists {len(listed)} bundles for {world_size} ranks")
+    ranks = {bundle_name(rank, world_size) for rank in range(world_size)}
+    frozen = {frozen_name(rank, world_size) for rank in range(world_size)}
+    names = [one["path"] for one in listed]
+    if len(names) != len(set(names)) or set(names) - ranks not in (set(), {frozen_name(0, 1)}, frozen):
+        raise ValueError(f"it does not list the bundles of {world_size} ranks, each once")
+    return tuple(BundleFact(one["path"], a_count(one["num_bytes"]), a_crc(one["crc32"])) for one in listed)
+
+
+def _saved_as(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[SavedAs, ...]]:
+    found = {
+        param: tuple(SavedAs(a_name(name), a_shape(shape), a_count(begin)) for name, shape, begin in a_list(tensors))
         for param, tensors in data.items()
     }
+    for param, tensors in found.items():
+        if any(one.begin + math.prod(one.shape) > math.prod(params[param].shape) for one in tensors):
+            raise ValueError(f"{param} is saved as more than it holds")
+    return found
 
 
-def _shards(data: dict[str, Any]) -> dict[str, Any]:
-    for path in (*data.get("optim", ()), *data.get("model", ())):
-        if not isinstance(path, str) or not is_path_below(path):
-            raise ValueError(f"{path!r:.80} is no file below the checkpoint")
-    return dict(data)
-
-
-def _plain_name(value: str) -> str:
-    if "/" in value or not is_path_below(value):
-        raise ValueError(f"{value!r:.80} is no plain name")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not is_count(value):
-        raise ValueError(f"{value!r:.80} is no count")
-    return int(value)
-
-
-def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
-    if isinstance(value, bool) or value not in choices:
-        raise ValueError(f"{value!r} is none of {choices}")
-    return value
+def _shards(data: Any, stage: int, world_size: int) -> dict[str, Any]:
+    shards = a_mapping(data)
+    if stage == 0:
+        return shards
+    for kind, count in (("optim", world_size), ("model", world_size if stage == 3 else 1)):
+        paths = a_list(shards[kind])
+        if len(set(paths)) != count or not all(map(is_path_below, paths)):
+            raise ValueError(f"{kind} does not name {count} files below the checkpoint")
+    return {**shards, "is_bf16": one_of(shards["is_bf16"], (True, False))}
