@@ -197,6 +197,11 @@ def dissect_checkpoint(index: CheckpointIndex) -> Anatomy:
     return dissect_model([*numels, *index.tied], dict(index.tied), numels, config)
 
 
+def absent_parts(index: CheckpointIndex, anatomy: Anatomy) -> frozenset[str]:
+    """Return the parts that a partial checkpoint has left out, if only some state of them."""
+    return frozenset(anatomy.part_of[state.param] for state, held in index.held.items() if not held.is_here)
+
+
 def _index_all(roots: Sequence[Path], problems: Problems) -> tuple[CheckpointIndex, ...]:
     found = (_attempt(problems, lambda root=root: index_checkpoint(root)) for root in roots)  # type: ignore[misc]
     return tuple(index for index in found if index is not None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmtailor.compose import dissect_checkpoint
+from llmtailor.compose import absent_parts, dissect_checkpoint
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.report import SCHEMA_INSPECT
 from llmtailor.core.states import BUFFER, FROZEN, MASTER, WEIGHT
@@ -34,7 +34,7 @@ def describe(index: CheckpointIndex) -> dict[str, Any]:
         if not held.is_here or (index.stage == 0 and not index.is_partial and state.kind in (MASTER, FROZEN, BUFFER)):
             continue  # without DeepSpeed these are the same bytes as the weight
         by_kind[anatomy.part_of[state.param]][state.kind] += held.num_bytes
-    absent = {anatomy.part_of[state.param] for state, held in index.held.items() if not held.is_here}
+    absent = absent_parts(index, anatomy)
     roles = [param.role for param in index.params.values()]
     return {
         "schema": SCHEMA_INSPECT,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtailor.compose import dissect_checkpoint
+from llmtailor.compose import absent_parts, dissect_checkpoint
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.run import Assignment, Past, RunCheckpoint
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.formats.base import display_name, index_checkpoint
-from llmtailor.formats.partial.manifest import FOLDER, read_manifest
+from llmtailor.formats.partial.manifest import FOLDER, read_manifest, step_in_name
 from llmtailor.formats.run_folder import list_checkpoints
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.history.ledger import Ledger
@@ -25,7 +24,6 @@ from llmtailor.recipe.words import condense
 from llmtailor.recipe.write import write_recipe
 
 logger = logging.getLogger(__name__)
-_PARTIAL = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ def past_of(index: CheckpointIndex) -> Past | None:
 
 def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoint:
     """Say what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
-    absent = {anatomy.part_of[state.param] for state, held in index.held.items() if not held.is_here}
+    absent = absent_parts(index, anatomy)
     parts = frozenset(anatomy.parts) - absent if absent else None
     return RunCheckpoint(index.root, index.global_step, parts, TRAINER_STATE in index.files, past_of(index))
 
@@ -171,9 +169,9 @@ def find_checkpoints(run: Path, at: int | None) -> list[tuple[int, Path]]:
     found = [(step, False, path) for step, path in list_checkpoints(run).items()]
     partial = run / FOLDER
     found += [
-        (int(match[1]), True, path)
+        (step, True, path)
         for path in (partial.iterdir() if partial.is_dir() else ())
-        if (match := _PARTIAL.fullmatch(path.name)) and path.is_dir()
+        if (step := step_in_name(path.name)) is not None and path.is_dir()
     ]
     if not found:
         fix = "name the folder that holds checkpoint-N, or partial/"

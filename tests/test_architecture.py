@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": {"core", "arch", "plan"},
     "saving": {"core", "errors", "arch", "io", "formats", "policies", "history", "store"},
     "compose": {"core", "errors", "arch", "recipe", "plan", "formats", "execute"},
-    "verify": {"core", "errors", "formats", "io", "compose"},
+    "verify": {"core", "errors", "formats", "io", "compose", "history"},
     "continuing": {"core", "errors", "compose", "execute"},
     "publish": {"core", "errors", "compose", "continuing", "formats", "execute", "io", "verify"},
     "runs": {"core", "errors", "recipe", "plan", "formats", "compose", "history"},

@@ -15,10 +15,10 @@ from llmtailor.errors import VerificationError
     name="verify",
     cls=Command,
     exit_codes={
-        0: "CHECKPOINT is resumable, also with warnings",
+        0: "CHECKPOINT is resumable, or partial and intact; also with warnings",
         2: "also if --resume-smoke can't be done here",
         4: "it is no checkpoint, or of a kind that can't be judged",
-        7: "CHECKPOINT is not resumable",
+        7: "CHECKPOINT is not resumable, or partial and damaged",
     },
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path))
@@ -31,6 +31,8 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
 
     An error means that a resume fails or goes on from something else without a word; a warning, that something is
     lost on the way. Without --deep only headers are read, which takes seconds for any size.
+
+    A partial checkpoint never resumes by itself. It is intact if a composite can be made with it.
 
     --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine on as many CPU processes
     as it has ranks, and compares what the engine then holds with what the files say.
@@ -53,4 +55,4 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
 
         verdict = try_resume(verdict)
     click.echo(json.dumps(to_json(verdict), indent=2) if as_json else to_text(verdict))
-    ctx.exit(0 if verdict.is_resumable else VerificationError.exit_code)
+    ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)

@@ -12,6 +12,9 @@ from llmtailor.core.states import State
 RESUMABLE = "resumable"
 WITH_WARNINGS = "resumable with warnings"
 NOT_RESUMABLE = "not resumable"
+INTACT = "partial, intact"
+INTACT_WITH_WARNINGS = "partial, intact with warnings"
+DAMAGED = "partial, damaged"
 SCHEMA_VERIFY = "llmtailor.verify/1"
 SCHEMA_LATEST = "llmtailor.latest/1"
 
@@ -28,6 +31,14 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """The parts of the model, as a partial checkpoint has them."""
+
+    held: tuple[str, ...]
+    absent: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The outcome of verifying a checkpoint."""
 
@@ -40,16 +51,27 @@ class Verdict:
     damage: Damage
     index: CheckpointIndex | None
     """What can be told of the checkpoint in spite of the damage; see `core.index.Survey`."""
+    is_partial: bool = False
+    """No stock resume reads it; it is judged as a source of composites."""
+    holding: Holding | None = None
+    """Of a partial checkpoint that could be indexed"""
 
     @property
     def level(self) -> str:
-        severities = {finding.severity for finding in self.findings}
-        return NOT_RESUMABLE if ERROR in severities else WITH_WARNINGS if WARNING in severities else RESUMABLE
+        levels = (
+            (DAMAGED, INTACT_WITH_WARNINGS, INTACT) if self.is_partial else (NOT_RESUMABLE, WITH_WARNINGS, RESUMABLE)
+        )
+        return levels[0 if self.of_severity(ERROR) else 1 if self.of_severity(WARNING) else 2]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether it is good for what it claims to be: a stock resume, or what a partial checkpoint holds."""
+        return not self.of_severity(ERROR)
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a stock resume works; maybe with warnings."""
-        return self.level != NOT_RESUMABLE
+        """Whether a stock resume works; maybe with warnings. A partial checkpoint never resumes by itself."""
+        return self.is_intact and not self.is_partial
 
     def of_severity(self, severity: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]

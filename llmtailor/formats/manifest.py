@@ -12,6 +12,8 @@ from llmtailor.core.report import SCHEMA_MANIFEST, PartRow, Report
 from llmtailor.errors import SourceError
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.names import check_name, is_count
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
 from llmtailor.formats.trainer import MANIFEST
 
 _LAYER = re.compile(r"layer ([0-9]+)")
@@ -136,7 +138,7 @@ def _alike(above: PartRow, row: PartRow) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
-    """What a composite's manifest says of the composite itself."""
+    """What its manifest says of a checkpoint of ours. A partial one has no more than files: those of tensors."""
 
     global_step: int
     world_size: int
@@ -151,7 +153,14 @@ class ManifestFacts:
 
 
 def read_manifest(root: Path, name: str) -> ManifestFacts | None:
-    """Read the manifest of a composite; None if this is none. Raises SourceError for a damaged manifest."""
+    """Read what a merge has noted of a composite, or a save of a partial checkpoint; None if this is neither.
+
+    Raises SourceError for a damaged manifest.
+    """
+    if is_partial(root):  # it may carry the manifest of the composite that it was made of
+        saved = read_partial_manifest(root, name)
+        files = {bundle.path: (bundle.num_bytes, bundle.crc32) for bundle in saved.bundles}
+        return ManifestFacts(saved.step, saved.world_size, {}, files, {}, is_split=False)
     if not (root / MANIFEST).is_file():
         return None
     where = f"{name}/{MANIFEST}"

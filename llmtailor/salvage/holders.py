@@ -76,8 +76,6 @@ def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = la
     if index is None:
         raise SourceError(finding for finding in verdict.findings if finding.severity != NOTE)
     findings = [finding for finding in verdict.findings if finding.severity != NOTE]
-    if index.is_partial:  # that no resume reads it is no damage
-        findings = [finding for finding in findings if finding.where != index.name]
     told = _sort(findings, index)
     if told.fatal:
         raise SourceError(told.fatal)
@@ -88,6 +86,8 @@ def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = la
         found = read_everything(index, index.unreadable, read_manifest(path, index.name), observe)
         more = [finding for finding in found.findings if finding.severity != NOTE]
         told = _sort([*findings, *more], index, is_deep=True)
+        if told.fatal and index.is_partial:  # its bundles' checksums don't tell which states they cost
+            raise SourceError(told.fatal)
         lost = _trusting_checksums(index, found.states, found.values)
         findings += [*more, *found.values]
     weights_lost = index.stage > 0 and (told.weights_lost or any(state.kind == WEIGHT for state in lost))
@@ -121,7 +121,7 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
         in_root = path != finding.where and "/" not in path and (index.root / path).is_file()
         if path in index.unreadable or (is_deep and "/" in path and path != finding.where):
             continue  # the elements that this costs are listed
-        if is_weight_file(path):
+        if is_weight_file(path) and not index.is_partial:  # these have bundles, no weights
             weights_lost = True
         elif path == MANIFEST:
             fatal.append(finding)

@@ -40,5 +40,7 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
 
 
 def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
-    """Whether a resume takes states from a file."""
+    """Whether a resume, or in its stead a composite of a partial checkpoint, takes states from a file."""
+    if index.is_partial:
+        return path.endswith(".safetensors")
     return "/" in path or path == OPTIMIZER or (index.stage == 0 and is_weight_file(path))

@@ -66,7 +66,12 @@ def read_everything(
     reader = Reader(index.root)
     try:
         reading = Reading(
-            reader, index.precision, unreadable, frozenset(summed | set(whole)), manifest is not None, observe
+            reader,
+            index.precision,
+            unreadable,
+            frozenset(summed | set(whole)),
+            bool(manifest and manifest.digests),
+            observe,
         )
         readings = reading.read(bundle_states(index, saved_as, unreadable))
         off = _compare_checksums(index, reader, readings, records, whole, observe)
@@ -134,7 +139,8 @@ def _compare_checksums(
             findings.append(Finding(where, what, _COPY_AGAIN, severity))
         if changed:
             fix = "nothing, if you changed it yourself" if severity == WARNING else _COPY_AGAIN
-            findings.append(Finding(where, "the file is not the one that the merge has written", fix, severity))
+            writer = "save" if index.is_partial else "merge"
+            findings.append(Finding(where, f"the file is not the one that the {writer} has written", fix, severity))
 
     run_all(compare, sorted({*records, *whole}))
     return Deep(tuple(sorted(findings, key=str)), (), join(runs))

@@ -6,19 +6,21 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from llmtailor.compose import absent_parts, dissect_checkpoint
 from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, Survey
 from llmtailor.core.stopwatch import Stopwatch
-from llmtailor.core.verdict import Damage, Verdict, by_severity
+from llmtailor.core.verdict import Damage, Holding, Verdict, by_severity
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
 from llmtailor.formats.base import display_name, survey_checkpoint
 from llmtailor.formats.manifest import ManifestFacts, read_manifest
-from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.container import looks_partial
 from llmtailor.formats.plain.indexing import is_plain
 from llmtailor.formats.trainer import CONFIG, MANIFEST, is_weight_file
 from llmtailor.verify.beside import check_files_beside
 from llmtailor.verify.blemishes import join, lost_elements
 from llmtailor.verify.composite import check_manifest
+from llmtailor.verify.partial import check_partial
 from llmtailor.verify.structure import check_index
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ def verify_checkpoint(
     name: str | None = None,
 ) -> Verdict:
     """Say whether a stock resume will take a checkpoint for what it claims to be, and what is damaged in it.
+
+    A partial checkpoint is judged by whether a composite can be made with it.
 
     Headers and pickles are read, which takes seconds for any size. With ``deep`` so is every tensor, in parallel;
     ``observe`` is then told how many bytes were read, from several threads. Messages call the checkpoint ``name``.
@@ -45,12 +49,16 @@ def verify_checkpoint(
         for error in survey.problems.errors
         for problem in error.problems
     ]
-    index, states = survey.index, {}
+    index, states, holding = survey.index, {}, None
     values: list[Finding] = []
     if index is not None:
         manifest = _manifest_of(index, findings)
-        findings += [*index.findings, *check_index(index), *check_files_beside(index)]
-        findings += check_manifest(index, manifest) if manifest else ()
+        findings += [*index.findings, *check_files_beside(index)]
+        if index.is_partial:
+            findings += check_partial(index)
+            holding = _holding(index, findings)
+        else:
+            findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
         if deep:
             from llmtailor.verify.deep import read_everything  # numpy takes a while
 
@@ -59,7 +67,7 @@ def verify_checkpoint(
         else:
             states = join(lost_elements(index, survey.unreadable))
     damage = Damage(_damaged_files(findings, root, name), states)
-    verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index)
+    verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
     logger.info("judged %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
     return verdict
@@ -84,11 +92,25 @@ def _refuse_unsupported(survey: Survey) -> None:
 
 def _severity(path: str, root: Path) -> str:
     """What a resume does not read can't keep it from working; without DeepSpeed it reads weights and config.json."""
-    if is_partial(root):
+    if looks_partial(root):
         return ERROR
     if path == MANIFEST or (not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
         return WARNING
     return ERROR
+
+
+def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
+    """Return which parts a partial checkpoint has; None if its config.json keeps that from being told."""
+    try:
+        anatomy = dissect_checkpoint(index)
+    except SourceError as error:
+        findings += [Finding(problem.where, problem.what, problem.fix, ERROR) for problem in error.problems]
+        return None
+    absent = absent_parts(index, anatomy)
+    return Holding(
+        tuple(part for part in anatomy.parts if part not in absent),
+        tuple(part for part in anatomy.parts if part in absent),
+    )
 
 
 def _manifest_of(index: CheckpointIndex, findings: list[Finding]) -> ManifestFacts | None:

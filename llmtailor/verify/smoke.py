@@ -45,8 +45,11 @@ _TAIL_LINES = 8
 def try_resume(verdict: Verdict) -> Verdict:
     """Add to a verdict what a resume for a try brings to light; one that is bad already is not tried.
 
-    Raises what `resume_smoke` raises.
+    Raises what `resume_smoke` raises, and UsageError for a partial checkpoint.
     """
+    if verdict.is_partial:
+        fix = "compose a checkpoint first (llmtailor merge --run), and try that"
+        raise UsageError.at("--resume-smoke", f"{verdict.name} is partial, and never resumes by itself", fix)
     if verdict.index is None or not verdict.is_resumable:
         what = "no resume was tried: the checkpoint is not resumable as it is"
         note = Finding(verdict.name, what, "mend what the errors name first", NOTE)

@@ -15,10 +15,7 @@ _NOT_READ = "a DeepSpeed resume does not read them; evaluation and inference do"
 
 
 def check_index(index: CheckpointIndex) -> list[Finding]:
-    """Return what is wrong with the states of a checkpoint that could be indexed."""
-    if index.is_partial:
-        what = "this is a partial checkpoint, which no stock resume can read"
-        return [Finding(index.name, what, "compose a full one with it: llmtailor merge", ERROR)]
+    """Return what is wrong with the states of a full checkpoint that could be indexed."""
     return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *_step_in_name(index)]
 
 

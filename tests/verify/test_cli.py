@@ -14,7 +14,19 @@ import llmtailor
 from helpers.checkpoints import edit, make, optim_states
 
 VERIFY_KEYS = {
-    *("schema", "name", "verdict", "resumable", "deep", "format", "world_size", "global_step", "findings"),
+    *(
+        "schema",
+        "name",
+        "verdict",
+        "resumable",
+        "intact",
+        "parts",
+        "deep",
+        "format",
+        "world_size",
+        "global_step",
+        "findings",
+    ),
     *("damaged_files", "damaged_states"),
 }
 

@@ -1,0 +1,100 @@
+"""Small runs of partial checkpoints, made in seconds, and ways to change what is in them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llmtailor
+from helpers.checkpoints import make
+from llmtailor.compose import dissect_checkpoint
+from llmtailor.core.recipe import Recipe
+from llmtailor.formats.base import index_checkpoint
+from llmtailor.history.ledger import Ledger
+from llmtailor.io.checksums import crc32
+from partial.alone import Alone
+from thin.scene import save_partial
+
+STEPS = (100, 200, 300)
+STAGES = {"zero3": 3, "zero2": 2, "plain": 0}
+FORMS = (*STAGES, "saver")
+
+
+def make_run(form: str, folder: Path) -> Path:
+    """Make a run whose first save is complete, and whose second and third hold half of the model each.
+
+    ``saver`` is a training in this process, with frozen params and a buffer, the others are made of full checkpoints.
+    """
+    if form == "saver":
+        attached = {"policy": "parity", "save_steps": 1}
+        return Alone(folder, attached, prepare=_freeze, max_steps=3).train().folder
+    ledger = Ledger("one")
+    for save, step in enumerate(STEPS):
+        full = make(folder.parent / f"full-{form}", step)
+        if STAGES[form] != 3:
+            converted = folder.parent / f"converted-{form}" / full.name
+            llmtailor.merge(Recipe("x", "", full, (), None, None), converted, llmtailor.Options(stage=STAGES[form]))
+            full = converted
+        parts = dissect_checkpoint(index_checkpoint(full)).parts
+        ledger = save_partial(folder, full, parts if save == 0 else parts[save % 2 :: 2], ledger)
+    return folder
+
+
+def _freeze(model: Any) -> Any:
+    model.model.embed_tokens.weight.requires_grad = False
+    model.model.register_buffer("counts", torch.arange(5.0))
+    return model
+
+
+def partials(run: Path) -> list[Path]:
+    """Return the partial checkpoints, oldest first."""
+    return sorted(path.parent for path in (run / "partial").glob("step-????????/manifest.json"))
+
+
+def bundles(checkpoint: Path) -> list[Path]:
+    """Return the ranks' bundles."""
+    return sorted(checkpoint.glob("rank-*.safetensors"))
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[Any], Any]) -> None:
+    """Change the manifest in place, or put what ``change`` returns in its place."""
+    path = checkpoint / "manifest.json"
+    content = json.loads(path.read_text())
+    changed = change(content)
+    path.write_text(json.dumps(content if changed is None else changed))
+
+
+def edit_header(bundle: Path, change: Callable[[dict[str, Any]], bytes | None], *, mend: bool = True) -> None:
+    """Change a bundle's header in place; ``change`` may return other data. With ``mend`` the manifest knows nothing."""
+    raw = bundle.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    data = change(header)
+    text = json.dumps(header).encode()
+    bundle.write_bytes(struct.pack("<Q", len(text)) + text + (raw[8 + length :] if data is None else data))
+    if mend:
+        mend_manifest(bundle)
+
+
+def mend_manifest(bundle: Path) -> None:
+    """Have the manifest list a bundle as it is now, so that neither size nor checksum gives it away."""
+    raw = bundle.read_bytes()
+
+    def change(manifest: Any) -> None:
+        for one in manifest["bundles"]:
+            if one["path"] == bundle.name:
+                one.update(num_bytes=len(raw), crc32=f"{crc32(raw):08x}")
+
+    edit_manifest(bundle.parent, change)
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip the lowest bit of a byte; ``at`` may count from the end."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)

@@ -1,0 +1,271 @@
+"""``verify`` of partial checkpoints: what it says of intact ones, and each damage at the level that shall find it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+from llmtailor.cli.main import cli  # noqa: E402
+from llmtailor.core.states import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
+from llmtailor.core.verdict import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict  # noqa: E402
+from llmtailor.errors import SourceError, UsageError  # noqa: E402
+from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.salvage.holders import judge  # noqa: E402
+from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pristine")
+    return {form: make_run(form, root / form) for form in FORMS}
+
+
+@pytest.fixture
+def copy_of(pristine: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    return lambda form: Path(shutil.copytree(pristine[form], tmp_path / "run"))
+
+
+def invoke(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["verify", *map(str, words)], catch_exceptions=False)
+    return result.exit_code, result.stdout
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_intact_ones_are_told_by_what_they_hold(pristine, form):
+    first, second, _ = partials(pristine[form])
+    for deep in ([], ["--deep"]):
+        code, told = invoke(first, *deep)
+        assert code == 0
+        assert f"{first}: {INTACT}\n" in told and "\nholds all " in told
+        code, told = invoke(second, *deep)
+        assert code == 0 and told.count("\n") == 3
+        step = json.loads((second / "manifest.json").read_text())["step"]
+        assert f"llmtailor merge --run {pristine[form]} --at {step}\n" in told
+
+
+def test_json_says_which_parts(pristine):
+    run = pristine["zero3"]
+    code, text = invoke(partials(run)[1], "--json")
+    told = json.loads(text)
+    assert (code, told["verdict"], told["resumable"], told["intact"]) == (0, INTACT, False, True)
+    assert told["parts"] == {
+        "held": ["layer 0", "layer 2", "norm"],
+        "absent": ["embed_tokens", "layer 1", "layer 3", "lm_head"],
+    }
+
+
+def test_it_is_never_resumable(pristine):
+    verdict = verify_checkpoint(partials(pristine["zero3"])[0], deep=True)
+    assert verdict.is_intact and verdict.is_partial and not verdict.is_resumable
+    with pytest.raises(UsageError, match="never resumes by itself"):
+        CliRunner().invoke(
+            cli, ["verify", str(partials(pristine["zero3"])[0]), "--resume-smoke"], catch_exceptions=False
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_deep_reads_each_byte_of_the_bundles_once(copy_of, form):
+    for checkpoint in partials(copy_of(form)):
+        (checkpoint / "training_args.bin").unlink(missing_ok=True)  # that of a zip file's records, too
+        read: list[int] = []
+        assert verify_checkpoint(checkpoint, deep=True, observe=read.append).level == INTACT
+        assert sum(read) == sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+
+
+def check(checkpoint: Path, deep: bool, path: Path, told: str) -> None:
+    """With ``deep`` the damage is found by reading only."""
+    if deep:
+        assert verify_checkpoint(checkpoint).level == INTACT
+    verdict = verify_checkpoint(checkpoint, deep=deep)
+    assert verdict.level == DAMAGED and not verdict.is_intact
+    found = [finding for finding in verdict.findings if told in finding.what]
+    assert found and all(finding.fix for finding in found), verdict.findings
+    assert found[0].where.endswith(path.name)
+    assert path.name in verdict.damage.files or verdict.damage.states
+    assert invoke(checkpoint, *(["--deep"] if deep else []))[0] == 7
+
+
+OTHER = "the file is not the one that the save has written"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_flipped_bit_in_the_data(copy_of, form):
+    checkpoint = partials(copy_of(form))[1]
+    index = index_checkpoint(checkpoint)
+    held = next(held for state, held in index.held.items() if held.is_here and state.kind == MASTER)
+    (fragment,) = held.place.cover(0, 1)
+    flip(checkpoint / fragment.extent.path, fragment.extent.start)
+    check(checkpoint, True, checkpoint / fragment.extent.path, OTHER)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", [-1, -200, 9000])
+def test_a_flipped_bit_anywhere_else(copy_of, form, where):
+    """9,000 is in the header: inside of a tree, where JSON may stay JSON."""
+    path = bundles(partials(copy_of(form))[1])[-1]
+    flip(path, where)
+    assert verify_checkpoint(path.parent, deep=True).level == DAMAGED
+
+
+def test_a_flipped_bit_in_frozen_params(copy_of):
+    checkpoint = partials(copy_of("saver"))[1]
+    (path,) = checkpoint.glob("frozen-*.safetensors")
+    flip(path, -1)
+    check(checkpoint, True, path, OTHER)
+
+
+def test_a_damage_of_each_bundle_is_told_at_once(copy_of):
+    checkpoint = partials(copy_of("zero3"))[1]
+    for path in bundles(checkpoint):
+        flip(path, -1)
+    verdict = verify_checkpoint(checkpoint, deep=True)
+    assert {*verdict.damage.files} == {path.name for path in bundles(checkpoint)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [0, 5, 700, -1])
+def test_cut_short(copy_of, form, size):
+    path = bundles(partials(copy_of(form))[1])[0]
+    path.write_bytes(path.read_bytes()[:size])
+    check(path.parent, False, path, "")
+
+
+def test_header_cut_off_in_another_way(copy_of):
+    path = bundles(partials(copy_of("zero3"))[1])[0]
+    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
+    check(path.parent, False, path, "header is damaged")
+
+
+def test_a_bundle_missing(copy_of):
+    path = bundles(partials(copy_of("zero3"))[1])[1]
+    path.unlink()
+    check(path.parent, False, path, "the file is missing")
+
+
+def test_frozen_params_missing(copy_of):
+    checkpoint = partials(copy_of("saver"))[1]
+    (path,) = checkpoint.glob("frozen-*.safetensors")
+    path.unlink()
+    check(checkpoint, False, path, "the file is missing")
+
+
+@pytest.mark.parametrize("form", ["zero3", "zero2", "plain"])
+@pytest.mark.parametrize("mended", [False, True], ids=["", "mended"])
+def test_bundles_of_two_ranks_swapped(copy_of, form, mended):
+    one, other = bundles(partials(copy_of(form))[1])
+    raw = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(raw)
+    if mended:  # they might have been of the same size
+        mend_manifest(one)
+        mend_manifest(other)
+        check(one.parent, False, one, "it says rank '1', where manifest.json says step 200, world_size 2, rank 0")
+    else:
+        check(one.parent, False, one, "")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mended", [False, True], ids=["", "mended"])
+def test_a_bundle_of_another_save(copy_of, form, mended):
+    _, second, third = partials(copy_of(form))
+    path, other = bundles(second)[0], bundles(third)[0]
+    path.write_bytes(other.read_bytes())
+    if mended:
+        mend_manifest(path)
+        check(second, False, path, "it is of another save than manifest.json")
+    else:
+        check(second, False, path, "")
+
+
+def test_frozen_params_of_another_run(copy_of):
+    """They have the size that they should have, and no save_id: saves share them."""
+    checkpoint = partials(copy_of("saver"))[1]
+    (path,) = checkpoint.glob("frozen-*.safetensors")
+    raw = bytearray(path.read_bytes())
+    raw[-400:] = bytes(400)
+    path.write_bytes(raw)
+    check(checkpoint, True, path, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "told"), [(MASTER, float("nan"), "not finite"), (EXP_AVG_SQ, -1.0, "negative")]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_values(copy_of, form, kind, value, told):
+    checkpoint = partials(copy_of(form))[1]
+    state = next(
+        state for state, held in index_checkpoint(checkpoint).held.items() if held.is_here and state.kind == kind
+    )
+    (fragment,) = index_checkpoint(checkpoint).held[state].place.cover(2, 3)
+    path = checkpoint / fragment.extent.path
+    raw = bytearray(path.read_bytes())
+    raw[fragment.extent.start : fragment.extent.stop] = struct.pack("<f", value)
+    path.write_bytes(raw)
+    mend_manifest(path)
+    check(checkpoint, True, path, told)
+    assert verify_checkpoint(checkpoint, deep=True).damage.states == {state: ((2, 3),)}
+    assert judge(checkpoint, 0, deep=True).lost == {state: ((2, 3),)}  # a salvage takes the rest
+
+
+def test_values_of_frozen_params(copy_of):
+    checkpoint = partials(copy_of("saver"))[1]
+    (path,) = checkpoint.glob("frozen-*.safetensors")
+    path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", float("inf")))
+    mend_manifest(path)
+    check(checkpoint, True, path, "the frozen value of model.embed_tokens.weight is not finite")
+    assert [*verify_checkpoint(checkpoint, deep=True).damage.states] == [State("model.embed_tokens.weight", FROZEN)]
+
+
+def test_a_deep_salvage_takes_nothing_out_of_a_bundle_that_is_another(copy_of):
+    path = bundles(partials(copy_of("zero3"))[1])[1]
+    flip(path, -1)
+    with pytest.raises(SourceError, match=OTHER):
+        judge(path.parent, 200, deep=True)
+
+
+def found(verdict: Verdict) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what) for finding in verdict.findings]
+
+
+def test_the_record_of_saves_is_looked_at(copy_of):
+    _, second, third = partials(copy_of("zero3"))
+    ledger = json.loads((third / "manifest.json").read_text())["ledger"]
+    edit_manifest(second, lambda manifest: manifest.update(ledger=ledger))
+    assert found(verify_checkpoint(second)) == [("error", "its record of earlier saves does not end with this save")]
+    edit_manifest(second, lambda manifest: manifest.update(ledger={}))
+    assert ("error", "the record of earlier saves is damaged: it lacks lineage") in found(verify_checkpoint(second))
+
+
+def test_a_save_that_did_not_finish(copy_of):
+    second = partials(copy_of("zero3"))[1]
+    (second / "manifest.json").unlink()
+    verdict = verify_checkpoint(second)
+    assert verdict.level == DAMAGED and verdict.index is None
+    assert found(verdict) == [("error", "there is no manifest.json: the save did not finish")]
+    assert invoke(second)[0] == 7
+
+
+def test_warnings_keep_it_intact(copy_of):
+    second = partials(copy_of("zero3"))[1]
+    moved = second.rename(second.with_name("step-00000250"))
+    (moved / "generation_config.json").write_text("{")
+    verdict = verify_checkpoint(moved)
+    assert verdict.level == INTACT_WITH_WARNINGS and invoke(moved)[0] == 0
+    assert {severity for severity, _ in found(verdict)} == {"warning"} and len(verdict.findings) == 2
+
+
+def test_what_it_carries_of_the_composite_that_it_was_made_of_is_no_claim(pristine):
+    """A full checkpoint that was a composite leaves its llmtailor.json, for the ages of the parts."""
+    checkpoint = partials(pristine["zero2"])[1]
+    assert (checkpoint / "llmtailor.json").is_file()
+    assert verify_checkpoint(checkpoint, deep=True).findings == ()
