@@ -16,7 +16,7 @@ from llmtailor.formats.base import display_name, index_checkpoint
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest, step_in_name
 from llmtailor.formats.run_folder import list_checkpoints
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.history.ledger import Ledger
+from llmtailor.history.retention import SaveRecord
 from llmtailor.plan.checks import differences
 from llmtailor.recipe.flags import assign_flags, numbering, read_flags
 from llmtailor.recipe.strategies import StrategyOptions, assign
@@ -109,8 +109,8 @@ def past_of(index: CheckpointIndex) -> Past | None:
     """Return the past that a partial checkpoint tells of; None for a full one. Raises SourceError."""
     if not index.is_partial:
         return None
-    ledger = Ledger.from_json(read_manifest(index.root, index.name).ledger, index.name)
-    return Past(index.global_step, ledger.lineage, ledger.history)
+    record = SaveRecord.from_json(read_manifest(index.root, index.name).ledger, index.name)
+    return Past(index.global_step, record.lineage, record.history)
 
 
 def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoint:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtailor.errors import UsageError
-from llmtailor.history.ledger import Ledger
+from llmtailor.errors import SourceError, UsageError
+from llmtailor.history.ledger import FIX, WHAT, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,15 @@ class SaveRecord:
             raise ValueError("there was no save yet")
         held_by = {part: step for part, (_, step) in ledger.held_by.items()}
         return cls(max(newest.values()), frozenset(newest), ledger.lineage, held_by, ledger.history)
+
+    @classmethod
+    def from_json(cls, data: object, where: str) -> SaveRecord:
+        """Return the record of the newest save that a manifest's ledger tells of. Raises SourceError."""
+        ledger = Ledger.from_json(data, where)
+        try:
+            return cls.of(ledger)
+        except ValueError as error:
+            raise SourceError.at(where, f"{WHAT} is damaged: it says that {error}", FIX) from error
 
     def holds(self, part: str) -> bool:
         return self.is_stock or part in self.parts

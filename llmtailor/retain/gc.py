@@ -14,7 +14,6 @@ from llmtailor.execute.left_over import left_over
 from llmtailor.formats.base import display_name
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
-from llmtailor.history.ledger import Ledger
 from llmtailor.history.retention import SaveRecord
 from llmtailor.retain.needs import Needs, find_needs
 from llmtailor.retain.places import files_in, freed_bytes, left_behind
@@ -61,9 +60,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     scan = scan_run(run, every_attempt=True)
     check_newest(scan)
     partial = [one for one in scan.usable if one.is_partial]
-    records = {
-        one: SaveRecord.of(Ledger.from_json(read_manifest(one.path, one.name).ledger, one.name)) for one in partial
-    }
+    records = {one: SaveRecord.from_json(read_manifest(one.path, one.name).ledger, one.name) for one in partial}
     needs = find_needs(scan.usable, records, scan.anatomy.parts, keep)
     if not needs.kept:
         what = "no step of this run can be composed, so nothing is removed"

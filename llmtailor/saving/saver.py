@@ -17,15 +17,16 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmtailor.errors import Problem, StorageError, TailorError, TargetError, UnsupportedCheckpoint
+from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError, UnsupportedCheckpoint
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import BundleFact, read_manifest
 from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
 from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import SaveRecord, check_keep, deletable
+from llmtailor.history.retention import SaveRecord, check_keep, deletable, lost_parts
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
 from llmtailor.saving.carried import CarriedFiles
 from llmtailor.saving.drift import Drift
@@ -235,7 +236,7 @@ class PartialSaver:
         policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
         publish(folder, save, self.training, self.model, policy, chosen, facts, ledger, self.ranks.world_size)
 
-    def _find(self, step: int) -> tuple[Any, str, list[str]] | None:
+    def _find(self, step: int) -> tuple[Any, str, set[str]] | None:
         """Find the record of saves at a step; also say where, and which parts' newest saves are lost."""
         if swept := self.folder.sweep():
             logger.warning("removed %s: these saves did not finish", ", ".join(swept))
@@ -252,16 +253,20 @@ class PartialSaver:
         if dict(manifest.params) != dict(self.training.params) or dict(manifest.tied) != dict(self.training.tied):
             logger.warning("%s is of another model or of other trained params; the next save is complete", path.name)
             return None
-        ledger = Ledger.from_json(manifest.ledger, path.name)
-        there = self.folder.complete()
-        lost = [part for part, (_, held_at) in ledger.held_by.items() if held_at not in there]
-        return manifest.ledger, str(path), lost
+        return manifest.ledger, str(path), lost_parts(Ledger.from_json(manifest.ledger, path.name), self._records())
+
+    def _records(self) -> list[SaveRecord]:
+        """Return what the folder's partial checkpoints say that they hold; one that is damaged gives nothing."""
+        records = []
+        for manifest in self.folder.manifests():
+            with suppress(SourceError):
+                records.append(SaveRecord.from_json(manifest.ledger, ""))
+        return records
 
     def _retire(self) -> None:
         if self.keep_composable is None:
             return
-        records = [SaveRecord.of(Ledger.from_json(one.ledger, "")) for one in self.folder.manifests()]
-        for step in deletable(records, self.ledger, self.keep_composable):
+        for step in deletable(self._records(), self.ledger, self.keep_composable):
             self.folder.remove(step)
         self.folder.remove_abandoned()
 
