@@ -46,7 +46,7 @@ def fit(
     weights = {weight: held.shape for weight, held in weights_held.items()}
     others = [weight for weight in weights if weight not in trainable and not (model and weight in model.tied)]
     if model and all(param in model.params for param in trainable):
-        buffers = {buffer for buffer in others if buffer in model.buffers}
+        buffers = {buffer for buffer in others if buffer in model.buffers or buffer in listed}
         wanted = {**model.params, **{buffer: weights[buffer] for buffer in others if buffer in buffers}}
         tied = model.tied
     else:  # a model of one's own, known by the names in the param groups
