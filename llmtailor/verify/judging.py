@@ -43,7 +43,8 @@ def verify_checkpoint(
     """
     root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
     survey = survey_checkpoint(root, name)
-    _refuse_unsupported(survey)
+    if not looks_partial(root):  # these are of a kind that the saver takes, or else damaged
+        _refuse_unsupported(survey)
     findings = [
         Finding(problem.where, problem.what, problem.fix, _severity(problem.where.removeprefix(f"{name}/"), root))
         for error in survey.problems.errors

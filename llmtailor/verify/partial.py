@@ -8,7 +8,6 @@ from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.errors import SourceError
 from llmtailor.formats.partial.manifest import MANIFEST, read_manifest, step_in_name
-from llmtailor.history.ledger import Ledger
 from llmtailor.history.retention import SaveRecord
 
 
@@ -17,13 +16,12 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
     manifest = read_manifest(index.root, index.name)
     where = f"{index.name}/{MANIFEST}"
     try:
-        ledger = Ledger.from_json(manifest.ledger, where)
+        record = SaveRecord.from_json(manifest.ledger, where)
     except SourceError as error:
         for problem in error.problems:
             yield Finding(problem.where, problem.what, problem.fix, ERROR)
     else:
-        record = SaveRecord.of(ledger) if ledger.held_by else None
-        if record is None or (record.step, record.parts) != (manifest.step, frozenset(manifest.parts)):
+        if (record.step, record.parts) != (manifest.step, frozenset(manifest.parts)):
             what = "its record of earlier saves does not end with this save"
             yield Finding(where, what, "leave this checkpoint out; its save is damaged", ERROR)
     told = step_in_name(index.root.name)

@@ -32,7 +32,7 @@ def make_run(form: str, folder: Path) -> Path:
     """
     if form == "saver":
         attached = {"policy": "parity", "save_steps": 1}
-        return Alone(folder, attached, prepare=_freeze, max_steps=3).train().folder
+        return Alone(folder, attached, prepare=freeze, max_steps=3).train().folder
     ledger = Ledger("one")
     for save, step in enumerate(STEPS):
         full = make(folder.parent / f"full-{form}", step)
@@ -45,7 +45,7 @@ def make_run(form: str, folder: Path) -> Path:
     return folder
 
 
-def _freeze(model: Any) -> Any:
+def freeze(model: Any) -> Any:
     model.model.embed_tokens.weight.requires_grad = False
     model.model.register_buffer("counts", torch.arange(5.0))
     return model

@@ -119,11 +119,13 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
 
     if isinstance(data, list):
         return [below(inner) for inner in data]
+    if isinstance(data, str):
+        data.encode()  # no halves of surrogate pairs
     if not isinstance(data, dict):
         return data
     kind = data.get("$")
     if kind is None:
-        return {key: below(inner) for key, inner in data.items()}
+        return {below(key): below(inner) for key, inner in data.items()}
     if kind == "float":
         return float(data["value"])
     if kind == "tuple":

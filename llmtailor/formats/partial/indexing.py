@@ -36,6 +36,9 @@ def index_partial(root: Path, name: str, index_deepspeed: Callable[[Path, str], 
     if told != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
         what = "its object trees are of another step, stage, world size or precision than manifest.json says"
         raise SourceError.at(name, what, _FIX)
+    params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
+    if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
+        raise SourceError.at(name, "its object trees are of other params than manifest.json lists", _FIX)
     return replace(
         index,
         format=f"partial-{index.format}",

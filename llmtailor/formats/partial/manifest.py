@@ -239,8 +239,16 @@ def _saved_as(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[Sav
         for param, tensors in data.items()
     }
     for param, tensors in found.items():
-        if any(one.begin + math.prod(one.shape) > math.prod(params[param].shape) for one in tensors):
-            raise ValueError(f"{param} is saved as more than it holds")
+        at, shape = 0, params[param].shape
+        for one in sorted(tensors, key=lambda one: one.begin):
+            if one.begin != at or (one.name == param and one.shape != shape):
+                raise ValueError(f"{param} is saved as other elements than it has")
+            at += math.prod(one.shape)
+        if at != math.prod(shape):
+            raise ValueError(f"{param} is saved as more or fewer elements than it has")
+    names = [one.name for tensors in found.values() for one in tensors]
+    if found.keys() != params.keys() or len(names) != len(set(names)):
+        raise ValueError("not every param is saved, or two by the same name")
     return found
 
 

@@ -1,0 +1,417 @@
+"""Partial checkpoints that were tampered with are refused, or skipped with a reason, or make the right composite.
+
+Where a test mends the manifest's sizes and checksums, nothing but sense gives the damage away. Then a composite may
+show a value that was put there (a learning rate), but never other elements of a state.
+
+``LLMTAILOR_FUZZ_ROUNDS=1000`` tries that many changes of each kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+import llmtailor  # noqa: E402
+from llmtailor.cli.main import cli  # noqa: E402
+from llmtailor.core.states import State  # noqa: E402
+from llmtailor.errors import RecipeError, SourceError, TailorError  # noqa: E402
+from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.inspection import inspect_checkpoint  # noqa: E402
+from llmtailor.runs import scan_run  # noqa: E402
+from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from partial.alone import Alone  # noqa: E402
+from partial.scene import (  # noqa: E402
+    bundles,
+    edit_header,
+    edit_manifest,
+    flip,
+    freeze,
+    make_run,
+    mend_manifest,
+    partials,
+)
+from plain.composing import read  # noqa: E402
+from thin.scene import compose  # noqa: E402
+
+ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "60"))
+FORMS = ("zero3", "saver")
+HUGE = 10**40
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 7, 1.5, 1e400, float("nan"), 2**53, HUGE),
+    *("", "x", "../../etc/passwd", "/etc/passwd", "a/b", "\0", "\ud800", "x" * 5000),
+    *([], [1], [[]], {}, {"x": 1}, {"$": "tuple", "items": []}),
+)
+States = dict[State, Any]
+Path_ = tuple[Any, ...]
+
+
+class Scene:
+    """A run, and what merges of it must yield: with its newest partial checkpoint, or without."""
+
+    def __init__(self, pristine: Path, run: Path) -> None:
+        self.run, self.out = run, run.parent / "out"
+        shutil.copytree(pristine, run)
+        self.newest = partials(run)[-1]
+        self.right = [self.compose()]
+        aside = self.newest.rename(run.parent / "aside")
+        self.right.append(self.compose())
+        aside.rename(self.newest)
+
+    def compose(self) -> States:
+        """Do what ``llmtailor merge --run`` does, and read the states."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        compose(self.run, 10**6, self.out)
+        return {state: read(self.out, held) for state, held in index_checkpoint(self.out).held.items()}
+
+    def check(self) -> bool:
+        """Demand a refusal with a mend, which a run's commands skip it by, or a composite with the right states.
+
+        Return whether the checkpoint was accepted.
+        """
+        verdict = verify_checkpoint(self.newest, deep=True)
+        assert all(finding.fix for finding in verdict.findings if finding.severity == "error")
+        try:
+            index_checkpoint(self.newest)
+            inspect_checkpoint(self.newest)
+        except SourceError as error:
+            assert all(problem.where and problem.what and problem.fix for problem in error.problems)
+            assert not verdict.is_intact
+            assert scan_run(self.run).skipped
+            return False
+        try:
+            found = self.compose()
+        except RecipeError as error:  # by its record of saves the others are of another attempt
+            assert all(problem.where and problem.what and problem.fix for problem in error.problems)
+            return False
+        assert any(alike(found, right) for right in self.right)
+        return True
+
+
+def alike(one: States, other: States) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[state].view(torch.uint8), other[state].view(torch.uint8)) for state in one
+    )
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pristine")
+    return {form: make_run(form, root / form) for form in FORMS}
+
+
+@pytest.fixture(params=FORMS)
+def scene(request: pytest.FixtureRequest, pristine: dict[str, Path], tmp_path: Path) -> Scene:
+    return Scene(pristine[request.param], tmp_path / "run")
+
+
+def places(data: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Yield where there is something, of lists of many alike the first few."""
+    yield path
+    if isinstance(data, dict):
+        for key, inner in data.items():
+            yield from places(inner, (*path, key))
+    elif isinstance(data, list):
+        for number, inner in enumerate(data[:3]):
+            yield from places(inner, (*path, number))
+
+
+def changed(data: Any, path: Path_, value: Any) -> Any:
+    """Return JSON data with another value at a place; without it if the value is ``...``."""
+    if not path:
+        return value
+    top = at = copy.deepcopy(data)
+    for key in path[:-1]:
+        at = at[key]
+    if value is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return top
+
+
+def changes(data: Any, rng: random.Random) -> Iterator[Any]:
+    """Yield copies of JSON data with one change each. Places of one kind are as likely as any other."""
+    kinds: dict[Path_, list[Path_]] = {}
+    for path in places(data):
+        kind = tuple("*" if isinstance(key, int) or "." in key else key for key in path)
+        kinds.setdefault(kind, []).append(path)
+    for _ in range(ROUNDS):
+        path = rng.choice(kinds[rng.choice(list(kinds))])
+        yield changed(data, path, rng.choice([*VALUES, *([...] if path else [])]))
+
+
+def test_untouched(scene):
+    assert scene.check()
+
+
+def test_any_value_of_the_manifest(scene):
+    path = scene.newest / "manifest.json"
+    content = json.loads(path.read_text())
+    outcomes = set()
+    for new in changes(content, random.Random(1)):
+        path.write_text(json.dumps(new))
+        outcomes.add(scene.check())
+    assert outcomes == {True, False}
+
+
+def test_any_value_of_the_trees(scene):
+    bundle = bundles(scene.newest)[0]
+    raw, listed = bundle.read_bytes(), (scene.newest / "manifest.json").read_bytes()
+    rng, outcomes = random.Random(2), set()
+    metadata: dict[str, str] = {}
+    edit_header(bundle, lambda header: metadata.update(header["__metadata__"]))
+    trees = [key for key in metadata if key == "begin" or key.startswith("tree:")]
+    for round_, changing in enumerate(zip(*(changes(json.loads(metadata[key]), rng) for key in trees), strict=True)):
+        key = trees[round_ % len(trees)]
+        bundle.write_bytes(raw)
+        (scene.newest / "manifest.json").write_bytes(listed)
+        new = json.dumps(changing[round_ % len(trees)])
+        edit_header(bundle, lambda header, key=key, new=new: header["__metadata__"].update({key: new}))  # type: ignore[misc]
+        outcomes.add(scene.check())
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999])
+def test_a_manifest_cut_short(scene, share):
+    path = scene.newest / "manifest.json"
+    text = path.read_bytes()
+    path.write_bytes(text[: int(len(text) * share)])
+    assert not scene.check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"null", b"[]", b"{}", b'"x"', b"\xff\xfe", b"\0" * 100, b"[" * 100_000, b'{"a":' * 100_000),
+        *(b"1" * 100_000, b"NaN", b'{"schema": "llmtailor.partial/2"}'),
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_a_manifest_that_is_none(scene, text):
+    (scene.newest / "manifest.json").write_bytes(text)
+    assert not scene.check()
+
+
+def test_no_manifest(scene):
+    (scene.newest / "manifest.json").unlink()
+    assert not scene.check()
+
+
+def test_a_key_that_is_there_twice(scene):
+    path = scene.newest / "manifest.json"
+    path.write_text(path.read_text().replace('"stage"', '"step": 1, "stage"', 1))
+    assert not scene.check()
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "config.json", "rank-00007-of-00002.safetensors"])
+def test_names_of_bundles(scene, name):
+    shutil.copy(bundles(scene.newest)[0], scene.run / "partial" / "x.safetensors")
+    edit_manifest(scene.newest, lambda manifest: manifest["bundles"][0].update(path=name))
+    assert not scene.check()
+    edit_manifest(scene.newest, lambda manifest: manifest["bundles"].append(dict(manifest["bundles"][0])))
+    assert not scene.check()
+
+
+def tensors(header: dict[str, Any]) -> list[str]:
+    found = [key for key in header if key.startswith("exp_avg/")]
+    return sorted(found, key=lambda key: header[key]["data_offsets"])
+
+
+def overlap(header: dict[str, Any]) -> None:
+    one, other = tensors(header)[:2]
+    header[one]["data_offsets"] = header[other]["data_offsets"]
+    header[one]["shape"] = header[other]["shape"]
+
+
+def gap(header: dict[str, Any]) -> None:
+    del header[tensors(header)[0]]
+
+
+def extra(header: dict[str, Any]) -> None:
+    header["exp_avg/model.unknown.weight"] = header.pop(tensors(header)[0])
+
+
+def unknown_kind(header: dict[str, Any]) -> None:
+    header["weight/" + tensors(header)[0].partition("/")[2]] = header.pop(tensors(header)[0])
+
+
+def dtype(header: dict[str, Any]) -> None:
+    header[tensors(header)[0]]["dtype"] = "I32"
+
+
+def shape(header: dict[str, Any]) -> None:
+    header[tensors(header)[0]]["shape"][0] += 1
+
+
+def swapped(header: dict[str, Any]) -> None:
+    keys = tensors(header)
+    one = keys[0]
+    other = next(key for key in keys if header[key]["shape"] != header[one]["shape"])
+    header[one], header[other] = header[other], header[one]
+
+
+def outside(header: dict[str, Any]) -> None:
+    header[tensors(header)[-1]]["data_offsets"] = [2**52, 2**52 + 4]
+
+
+def no_facts(header: dict[str, Any]) -> None:
+    for key in ("save_id", "step", "rank", "world_size"):
+        del header["__metadata__"][key]
+
+
+def no_class(header: dict[str, Any]) -> None:
+    plant(header, {"$": "global", "module": "os", "name": "system"})
+
+
+def call(header: dict[str, Any]) -> None:
+    func = {"$": "global", "module": "builtins", "name": "eval"}
+    plant(header, {"$": "call", "func": func, "args": ["1"], "new": False, "appends": [], "items": []})
+
+
+def deep(header: dict[str, Any]) -> None:
+    for key in header["__metadata__"]:
+        if key.startswith("tree:"):
+            header["__metadata__"][key] = '{"$":"tuple","items":[' * 5000 + "]}" * 5000
+
+
+def elsewhere(header: dict[str, Any]) -> None:
+    plant(header, {"$": "tensor", "file": "../../../../etc/passwd", "key": "x"})
+
+
+def twice(header: dict[str, Any]) -> None:
+    for key, text in header["__metadata__"].items():
+        if key.startswith("tree:"):
+            header["__metadata__"][key] = '{"x": 1, "x": 2, ' + text[1:]
+
+
+def plant(header: dict[str, Any], node: Any) -> None:
+    for key, text in header["__metadata__"].items():
+        if key.startswith("tree:"):
+            header["__metadata__"][key] = json.dumps({**json.loads(text), "planted": node})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(overlap, gap, extra, unknown_kind, dtype, shape, swapped, outside),
+        *(no_facts, no_class, call, deep, elsewhere, twice),
+    ],
+)
+def test_a_bundle_that_makes_no_sense(scene, change):
+    edit_header(bundles(scene.newest)[0], change)
+    assert not scene.check()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nowhere", "link to a device", "empty"])
+def test_a_bundle_that_is_something_else(scene, kind):
+    path = bundles(scene.newest)[0]
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "empty":
+        path.touch()
+        mend_manifest(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "link to a device" else "nowhere")
+    assert not scene.check()
+
+
+def test_a_bundle_may_be_a_link(scene):
+    """As with any checkpoint; `inspect` notes it."""
+    path = bundles(scene.newest)[0]
+    path.symlink_to(path.rename(scene.run.parent / "elsewhere"))
+    assert scene.check()
+    assert any("symbolic links" in finding["what"] for finding in inspect_checkpoint(scene.newest)["findings"])
+
+
+def drop_key(key: str) -> Callable[[Path], None]:
+    return lambda newest: edit_manifest(newest, lambda manifest: manifest["ledger"].pop(key) and None)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda newest: (newest / "manifest.json").unlink(),
+    "no JSON": lambda newest: (newest / "manifest.json").write_text("{"),
+    "a list": lambda newest: (newest / "manifest.json").write_text("[]"),
+    "no lineage": drop_key("lineage"),
+    "no saves": drop_key("saves"),
+    "a save that was not": lambda newest: edit_manifest(newest, lambda all_: all_["ledger"].update(saves=HUGE)),
+    "no holders": lambda newest: edit_manifest(newest, lambda all_: all_["ledger"].update(saves=0, held_by={})),
+    "another save": lambda newest: edit_manifest(newest, lambda all_: all_.update(save_id="x")),
+    "another step": lambda newest: edit_manifest(newest, lambda all_: all_.update(step=HUGE)),
+    "more ranks": lambda newest: edit_manifest(newest, lambda all_: all_.update(world_size=10**9)),
+    "fewer parts": lambda newest: edit_manifest(newest, lambda all_: all_["parts"].pop() and None),
+    "no bundle": lambda newest: bundles(newest)[0].unlink(),
+    "an empty bundle": lambda newest: bundles(newest)[0].write_bytes(b""),
+    "config.json": lambda newest: (newest / "config.json").write_text("[]"),
+    "trainer_state.json": lambda newest: (newest / "trainer_state.json").write_text("{"),
+}
+COMMANDS = (
+    *("merge --run {run} {run}/../made", "recipe {run}", "latest {run}", "salvage {run} --dry-run --deep"),
+    *("thin {run} --strategy parity", "gc {run} --keep 1 --yes", "verify {newest} --deep", "inspect {newest}"),
+)
+
+
+@pytest.mark.parametrize("title", DAMAGES)
+def test_no_command_trips_over_it(scene, title):
+    kept = {path.name for path in partials(scene.run)[:-1]}
+    DAMAGES[title](scene.newest)
+    for command in COMMANDS:
+        words = command.format(run=scene.run, newest=scene.newest).split()
+        try:
+            result = CliRunner().invoke(cli, words, catch_exceptions=False)
+        except TailorError as error:
+            assert error.exit_code in (4, 5, 7) and all(one.where and one.what for one in error.problems), command
+        else:
+            assert result.exit_code in (0, 7), (command, result.output)
+    made = scene.run.parent / "made"
+    found = {state: read(made, held) for state, held in index_checkpoint(made).held.items()}
+    assert alike(found, scene.right[1])
+    assert kept <= {path.name for path in partials(scene.run)}
+
+
+def test_a_flipped_bit_is_noticed_by_reading_only(scene):
+    """A merge reads what it needs of a bundle, and has no checksum of that: `verify --deep` has one of the whole."""
+    index = index_checkpoint(scene.newest)
+    held = next(held for held in index.held.values() if held.is_here)
+    (fragment,) = held.place.cover(0, 1)
+    flip(scene.newest / fragment.extent.path, fragment.extent.start)
+    assert not any(alike(scene.compose(), right) for right in scene.right)
+    assert not verify_checkpoint(scene.newest, deep=True).is_intact
+
+
+def test_merges_take_sources_by_their_name_too(scene):
+    """A recipe that names a damaged partial checkpoint is refused; nothing is written."""
+    bundles(scene.newest)[0].write_bytes(b"")
+    recipe = scene.run.parent / "recipe.yaml"
+    recipe.write_text(f"base_checkpoint: {scene.newest}\n")
+    with pytest.raises(TailorError):
+        llmtailor.merge(recipe, scene.run.parent / "never")
+    assert not (scene.run.parent / "never").exists()
+
+
+def test_a_resumed_training_saves_again_what_is_lost(pristine, tmp_path):
+    """The folder of step 2 is there, and can't be used: the next save holds its parts, whatever their turn."""
+    run = shutil.copytree(pristine["saver"], tmp_path / "run")
+    lost = {one["part"] for one in json.loads((partials(run)[1] / "manifest.json").read_text())["parts"]}
+    turn = {one["part"] for one in json.loads((partials(run)[2] / "manifest.json").read_text())["parts"]}
+    bundles(partials(run)[1])[0].write_bytes(b"")
+    (partials(run)[1] / "manifest.json").write_text("{}")
+    checkpoint = compose(run, 3, run / "checkpoint-3")
+    attached = {"policy": "filter:first=1,last=0,every=9", "save_steps": 1}
+    Alone(run, attached, prepare=freeze, max_steps=4).train(checkpoint)
+    saved = {one["part"] for one in json.loads((run / "partial/step-00000004/manifest.json").read_text())["parts"]}
+    assert lost <= saved and not turn <= saved
