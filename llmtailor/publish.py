@@ -21,14 +21,16 @@ from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.errors import Interrupted, Problem, SourceError, StorageError, TailorError, VerificationError
 from llmtailor.execute.commit import Staging, check_space, occupied_bytes
 from llmtailor.execute.runner import Context, FileResult, execute
-from llmtailor.execute.sources import SourceFile, files_read, read_again
+from llmtailor.execute.sources import SourceFile, Stated, files_read, read_again
 from llmtailor.execute.stopping import Stop, stoppable
 from llmtailor.formats.base import display_name
-from llmtailor.formats.manifest import card, manifest
+from llmtailor.formats.manifest import card, manifest, read_manifest
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.trainer import CARD, MANIFEST
+from llmtailor.formats.zip_records import list_records
 from llmtailor.io.checksums import DIGEST, combine, part_digest
 from llmtailor.io.files import write_durably
+from llmtailor.verify.composite import is_resumed_from
 from llmtailor.verify.judging import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,8 @@ def _check_sources(
     """See that no source has changed since ``before``; return the digests of those that were read, if wanted.
 
     A file that merely looks like another one is compared by its content: a backup by hard links, or a mount that
-    numbers its files anew, must not cost a merge of hours.
+    numbers its files anew, must not cost a merge of hours. With ``--checksum`` every file that was read is compared,
+    also with the checksums that it, or a manifest beside it, states.
     """
     changed, doubtful = [], set()
     for number, index in enumerate(composition.indexes):
@@ -121,9 +124,25 @@ def _check_sources(
         raise SourceError(changed)
     wanted = files_read(composition.plan)
     if composition.options.checksum:
-        return read_again(composition.plan, results, wanted, observe, stop)
+        return read_again(composition.plan, results, wanted, observe, stop, _stated(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}
+
+
+def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[SourceFile, list[Stated]]:
+    """Return what the sources say of these files' checksums: torch in its files, and we in our manifests."""
+    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
+    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
+    for number, path in files:
+        index, about = composition.indexes[number], manifests[number]
+        if path.endswith((".pt", ".pth", ".bin")):
+            for record in list_records(index.root, path, f"{index.name}/{path}"):
+                if record.crc is not None:
+                    stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
+        if about is not None and path in about.files and is_resumed_from(path, index):
+            num_bytes, crc = about.files[path]
+            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
+    return stated
 
 
 def _manifest(

@@ -81,7 +81,8 @@ _TARGET_OPTIONS = [
     click.option(
         "--checksum",
         is_flag=True,
-        help="Digest (XXH3) every file of OUT and, reading them once more, the source files; compare what was copied.",
+        help="Digest (XXH3) every file of OUT and, reading them once more, the source files; compare what was copied, "
+        "and the checksums that the sources state.",
     ),
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Whether OUT has tokenizer files."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from llmtailor.core.plan import Convert, Copy, Plan
 from llmtailor.core.states import ITEMSIZE
+from llmtailor.errors import SourceError
 from llmtailor.execute.runner import FileResult, num_workers
 from llmtailor.execute.stopping import Stop, run_all
 from llmtailor.execute.streams import cannot_read, changed, ends_early
@@ -20,6 +22,16 @@ CHUNK_BYTES = 1 << 20
 
 SourceFile = tuple[int, str]
 """Position in `Plan.sources`, and path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """A checksum that a source itself states: of a record in a torch file, or of a file in a manifest of ours."""
+
+    what: str
+    start: int
+    stop: int
+    crc: int
 
 
 def files_read(plan: Plan) -> list[SourceFile]:
@@ -34,13 +46,17 @@ def read_again(
     files: Collection[SourceFile],
     observe: Callable[[int], None],
     stop: Stop,
+    stated: Mapping[SourceFile, Sequence[Stated]] | None = None,
 ) -> dict[SourceFile, str]:
     """Read some source files again, whole; return their digests.
 
     Every range that was copied or converted is compared with what was written, by its CRC-32; so is what an earlier run
-    has written and this one kept. Raises SourceError for a file whose content has changed, or StorageError.
+    has written and this one kept, and what the sources have ``stated``. Raises SourceError for a file whose content has
+    changed or is damaged, or StorageError.
     """
-    taken: dict[SourceFile, list[_Taken]] = defaultdict(list)
+    taken: dict[SourceFile, list[_Range]] = defaultdict(list)
+    for name, ranges in (stated or {}).items():
+        taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
     for result in results:
         for piece, crc in zip(result.plan.pieces, result.crcs, strict=True):
             if isinstance(piece, (Copy, Convert)) and piece.start < piece.stop and (piece.source, piece.path) in files:
@@ -50,10 +66,10 @@ def read_again(
     return dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
 
 
-def _read(where: Path, taken: list[_Taken], observe: Callable[[int], None], stop: Stop) -> str:
+def _read(where: Path, taken: list[_Range], observe: Callable[[int], None], stop: Stop) -> str:
     digest, at = new_digest(), 0
     waiting = sorted(taken, key=lambda one: one.at, reverse=True)
-    reached: list[_Taken] = []
+    reached: list[_Range] = []
     buffer = memoryview(bytearray(CHUNK_BYTES))
     try:
         fd = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -66,8 +82,9 @@ def _read(where: Path, taken: list[_Taken], observe: Callable[[int], None], stop
                     reached.append(waiting.pop())
                 for one in reached:
                     one.feed(data[one.at - at : one.stop - at])
-                if any(one.at == one.stop and one.crc != one.wanted for one in reached):
-                    raise changed(where)
+                wrong = [one.what for one in reached if one.at == one.stop and one.crc != one.wanted]
+                if wrong:
+                    raise _damaged(where, wrong[-1]) if all(wrong) else changed(where)
                 reached = [one for one in reached if one.at < one.stop]
                 at += count
                 observe(count)
@@ -80,29 +97,43 @@ def _read(where: Path, taken: list[_Taken], observe: Callable[[int], None], stop
     return digest.hexdigest()
 
 
-class _Taken:
-    """A range of a source file that a piece took, and the CRC-32 of what was made of it, as far as it is known."""
+def _damaged(where: Path, what: str) -> SourceError:
+    fix = "llmtailor verify --deep says what is damaged; copy the file again, or leave this checkpoint out"
+    return SourceError.at(where, f"{what} does not match its checksum", fix)
 
-    def __init__(self, piece: Copy | Convert, wanted: int):
-        self.wanted = wanted
+
+class _Range:
+    """A range of a source file, and its CRC-32 as far as it is known."""
+
+    def __init__(self, start: int, stop: int, wanted: int, what: str = ""):
+        self.at, self.stop, self.wanted, self.what = start, stop, wanted, what
         self.crc = 0
-        self.at = piece.offset
-        length = piece.stop - piece.start
-        self.convert = piece if isinstance(piece, Convert) else None
-        if self.convert:
-            length = length // ITEMSIZE[self.convert.dtype] * ITEMSIZE[self.convert.source_dtype]
-        self.stop = piece.offset + length
-        self.rest = b""
-        """The begin of an element that the last chunk cut."""
 
     def feed(self, data: memoryview) -> None:
         """Take the next bytes; there may be none of ours behind the stop."""
         self.at += len(data)
+        self.crc = crc32(data, self.crc)
+
+
+class _Taken(_Range):
+    """A range that a piece took; the CRC-32 is that of what was made of it."""
+
+    def __init__(self, piece: Copy | Convert, wanted: int):
+        length = piece.stop - piece.start
+        self.convert = piece if isinstance(piece, Convert) else None
         if self.convert:
-            whole = self.rest + data
-            end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
-            self.rest = whole[end:]
-            made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
-            self.crc = crc32(made, self.crc)
-        else:
-            self.crc = crc32(data, self.crc)
+            length = length // ITEMSIZE[self.convert.dtype] * ITEMSIZE[self.convert.source_dtype]
+        super().__init__(piece.offset, piece.offset + length, wanted)
+        self.rest = b""
+        """The begin of an element that the last chunk cut."""
+
+    def feed(self, data: memoryview) -> None:
+        if not self.convert:
+            super().feed(data)
+            return
+        self.at += len(data)
+        whole = self.rest + data
+        end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
+        self.rest = whole[end:]
+        made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
+        self.crc = crc32(made, self.crc)
