@@ -84,7 +84,7 @@ def _to_json(plan: GcPlan) -> dict[str, Any]:
 
 
 def _to_text(plan: GcPlan) -> str:
-    from llmtailor.cli.tables import size, table
+    from llmtailor.cli.tables import size, steps_text, table
     from llmtailor.retain.places import files_in, freed_bytes
 
     rows: list[tuple[str, str, str]] = []
@@ -98,12 +98,8 @@ def _to_text(plan: GcPlan) -> str:
         if removal.step is None:
             rows.append((removal.path.name, f"removed: {removal.why}", size(freed_bytes(files_in(removal.path)))))
     lines = [table(("folder", "becomes", "bytes of its own"), rows, right=(2,)), ""] if rows else []
-    lines.append(f"steps that can be composed now:        {_steps(plan.needs.before)}")
-    lines.append(f"steps that can be composed afterwards: {_steps(plan.needs.kept)}")
+    lines.append(f"steps that can be composed now:        {steps_text(plan.needs.before)}")
+    lines.append(f"steps that can be composed afterwards: {steps_text(plan.needs.kept)}")
     lines += [] if plan.removals else ["nothing to remove"]
     lines.append(f"{size(plan.freed)} freed ({plan.freed:,} bytes)")
     return "\n".join(lines)
-
-
-def _steps(steps: tuple[int, ...]) -> str:
-    return ", ".join(map(str, steps)) or "none"

@@ -138,6 +138,11 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def steps_text(steps: Sequence[int]) -> str:
+    """Return global steps as a list."""
+    return ", ".join(map(str, steps)) or "none"
+
+
 def _staleness(steps: int) -> str:
     return f"{-steps} newer" if steps < 0 else str(steps)
 

@@ -144,7 +144,7 @@ def _to_json(plan: ThinPlan) -> dict[str, Any]:
 
 
 def _to_text(plan: ThinPlan) -> str:
-    from llmtailor.cli.tables import size, table
+    from llmtailor.cli.tables import size, steps_text, table
 
     rows = [
         (step.fate.checkpoint.name, step.kind, *_words(plan, step), size(step.num_bytes), _signed(step.freed))
@@ -153,10 +153,10 @@ def _to_text(plan: ThinPlan) -> str:
     lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
     lines += [f"left by a thinning that was killed, and removed: {path.name}" for path in plan.left_behind]
     before, after = plan.decision.before, plan.decision.after
-    lines.append(f"steps that can be composed now:        {_steps(before)}")
-    lines.append(f"steps that can be composed afterwards: {_steps(after)}")
+    lines.append(f"steps that can be composed now:        {steps_text(before)}")
+    lines.append(f"steps that can be composed afterwards: {steps_text(after)}")
     if lost := [step for step in before if step not in after]:
-        lines.append(f"nothing can resume from step {_steps(lost)} any more: only the weights are kept")
+        lines.append(f"nothing can resume from step {steps_text(lost)} any more: only the weights are kept")
     if not plan.decision.changes:
         lines.append(f"nothing to thin out beyond the newest {plan.thinning.keep_full}, which stay full")
     if plan.freed < 0:
@@ -178,10 +178,6 @@ def _words(plan: ThinPlan, step: Step) -> tuple[str, str]:
     where = f"{fate.successor.path.parent.name}/{fate.successor.name}"
     is_whole = fate.successor.parts is None
     return where + ("" if step.conversion else ", there already"), "all" if is_whole else condense(fate.parts)
-
-
-def _steps(steps: Any) -> str:
-    return ", ".join(map(str, steps)) or "none"
 
 
 def _signed(num_bytes: int) -> str:
