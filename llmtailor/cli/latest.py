@@ -46,8 +46,11 @@ def command(run: Path, at: int | None, deep: bool, as_json: bool) -> None:
         click.echo(json.dumps(latest_to_json(found), indent=2))
     elif found.path is not None:
         click.echo(str(found.path))
+    how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
+    if found.newer_partial is not None:
+        click.echo(f"note: {found.newer_partial} is newer; compose a checkpoint of its step: {how}", err=True)
     if found.path is None:
         until = f" at or before step {at}" if at is not None else ""
         what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
-        fix = "start anew, or compose one from what is intact: llmtailor recipe RUN_DIR"
+        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {run}'}; or start anew"
         raise VerificationError.at(run, what if found.passed_over else f"there is no checkpoint-N{until}", fix)

@@ -45,6 +45,7 @@ def latest_to_json(latest: Latest) -> dict[str, Any]:
         "path": None if latest.path is None else str(latest.path),
         "verdict": to_json(latest.verdict) if latest.verdict else None,
         "passed_over": [to_json(verdict) for verdict in latest.passed_over],
+        "newer_partial": None if latest.newer_partial is None else str(latest.newer_partial),
     }
 
 

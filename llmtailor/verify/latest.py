@@ -10,6 +10,8 @@ from llmtailor.core.findings import ERROR, Finding
 from llmtailor.core.verdict import Damage, Verdict
 from llmtailor.errors import SourceError
 from llmtailor.formats.base import display_name
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.manifest import FOLDER, step_in_name
 from llmtailor.formats.run_folder import list_checkpoints
 from llmtailor.verify.judging import verify_checkpoint
 
@@ -23,6 +25,8 @@ class Latest:
     verdict: Verdict | None
     passed_over: tuple[Verdict, ...]
     """The verdicts of those that are newer."""
+    newer_partial: Path | None
+    """The newest partial checkpoint that is newer still, if there is one: a composite would resume from its step."""
 
 
 def find_latest(
@@ -36,9 +40,17 @@ def find_latest(
     passed_over: list[Verdict] = []
     for path, verdict in _verdicts(run, at, deep, observe):
         if verdict.is_resumable:
-            return Latest(path, verdict, tuple(passed_over))
+            return Latest(path, verdict, tuple(passed_over), _newer_partial(run, at, verdict))
         passed_over.append(verdict)
-    return Latest(None, None, tuple(passed_over))
+    return Latest(None, None, tuple(passed_over), _newer_partial(run, at, None))
+
+
+def _newer_partial(run: Path, at: int | None, than: Verdict | None) -> Path | None:
+    least = than.index.global_step if than and than.index else -1
+    folders = (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ()
+    steps = {step: path for path in folders if (step := step_in_name(path.name)) is not None and is_partial(path)}
+    newer = [step for step in steps if least < step and (at is None or step <= at)]
+    return steps[max(newer)] if newer else None
 
 
 def _verdicts(run: Path, at: int | None, deep: bool, observe: Callable[[int], None]) -> Iterator[tuple[Path, Verdict]]:

@@ -169,6 +169,28 @@ def test_none_at_all(folder):
     assert [verdict["global_step"] for verdict in content["passed_over"]] == [1000, 100, 90]
 
 
+def test_newer_partial_checkpoints_are_told_of(folder):
+    """The path stays the newest that a stock resume can read; a composite would lose fewer steps."""
+    for step in (100, 1000):
+        (folder / f"run/partial/step-{step:08}").mkdir(parents=True)
+        (folder / f"run/partial/step-{step:08}/manifest.json").touch()
+    (folder / "run/partial/step-00002000").mkdir()  # a save that did not finish
+    assert call(folder, "latest", "run").stderr == ""
+    done = call(folder, "latest", "run", "--at", "999")
+    assert (done.stdout, done.stderr) == ("run/checkpoint-100\n", "")
+    shutil.rmtree(folder / "run/checkpoint-1000")
+    done = call(folder, "latest", "run", "--at", "1500")
+    assert done.stdout == "run/checkpoint-100\n"
+    assert "run/partial/step-00001000 is newer" in done.stderr
+    assert "llmtailor merge --run run --at 1500" in done.stderr
+    for step in (90, 100):
+        shutil.rmtree(folder / f"run/checkpoint-{step}")
+    done = call(folder, "latest", "run")
+    assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or start anew" in done.stderr
+    content = json.loads(call(folder, "latest", "run", "--json").stdout)
+    assert content["newer_partial"] == "run/partial/step-00001000"
+
+
 def test_in_a_shell(folder):
     """As it is meant to be used: the path and nothing else, and no path after a failure."""
     program = f"{sys.executable} -m llmtailor latest"
