@@ -32,7 +32,11 @@ def make_checkpoint(
     for rank in range(layout.world_size):
         _write_optim_states(root / tag, layout, rank, values, sparse)
         _write_model_states(root / tag, shape, layout, rank, step)
-        rng = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        rng = {
+            "python": random.Random(rank).getstate(),
+            "numpy": np.random.RandomState(rank).get_state(),
+            "cpu": torch.Generator().manual_seed(rank).get_state(),
+        }
         torch.save(rng, root / (f"rng_state_{rank}.pth" if layout.world_size > 1 else "rng_state.pth"))
     _write_weights(root, layout, values, sparse, shard_bytes)
     num_groups = len(layout.weight_decay)

@@ -56,6 +56,17 @@ class Instance:
         self.log += [("append", value) for value in values]
 
 
+def encode(text, codec):
+    return text.encode(codec)
+
+
+class Loaded:
+    """What a persistent id stands for."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+
 class CPython(pickle._Unpickler):  # type: ignore[name-defined]
     """The machine of the standard library, with nothing behind the names."""
 
@@ -65,11 +76,11 @@ class CPython(pickle._Unpickler):  # type: ignore[name-defined]
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
         if (module, name) == ("_codecs", "encode"):
-            return lambda text, codec: text.encode(codec)
+            return encode
         return Made(f"{module}.{name}")
 
     def persistent_load(self, pid):
-        return ("storage", *pid[1:])
+        return Loaded(pid)
 
     def load_newobj(self):
         args = self.stack.pop()
@@ -100,8 +111,10 @@ def theirs(node: Any) -> Any:
         return ("call", node.func.name, theirs(node.args), sorted(map(repr, log)))
     if isinstance(node, Made):
         return ("global", node.name)
-    if isinstance(node, tuple) and node[:1] == ("storage",) and len(node) == 5:
-        return ("storage", node[3])
+    if isinstance(node, Loaded):
+        return ("storage", node.pid[3])
+    if node is collections.OrderedDict or node is encode:
+        return ("global", "_codecs.encode" if node is encode else "collections.OrderedDict")
     if isinstance(node, collections.OrderedDict):
         return ("ordered", [(key, theirs(value)) for key, value in node.items()], theirs(vars(node) or None))
     return _plain(node, theirs)
