@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import settings
 
 from real.harness import Run, Runs, Train, TrainingFailed, missing, torchrun
 from real.spec import Spec
@@ -17,6 +18,11 @@ from real.spec import Spec
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
 
 TRAINING = {"runs", "train"}
+
+# The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random")
+settings.load_profile(os.environ.get("LLMTAILOR_HYPOTHESIS", "same"))
 
 
 def pytest_configure() -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from llmtailor.errors import Interrupted
 
 T = TypeVar("T")
+_WAKE_UP_S = 0.5
 
 
 class Stop:
@@ -81,7 +82,9 @@ def run_all(jobs: Sequence[Callable[[], T]], num_workers: int, stop: Stop) -> li
 
     with ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(run, job) for job in jobs]
-        wait(futures, return_when=FIRST_EXCEPTION)
+        # the kernel may give a signal to any thread, and Python's handlers run only when the main thread next wakes up
+        while wait(futures, timeout=_WAKE_UP_S, return_when=FIRST_EXCEPTION).not_done and not stop.failed:
+            pass
     failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
     for failure in sorted(failures, key=_rank):
         raise failure

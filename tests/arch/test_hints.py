@@ -133,5 +133,6 @@ def test_whatever_the_hints_every_name_has_one_part(names: list[str], hints: Arc
     assert len(found.parts) == len(set(found.parts))
     assert set(found.parts) == set(found.part_of.values())
     assert all(int(part[6:]) < found.num_layers for part in found.parts if part.startswith("layer "))
-    assert not (found.tied and "lm_head" in found.parts)
+    if not hints.head:  # which may name another tensor than lm_head, while there is one of this name
+        assert not (found.tied and "lm_head" in found.parts)
     assert all(part in found.parts for owned in found.modules.values() for part in owned)
