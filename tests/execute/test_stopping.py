@@ -80,6 +80,25 @@ def test_workers_stop_on_a_signal_however_often_it_comes(number):
     assert not set(threading.enumerate()) - before
 
 
+def test_a_signal_that_the_kernel_gives_to_a_worker_is_seen(number):
+    """The main thread sleeps meanwhile, and Python runs handlers in the main thread only."""
+
+    def work():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        time.sleep(0.3)  # until the main thread waits
+        os.kill(os.getpid(), number)
+        while True:
+            stop.check()
+
+    with stoppable() as stop:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        try:
+            with pytest.raises(Interrupted):
+                run_all([work], 1, stop)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
 def test_the_first_failure_is_told_and_not_what_follows_from_it():
     running = threading.Barrier(2)
 
