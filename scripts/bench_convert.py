@@ -2,10 +2,10 @@
 
     python scripts/bench_convert.py [--shape 0.6b] [--layers 8] [--pairs 8:8 8:4 ...] [--stages 3:2 2:3] [--rounds 3]
 
-One synthetic checkpoint per source world size. A round runs, in turn, `cp -r` of the source plus fsync, the conversion
-(which fsyncs as well), and ds_to_universal on the same input; the ratios compare runs of the same round. Disk is what
-lies in the output folder. Needs DeepSpeed for the last; --no-universal leaves it out. The output of ds_to_universal is
-not yet a resumable checkpoint: `load_universal` reads it beside the original.
+One synthetic checkpoint per source world size. A round runs, in turn, `cp -r` of what the conversion makes plus fsync,
+the conversion (which fsyncs as well), and ds_to_universal on the same input; the ratios compare runs of the same round.
+Disk is what lies in the output folder. Needs DeepSpeed for the last; --no-universal leaves it out. The output of
+ds_to_universal is not yet a resumable checkpoint: `load_universal` reads it beside the original.
 """
 
 from __future__ import annotations
@@ -51,19 +51,26 @@ def make_source(options: argparse.Namespace, work: Path, world_size: int, stage:
     return found
 
 
-def contenders(source: Path, out: Path, world_size: int, stage: int, universal: bool) -> dict[str, Callable[[], Usage]]:
+def contenders(
+    source: Path, made: Path, out: Path, world_size: int, stage: int, universal: bool
+) -> dict[str, Callable[[], Usage]]:
+    """Return what to measure; leaves in ``made`` what the conversion makes, to be copied."""
+
     def copy() -> Usage:
-        usage = spawn(["cp", "-r", str(source), str(out)])
+        usage = spawn(["cp", "-r", str(made), str(out)])
         fsync_tree(out)
         return usage
 
-    convert = [sys.executable, "-m", "llmtailor", "convert", str(source), str(out), "--quiet"]
-    convert += ["--num-gpu", str(world_size), "--stage", str(stage)]
+    def conversion(target: Path) -> list[str]:
+        command = [sys.executable, "-m", "llmtailor", "convert", str(source), str(target), "--quiet"]
+        return [*command, "--num-gpu", str(world_size), "--stage", str(stage)]
+
+    spawn(conversion(made))
     tag = source / (source / "latest").read_text()
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(tag)]
     tool += ["--output_folder", str(out), "--inject_missing_state"]
     tool += ["--num_extract_workers", "2", "--num_merge_workers", "2"]
-    found: dict[str, Callable[[], Usage]] = {"cp -r + fsync": copy, "convert": lambda: spawn(convert)}
+    found: dict[str, Callable[[], Usage]] = {"cp -r + fsync": copy, "convert": lambda: spawn(conversion(out))}
     if universal:
         found["ds_to_universal"] = lambda: spawn(tool)
     return found
@@ -75,10 +82,10 @@ def measure(options: argparse.Namespace, work: Path) -> None:
         (options.world_size, int(a), options.world_size, int(b)) for a, b in (s.split(":") for s in options.stages)
     ]
     print(f"{'ranks':>8} {'stage':>7} {'contender':18}{'median s':>10}{'/ cp':>8}{'peak MB':>10}{'disk GB':>9}")
-    out = work / "out"
+    made, out = work / "made", work / "out"
     for old, stage_in, new, stage_out in cases:
         source = make_source(options, work, old, stage_in)
-        runs = contenders(source, out, new, stage_out, options.universal)
+        runs = contenders(source, made, out, new, stage_out, options.universal)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         peak: dict[str, int] = dict.fromkeys(runs, 0)
         disk: dict[str, int] = {}
@@ -103,6 +110,7 @@ def measure(options: argparse.Namespace, work: Path) -> None:
                 flush=True,
             )
         shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(made)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Carries out a plan: fills every file from its pieces, several files at once, in flat memory.
 
-Each worker owns one buffer. Small pieces are gathered in it and written together; large ones pass through it in
-chunks. The CRC-32 of every byte is computed on the way: for the zip records, the files and the states. What an earlier
-run has written is read back by the same pieces, so that nothing but its size and CRC need be remembered.
+Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it in
+chunks. While the disk makes one file durable, its worker goes on with the next. The CRC-32 of every byte is computed on
+the way: for the zip records, the files and the states. What an earlier run has written is read back by the same pieces,
+so that nothing but its size and CRC need be remembered.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import BoundedSemaphore
 
 from llmtailor.core.index import FileFact
 from llmtailor.core.plan import Checksum, Convert, Copy, FilePlan, Inline, Piece, Plan, Zeros
@@ -104,23 +106,28 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
         raise cannot_write(staging, error) from error
     # the largest first, so that no long file is left to one worker at the end
     order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
-    jobs = [partial(_write_file, plan.files[number], roots, staging, context) for number in order]
-    results = run_all(jobs, num_workers(), context.stop)
+    turns = BoundedSemaphore(num_workers())
+    jobs = [partial(_write_file, plan.files[number], roots, staging, context, turns) for number in order]
+    results = run_all(jobs, 2 * num_workers(), context.stop)
     return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
 
-def _write_file(plan: FilePlan, roots: Sequence[Path], staging: Path, context: Context) -> FileResult:
+def _write_file(
+    plan: FilePlan, roots: Sequence[Path], staging: Path, context: Context, turns: BoundedSemaphore
+) -> FileResult:
+    """Write one file: its bytes in turn with others, then its fsync, which needs no core, beside them."""
     target, watch = staging / plan.path, Stopwatch()
     marks = context.kept.get(plan.path, ())
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with Reader(roots, context.facts) as reader, ThreadPoolExecutor(1) as beside:
+            with turns, Reader(roots, context.facts) as reader, ThreadPoolExecutor(1) as beside:
+                context.stop.check()
                 filled, output = _take_over(plan, fd, marks, context)
                 done_before = bool(marks) and output.at == plan.num_bytes
                 output.begin()
                 _fill(filled, output, reader, beside, context)
-                os.fsync(fd)
+            os.fsync(fd)
             if not done_before:
                 context.record(plan.path, Mark(plan.num_bytes, filled.crc))
         finally:

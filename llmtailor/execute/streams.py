@@ -14,7 +14,8 @@ from llmtailor.execute.stopping import Stop
 from llmtailor.io.checksums import crc32
 from llmtailor.io.files import write_all
 
-BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 512 << 10
+"""What a core's cache holds, so that a chunk is read, summed and written without going to memory in between."""
 
 
 class Digest(Protocol):

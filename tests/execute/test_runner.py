@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -111,6 +112,39 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
         sys.exit("no error")
     """)
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_path, monkeypatch):
+    """With one worker, the fsyncs of two files meet: the second file was written during the fsync of the first."""
+    monkeypatch.setattr(runner, "MAX_WORKERS", 1)
+    meeting, original = threading.Barrier(2), os.fsync
+
+    def fsync(fd):
+        meeting.wait(timeout=30)
+        original(fd)
+
+    monkeypatch.setattr(runner.os, "fsync", fsync)
+    one = a_plan(source).files[0]
+    plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(2)))
+    results = execute(plan, tmp_path / "out")
+    assert [result.path for result in results] == ["f0", "f1"]
+
+
+def test_no_more_files_are_written_at_once_than_there_are_workers(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "MAX_WORKERS", 1)
+    at_work, most = threading.Lock(), []
+    original = runner._fill
+
+    def fill(*arguments):
+        most.append(at_work.acquire(blocking=False))
+        original(*arguments)
+        at_work.release()
+
+    monkeypatch.setattr(runner, "_fill", fill)
+    one = a_plan(source).files[0]
+    plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(20)))
+    execute(plan, tmp_path / "out")
+    assert most == [True] * 20
 
 
 def test_one_failure_stops_the_others(source, tmp_path, monkeypatch):
