@@ -22,27 +22,19 @@ from pathlib import Path
 from bench_merge import HERE, Usage, fsync_tree, spawn, tree_bytes
 
 STEP = 100
+ZERO3 = "3"
+STAGES = ["3:2", "2:3", "2:1", "3:none", "none:3"]
 
 
-def make_source(options: argparse.Namespace, work: Path, world_size: int, stage: int) -> Path:
-    """Return a checkpoint of that world size and stage; ZeRO-1/2 ones are made by converting."""
+def make_source(options: argparse.Namespace, work: Path, world_size: int, stage: str) -> Path:
+    """Return a checkpoint of that world size and stage; all but ZeRO-3 are made by converting."""
     root = work / f"source-{world_size}-{stage}"
     found = root / f"checkpoint-{STEP}"
     if found.exists():
         return found
-    if stage != 3:
-        base = make_source(options, work, world_size, 3)
-        command = [
-            sys.executable,
-            "-m",
-            "llmtailor",
-            "convert",
-            str(base),
-            str(found),
-            "--stage",
-            str(stage),
-            "--quiet",
-        ]
+    if stage != ZERO3:
+        base = make_source(options, work, world_size, ZERO3)
+        command = [sys.executable, "-m", "llmtailor", "convert", str(base), str(found), "--stage", stage, "--quiet"]
     else:
         command = [sys.executable, str(HERE / "synthetic"), str(root), "--steps", str(STEP)]
         command += ["--shape", options.shape, "--world-size", str(world_size)]
@@ -52,7 +44,7 @@ def make_source(options: argparse.Namespace, work: Path, world_size: int, stage:
 
 
 def contenders(
-    source: Path, made: Path, out: Path, world_size: int, stage: int, universal: bool
+    source: Path, made: Path, out: Path, world_size: int, stage: str, universal: bool
 ) -> dict[str, Callable[[], Usage]]:
     """Return what to measure; leaves in ``made`` what the conversion makes, to be copied."""
 
@@ -63,25 +55,24 @@ def contenders(
 
     def conversion(target: Path) -> list[str]:
         command = [sys.executable, "-m", "llmtailor", "convert", str(source), str(target), "--quiet"]
-        return [*command, "--num-gpu", str(world_size), "--stage", str(stage)]
+        return [*command, "--num-gpu", str(world_size), "--stage", stage]
 
     spawn(conversion(made))
+    found: dict[str, Callable[[], Usage]] = {"cp -r + fsync": copy, "convert": lambda: spawn(conversion(out))}
+    if not universal or not (source / "latest").exists():  # it reads DeepSpeed's form only
+        return found
     tag = source / (source / "latest").read_text()
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(tag)]
     tool += ["--output_folder", str(out), "--inject_missing_state"]
     tool += ["--num_extract_workers", "2", "--num_merge_workers", "2"]
-    found: dict[str, Callable[[], Usage]] = {"cp -r + fsync": copy, "convert": lambda: spawn(conversion(out))}
-    if universal:
-        found["ds_to_universal"] = lambda: spawn(tool)
+    found["ds_to_universal"] = lambda: spawn(tool)
     return found
 
 
 def measure(options: argparse.Namespace, work: Path) -> None:
-    cases = [(int(a), 3, int(b), 3) for a, b in (pair.split(":") for pair in options.pairs)]
-    cases += [
-        (options.world_size, int(a), options.world_size, int(b)) for a, b in (s.split(":") for s in options.stages)
-    ]
-    print(f"{'ranks':>8} {'stage':>7} {'contender':18}{'median s':>10}{'/ cp':>8}{'peak MB':>10}{'disk GB':>9}")
+    cases = [(int(a), ZERO3, int(b), ZERO3) for a, b in (pair.split(":") for pair in options.pairs)]
+    cases += [(options.world_size, a, options.world_size, b) for a, b in (s.split(":") for s in options.stages)]
+    print(f"{'ranks':>8} {'stage':>10} {'contender':18}{'median s':>10}{'/ cp':>8}{'peak MB':>10}{'disk GB':>9}")
     made, out = work / "made", work / "out"
     for old, stage_in, new, stage_out in cases:
         source = make_source(options, work, old, stage_in)
@@ -104,7 +95,7 @@ def measure(options: argparse.Namespace, work: Path) -> None:
             pairs = zip(times, seconds["cp -r + fsync"], strict=True)
             ratio = statistics.median(own / copied for own, copied in pairs)
             print(
-                f"{old:>3}->{new:<3} {stage_in:>3}->{stage_out:<2} {name:18}"
+                f"{old:>3}->{new:<3} {stage_in:>4}->{stage_out:<4} {name:18}"
                 f"{statistics.median(times):10.2f}{ratio:8.2f}"
                 f"{peak[name] / 1e6:10.1f}{disk[name] / 1e9:9.2f}",
                 flush=True,
@@ -118,7 +109,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.6b", help="of the model: tiny, 0.6b, 1b, 8b (default: 0.6b)")
     parser.add_argument("--layers", type=int, help="a number of layers other than the shape's")
     parser.add_argument("--pairs", nargs="*", default=["8:8", "8:4", "8:6", "4:8", "3:2"], help="ZeRO-3 world sizes")
-    parser.add_argument("--stages", nargs="*", default=["3:2", "2:3", "2:1"], help="changes of stage")
+    parser.add_argument("--stages", nargs="*", default=STAGES, help="changes of stage")
     parser.add_argument("--world-size", type=int, default=4, help="of the changes of stage (default: 4)")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--no-universal", dest="universal", action="store_false", help="leave ds_to_universal out")

@@ -116,12 +116,13 @@ def _write_file(
     plan: FilePlan, roots: Sequence[Path], staging: Path, context: Context, turns: BoundedSemaphore
 ) -> FileResult:
     """Write one file: its bytes in turn with others, then its fsync, which needs no core, beside them."""
-    target, watch = staging / plan.path, Stopwatch()
+    target = staging / plan.path
     marks = context.kept.get(plan.path, ())
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
             with turns, Reader(roots, context.facts) as reader, ThreadPoolExecutor(1) as beside:
+                watch = Stopwatch()
                 context.stop.check()
                 filled, output = _take_over(plan, fd, marks, context)
                 done_before = bool(marks) and output.at == plan.num_bytes
