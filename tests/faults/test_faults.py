@@ -148,7 +148,7 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "numbers"), [("merge", [signal.SIGKILL] * 6), ("convert", [signal.SIGTERM, signal.SIGKILL] * 2)]
+    ("kind", "numbers"), [("merge", [signal.SIGKILL] * 3), ("convert", [signal.SIGTERM, signal.SIGKILL])]
 )
 def test_processes_killed_at_random_moments(server, tmp_path, kind, numbers):
     kills(large_scene(server, tmp_path, kind, 64), numbers, random.Random())

@@ -12,7 +12,7 @@ import pytest
 from llmtailor.errors import SourceError
 from scripts import fuzz
 
-INPUTS = {"checkpoint": 120, "partial checkpoint": 150, "trainer_state.json": 150, "latest": 150, "recipe": 1000}
+INPUTS = {"checkpoint": 60, "partial checkpoint": 70, "trainer_state.json": 70, "latest": 150, "recipe": 1000}
 """Per parser; those that read a whole checkpoint are slower."""
 
 

@@ -45,7 +45,7 @@ from partial.scene import (  # noqa: E402
 from plain.composing import read  # noqa: E402
 from thin.scene import compose  # noqa: E402
 
-ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "60"))
+ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "30"))
 FORMS = ("zero3", "saver")
 HUGE = 10**40
 VALUES: tuple[Any, ...] = (
