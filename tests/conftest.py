@@ -17,8 +17,7 @@ from real.spec import Spec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
 
-ON_SEVERAL_RANKS = {"runs", "train", "trained"}
-"""Fixtures that start torchrun"""
+TRAINING = {"runs", "train"}
 
 # The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones.
 settings.register_profile("same", derandomize=True)
@@ -35,9 +34,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent = missing()
     for item in items:
-        if ON_SEVERAL_RANKS & set(getattr(item, "fixturenames", ())):
+        if TRAINING & set(getattr(item, "fixturenames", ())):
             item.add_marker("real")
-            item.add_marker("ranks")
         if absent and item.get_closest_marker("real"):
             item.add_marker(pytest.mark.skip(reason=f"real training needs {', '.join(absent)}"))
 

@@ -35,12 +35,12 @@ RUNS = {
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def plain_run(request, tmp_path_factory):
+def trained(request, tmp_path_factory):
     return request.param, train(tmp_path_factory.mktemp(request.param), **RUNS[request.param])
 
 
-def test_an_index_says_what_the_live_optimizer_holds(plain_run):
-    name, run = plain_run
+def test_an_index_says_what_the_live_optimizer_holds(trained):
+    name, run = trained
     root = run.checkpoint(4)
     assert is_plain(root)
     index = index_checkpoint(root, name)
@@ -65,8 +65,8 @@ def test_an_index_says_what_the_live_optimizer_holds(plain_run):
     assert bool(index.findings) == (name == "frozen")
 
 
-def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(plain_run, tmp_path):
-    name, run = plain_run
+def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(trained, tmp_path):
+    name, run = trained
     source = run.checkpoint(2)
     out = to_plain(index_checkpoint(source, name), tmp_path / "checkpoint-2")
     assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}

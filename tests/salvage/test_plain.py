@@ -36,7 +36,7 @@ class Saving(Trainer):
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two trainings that do the same, in one folder."""
     folder = train(tmp_path_factory.mktemp("run")).folder
     shutil.copytree(train(tmp_path_factory.mktemp("partial"), kind=Saving).folder / "partial", folder / "partial")
@@ -44,8 +44,8 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(plain_run: Path, tmp_path: Path) -> Path:
-    shutil.copytree(plain_run, tmp_path / "run")
+def run(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
 
 

@@ -37,15 +37,15 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory):
+def trained(tmp_path_factory):
     return {name: train(tmp_path_factory.mktemp(name), **how) for name, how in RUNS.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("deep", [False, True])
-def test_what_the_trainer_saves_is_resumable(plain_runs, name, deep):
+def test_what_the_trainer_saves_is_resumable(trained, name, deep):
     for step in (2, 4):
-        verdict = verify_checkpoint(plain_runs[name].checkpoint(step), deep=deep)
+        verdict = verify_checkpoint(trained[name].checkpoint(step), deep=deep)
         assert verdict.level == RESUMABLE
         assert [finding.severity for finding in verdict.findings] == (["note"] if name == "frozen" else [])
         assert not verdict.damage.files and not verdict.damage.states
@@ -143,10 +143,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("title", CASES)
-def test_a_damage_is_told(plain_runs, title, tmp_path):
+def test_a_damage_is_told(trained, title, tmp_path):
     severity, told, change = CASES[title]
     root = tmp_path / "checkpoint-4"
-    shutil.copytree(plain_runs["llama"].checkpoint(4), root)
+    shutil.copytree(trained["llama"].checkpoint(4), root)
     change(root)
     verdict = verify_checkpoint(root, deep="--deep" in title)
     if severity is None:
@@ -159,17 +159,17 @@ def test_a_damage_is_told(plain_runs, title, tmp_path):
     )
 
 
-def test_what_cannot_be_judged_is_not_called_unresumable(plain_runs, tmp_path):
+def test_what_cannot_be_judged_is_not_called_unresumable(trained, tmp_path):
     root = tmp_path / "checkpoint-4"
-    shutil.copytree(plain_runs["llama"].checkpoint(4), root)
+    shutil.copytree(trained["llama"].checkpoint(4), root)
     (root / "config.json").unlink()  # a stock resume does without, but it alone tells the order of the params
     with pytest.raises(UnsupportedCheckpoint, match="it alone tells the params' order"):
         verify_checkpoint(root)
 
 
-def test_states_of_equal_shape_swapped_cannot_be_seen(plain_runs, tmp_path):
+def test_states_of_equal_shape_swapped_cannot_be_seen(trained, tmp_path):
     root = tmp_path / "checkpoint-4"
-    shutil.copytree(plain_runs["llama"].checkpoint(4), root)
+    shutil.copytree(trained["llama"].checkpoint(4), root)
     ids = [
         number for number, state in torch.load(root / "optimizer.pt")["state"].items() if state["exp_avg"].dim() == 1
     ]
