@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import zlib
 
 import numpy as np
@@ -132,19 +133,21 @@ def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_
 
 def test_no_more_files_are_written_at_once_than_there_are_workers(source, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "MAX_WORKERS", 1)
-    at_work, most = threading.Lock(), []
+    at_work, alone = threading.Lock(), []
     original = runner._fill
 
     def fill(*arguments):
-        most.append(at_work.acquire(blocking=False))
+        alone.append(at_work.acquire(blocking=False))
+        time.sleep(0.02)  # for another one to come
         original(*arguments)
-        at_work.release()
+        if alone[-1]:
+            at_work.release()
 
     monkeypatch.setattr(runner, "_fill", fill)
     one = a_plan(source).files[0]
     plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(20)))
     execute(plan, tmp_path / "out")
-    assert most == [True] * 20
+    assert alone == [True] * 20
 
 
 def test_one_failure_stops_the_others(source, tmp_path, monkeypatch):
