@@ -20,6 +20,7 @@ from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.target import Target
 from llmtailor.errors import MismatchError, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.execute.commit import check_target, free_bytes
+from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.base import display_name, index_checkpoint
 from llmtailor.formats.composite import lay_out_composite, model_order
 from llmtailor.formats.json_files import read_json
@@ -54,6 +55,8 @@ class Options:
     """ZeRO stage of the output, 0 for the plain Trainer's form without DeepSpeed; None keeps the base's."""
     replace: bool = False
     """Whether the output may exist; it is then replaced, once the new one is complete."""
+    reuse: bool = False
+    """Whether the output may exist if it is what would be written; see `continuing.find_reusable`."""
     copy_tokenizer: bool = True
     step: str = "base"
     """Of a flat id whose params bring different steps: ``base`` keeps the base's and the moments as they are,
@@ -108,7 +111,7 @@ def plan_merge(
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
     anatomy = dissect_checkpoint(reference)
-    _attempt(problems, lambda: check_target(out, [index.root for index in indexes], options.replace))
+    _attempt(problems, lambda: check_target(out, [index.root for index in indexes], options.replace or options.reuse))
     _attempt(problems, lambda: _check_base(reference))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
@@ -134,6 +137,7 @@ def plan_merge(
     from_group = regrouping.from_group if regrouping else None
     layouts, about_weights = lay_out_composite(reference, target, numbers, recipe.dtype, from_group, len(indexes) == 1)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
+    layouts, about_attempts = state_attempt(layouts, indexes, base)
     check_held(layouts, indexes, sources)
     if options.step == "source":
         check_one_step(steps)
@@ -142,6 +146,7 @@ def plan_merge(
     special = [
         *(opened.notices if opened else ()),
         *about_weights,
+        *about_attempts,
         *(regrouping.notices if regrouping else ()),
         *step_notices(steps, reference.name, bool(scales)),
     ]
@@ -166,7 +171,9 @@ def plan_merge(
 
 def _default_out(base: CheckpointIndex) -> Path:
     if base.is_partial and base.root.parent.name == PARTIAL_FOLDER:
-        return base.root.parent.parent / f"checkpoint-{base.global_step}"
+        out = base.root.parent.parent / f"checkpoint-{base.global_step}"
+        # what was passed over may be there: a checkpoint that is damaged, or of an attempt that was given up
+        return out.with_name(f"{out.name}-merged") if out.exists() else out
     return base.root.with_name(base.root.name + "-merged")
 
 

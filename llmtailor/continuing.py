@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 
 from llmtailor import __version__
 from llmtailor.compose import Composition
 from llmtailor.core.index import FileFact
-from llmtailor.errors import Interrupted, StorageError, TargetError
-from llmtailor.execute.commit import Staging, peek, staging_folder
+from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError
+from llmtailor.execute.commit import Staging, already_there, peek, staging_folder
 from llmtailor.execute.identity import Identity, identify, is_another, why_not
 from llmtailor.execute.journal import Mark, Unfinished
+from llmtailor.formats.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,22 @@ def identify_merge(composition: Composition) -> Identity:
         request=(asked, replace(options, replace=False, restart=False, checksum=False)),
         begun=now(),
     )
+
+
+def find_reusable(composition: Composition) -> str | None:
+    """Return the name of a checkpoint that is what a merge would write: its base, or the output of the same merge.
+
+    Raises TargetError if something else is in the place of the output.
+    """
+    if composition.is_copy:
+        return composition.report.base
+    if not composition.out.exists() or composition.options.replace:
+        return None
+    with suppress(SourceError):
+        made = read_manifest(composition.out, composition.report.out)
+        if made is not None and made.plan == identify_merge(composition).plan:
+            return composition.report.out
+    raise already_there(composition.out)
 
 
 def now() -> str:

@@ -80,7 +80,7 @@ def write(
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, observe, stop)
             logger.info("compared the sources with what they were, in %s", watch.lap())
-            content = _manifest(composition, results, digests)
+            content = _manifest(composition, identity.plan, results, digests)
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
             write_durably(staging.path / CARD, card(composition.report, __version__).encode())
             _check_written(composition, staging.path)
@@ -146,7 +146,7 @@ def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[Sourc
 
 
 def _manifest(
-    composition: Composition, results: Sequence[FileResult], digests: Mapping[SourceFile, str]
+    composition: Composition, plan: str, results: Sequence[FileResult], digests: Mapping[SourceFile, str]
 ) -> dict[str, Any]:
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
     # the same elements may be written more than once (a buffer on every rank): count them once, in order
@@ -163,6 +163,7 @@ def _manifest(
         tool_version=__version__,
         created=now(),
         recipe_text=composition.recipe.text,
+        plan=plan,
         source_facts=[_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
         digests={part: part_digest(states.values()) for part, states in crcs.items()},
         checksums={

@@ -13,10 +13,11 @@ from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.run import Assignment, Past, RunCheckpoint
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.formats.base import display_name, index_checkpoint
-from llmtailor.formats.partial.manifest import FOLDER, read_manifest, step_in_name
-from llmtailor.formats.run_folder import list_checkpoints
+from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.history.attempts import Standing
 from llmtailor.history.retention import SaveRecord
+from llmtailor.lineage import Judge, list_all
 from llmtailor.plan.checks import differences
 from llmtailor.recipe.flags import assign_flags, numbering, read_flags
 from llmtailor.recipe.strategies import StrategyOptions, assign
@@ -38,6 +39,8 @@ class Scan:
     anatomy: Anatomy
     indexes: Mapping[Path, CheckpointIndex]
     """Of the usable ones, by folder"""
+    given_up: frozenset[Path]
+    """Of attempts that the run does not continue; skipped, too"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +54,54 @@ class UpdateLog:
     total_layers: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RunRecipe:
+    """A recipe that was chosen for a run's folder."""
+
+    text: str
+    """YAML"""
+    skipped: tuple[Problem, ...]
+    """Why the run's other checkpoints were not looked at"""
+
+
 def scan_run(
     run: Path,
     at: int | None = None,
     also: Path | None = None,
     *,
     only_newest: bool = False,
-    every_attempt: bool = False,
+    every_chain: bool = False,
+    trust_unrecorded: bool = False,
 ) -> Scan:
     """Index the checkpoints of a run's folder, full and partial, up to step ``at``; and ``also``, if it lies elsewhere.
 
-    Incomplete or damaged checkpoints, those of another model or layout than the newest good one, and partial ones of
-    another attempt (unless ``every_attempt``) are skipped with the reason. With ``only_newest`` the scan ends, going
-    backwards, where every part has a holder. Raises SourceError if nothing is left.
+    Incomplete or damaged checkpoints, those of another model or layout than the newest good one, and those that do not
+    belong to the run's present attempt are skipped with the reason. So are, unless ``every_chain``, partial ones that
+    the newest partial one does not build on. Full checkpoints that do not say which attempt they are of are used if
+    ``trust_unrecorded``. With ``only_newest`` the scan ends, going backwards, where the newest state of every part is
+    found. Raises SourceError if nothing is left.
     """
     folders = find_checkpoints(run, at)
+    judge = Judge.of(run, at, trust_unrecorded)
     if also is not None and also not in [folder for _, folder in folders]:
         folders.append((-1, also))
     skipped: list[Problem] = []
     good: list[tuple[RunCheckpoint, CheckpointIndex]] = []
     anatomy: Anatomy | None = None
     past: Past | None = None
-    lacking: set[str] = set()
+    given_up = frozenset(
+        folder for number, folder in folders if folder != also and judge.standing(folder, number) is Standing.GIVEN_UP
+    )
+    newest: dict[str, int] = {}
     for number, folder in folders:
-        if only_newest and anatomy is not None and not lacking:
-            logger.info("looked no further back than %s: every part has a holder", display_name(good[-1][0].path))
+        if only_newest and anatomy and all(newest.get(part, -1) >= number for part in anatomy.parts):
+            logger.info("looked no further back than %s: every part is found", display_name(good[-1][0].path))
             break
+        foreign = judge.why_not(folder, number) if folder != also else None
+        if foreign is not None and folder in given_up:
+            skipped.append(foreign)
+            logger.info("skipped %s: %s", foreign.where, foreign.what)
+            continue
         try:
             index = index_checkpoint(folder)
             mine = past_of(index)
@@ -84,25 +109,25 @@ def scan_run(
             skipped += error.problems
             logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
             continue
-        reason = why_not(number, index, good[0][1] if good else None)
-        if reason is None and not every_attempt and past and mine and not past.includes(mine):
-            reason = of_another_attempt(index.name)
+        reason = foreign or why_not(number, index, good[0][1] if good else None)
+        if reason is None and not every_chain and past and mine and not past.includes(mine):
+            reason = of_another_chain(index.name)
         if reason is not None:
             skipped.append(reason)
             logger.info("skipped %s: %s", index.name, reason.what)
             continue
         if anatomy is None:
             anatomy = dissect_checkpoint(index)
-            lacking = set(anatomy.parts)
         past = past or mine
         checkpoint = describe_checkpoint(index, anatomy)
-        lacking = {part for part in lacking if not checkpoint.holds(part)}
+        held = {part: checkpoint.step_of(part) for part in anatomy.parts if checkpoint.holds(part)}
+        newest |= {part: max(step, newest.get(part, -1)) for part, step in held.items()}
         good.append((checkpoint, index))
     if anatomy is None:
         raise _nothing_usable(run, at, skipped)
     good.sort(key=lambda pair: pair[0].step)
     usable = tuple(checkpoint for checkpoint, _ in good)
-    return Scan(run, usable, tuple(skipped), anatomy, {index.root: index for _, index in good})
+    return Scan(run, usable, tuple(skipped), anatomy, {index.root: index for _, index in good}, given_up)
 
 
 def past_of(index: CheckpointIndex) -> Past | None:
@@ -117,18 +142,27 @@ def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoi
     """Say what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
     absent = absent_parts(index, anatomy)
     parts = frozenset(anatomy.parts) - absent if absent else None
-    return RunCheckpoint(index.root, index.global_step, parts, TRAINER_STATE in index.files, past_of(index))
+    resumable = TRAINER_STATE in index.files
+    return RunCheckpoint(index.root, index.global_step, parts, resumable, past_of(index), index.part_steps)
 
 
-def recipe_for_run(run: Path, at: int | None, how: StrategyOptions | UpdateLog, folder: Path | None) -> str:
-    """Return the text of a recipe for a run's folder, by a strategy or by LLMTailor's update log.
+def recipe_for_run(
+    run: Path,
+    at: int | None,
+    how: StrategyOptions | UpdateLog,
+    folder: Path | None,
+    *,
+    trust_unrecorded: bool = False,
+) -> RunRecipe:
+    """Choose a recipe for a run's folder, by a strategy or by LLMTailor's update log.
 
     Nothing later than step ``at`` is used. Paths in it are relative to ``folder`` where that is close by.
     Raises RecipeError or SourceError with every problem found.
     """
     run = Path(run).absolute()
     if isinstance(how, StrategyOptions):
-        scan = scan_run(run, at, only_newest=how.strategy == "latest")
+        is_latest = how.strategy == "latest"
+        scan = scan_run(run, at, only_newest=is_latest, trust_unrecorded=trust_unrecorded)
         assignment, numbers = assign(scan.usable, scan.anatomy, how), None
     else:
         problems = Problems()
@@ -138,7 +172,7 @@ def recipe_for_run(run: Path, at: int | None, how: StrategyOptions | UpdateLog, 
         except TailorError as error:
             problems.add(error)
         base = how.base.absolute() if how.base else None
-        scan = scan_run(run, at, also=base)
+        scan = scan_run(run, at, also=base, trust_unrecorded=trust_unrecorded)
         found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
         if base is not None and found is None:
             reason = [problem for problem in scan.skipped if problem.where.startswith(display_name(base))]
@@ -150,7 +184,8 @@ def recipe_for_run(run: Path, at: int | None, how: StrategyOptions | UpdateLog, 
         assignment = assign_flags(lines, step, found, scan.usable, scan.anatomy, how.total_layers, how.name)
         numbers = numbering(scan.anatomy)
     _log_choice(assignment)
-    return write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment), numbers)
+    text = write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment), numbers)
+    return RunRecipe(text, scan.skipped)
 
 
 def _log_choice(assignment: Assignment) -> None:
@@ -166,18 +201,11 @@ def find_checkpoints(run: Path, at: int | None) -> list[tuple[int, Path]]:
 
     Raises SourceError if there is none at or before step ``at``.
     """
-    found = [(step, False, path) for step, path in list_checkpoints(run).items()]
-    partial = run / FOLDER
-    found += [
-        (step, True, path)
-        for path in (partial.iterdir() if partial.is_dir() else ())
-        if (step := step_in_name(path.name)) is not None and path.is_dir()
-    ]
+    found = list_all(run)
     if not found:
         fix = "name the folder that holds checkpoint-N, or partial/"
         raise SourceError.at(display_name(run), "there is no checkpoint-N in this folder", fix)
-    found.sort(key=lambda one: (-one[0], one[1]))
-    wanted = [(number, path) for number, _, path in found if at is None or number <= at]
+    wanted = [(number, path) for number, path in found if at is None or number <= at]
     if not wanted:
         what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
         raise SourceError.at(display_name(run), what, "give a later step")
@@ -193,10 +221,10 @@ def why_not(number: int, index: CheckpointIndex, newest: CheckpointIndex | None)
     return unlike[0] if unlike else None
 
 
-def of_another_attempt(name: str) -> Problem:
-    """Say of a partial checkpoint that the run's newest one does not go on from it."""
-    what = "it is of another attempt than the newest checkpoint, which resumed before it"
-    return Problem(name, what, "to go back to that attempt, say --at with a step of it")
+def of_another_chain(name: str) -> Problem:
+    """Say of a partial checkpoint that the newest one does not build on it."""
+    what = "it is of other saves than the newest partial checkpoint builds on"
+    return Problem(name, what, "to use it all the same, name it in a recipe")
 
 
 def _nothing_usable(run: Path, at: int | None, skipped: Sequence[Problem]) -> SourceError:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llmtailor.errors import TailorError, TargetError
+from llmtailor.errors import SourceError, TailorError, TargetError
+from llmtailor.formats.json_files import read_json
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, Manifest, folder_name, read_manifest, step_in_name
+from llmtailor.history.attempts import FILE, Attempt, attempts_json, read_attempts
+from llmtailor.io.files import replace_durably
 
 _LOCK = ".lock"
 ABANDONED = ".abandoned"
@@ -59,6 +63,24 @@ class Folder:
             except TailorError:
                 continue
 
+    def attempts(self) -> list[Attempt]:
+        """Return the run's attempts, oldest first. Raises SourceError if the record of them is damaged."""
+        path = self.path / FILE
+        if not path.exists():
+            return []
+        where = f"{FOLDER}/{FILE}"
+        try:
+            return read_attempts(read_json(path, where))
+        except ValueError as error:
+            fix = "copy it back; or remove it, if the run was never resumed at an earlier step than its newest save"
+            raise SourceError.at(where, f"the record of attempts is damaged: {error}", fix) from error
+
+    def record(self, attempt: Attempt) -> None:
+        """Note durably that an attempt begins. Raises SourceError or StorageError."""
+        content = attempts_json([*self.attempts(), attempt])
+        replace_durably(self.path / FILE, json.dumps(content, indent=1).encode() + b"\n")
+        sync(self.path)
+
     def begin(self, step: int) -> Path:
         """Make the empty folder of a new save. One that an abandoned attempt left at this step moves aside."""
         path = self.at(step)
@@ -70,12 +92,16 @@ class Folder:
         path.mkdir(parents=True)
         return path
 
-    def abandon_after(self, step: int) -> list[str]:
-        """Move all partial checkpoints of later steps aside, where nothing looks for them; return their names."""
-        later = [path for number, path in self.complete().items() if number > step]
-        for path in later:
-            _move_aside(path)
-        return [path.name for path in later]
+    def set_aside(self, paths: Iterable[Path]) -> None:
+        """Rename partial checkpoints, and composites beside this folder, so that nothing looks for them any more.
+
+        The new name of a composite does not begin with ``checkpoint-``: the Trainer's rotation deletes what does.
+        """
+        for path in paths:
+            if path.parent == self.path:
+                _move_aside(path)
+            else:
+                path.rename(_unused(path.with_name(f"abandoned-{path.name}")))
 
     def remove_abandoned(self) -> None:
         for path in self.path.glob(f"step-*{ABANDONED}*"):

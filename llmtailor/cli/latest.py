@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import Command
+from llmtailor.cli.options import TRUST_UNRECORDED
 from llmtailor.errors import VerificationError
 
 
@@ -23,10 +24,12 @@ from llmtailor.errors import VerificationError
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
 @click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")
 @click.option("--deep", is_flag=True, help="Read every tensor, too; see `llmtailor verify --help`.")
+@TRUST_UNRECORDED
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON on stdout.")
-def command(run: Path, at: int | None, deep: bool, as_json: bool) -> None:
+def command(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_json: bool) -> None:
     """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
 
+    Checkpoints of attempts that were given up, by a resume at an earlier step, are passed over.
     stdout is the path and nothing else; why newer ones were passed over goes to stderr.
 
     \b
@@ -39,7 +42,7 @@ def command(run: Path, at: int | None, deep: bool, as_json: bool) -> None:
     from llmtailor.verify.latest import find_latest
 
     with progress_bar(None, quiet=not deep, label="reading") as observe:
-        found = find_latest(run, at, deep, observe)
+        found = find_latest(run, at, deep, observe, trust_unrecorded=trust_unrecorded)
     for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:

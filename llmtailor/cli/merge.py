@@ -55,7 +55,9 @@ def command(config: Path | None, out: Path | None, run: Path | None, allow_split
 
     told = take_target(options, allow_split=allow_split)
     recipe, out = _recipe(config, out, run, options)
-    run_merge(recipe, out, told, only_if_needed=run is not None and out is None)
+    if run is not None and out is None:
+        told = replace(told, options=replace(told.options, reuse=True))
+    run_merge(recipe, out, told)
 
 
 def _recipe(
@@ -75,6 +77,7 @@ def _recipe(
     from llmtailor.recipe.parse import parse_recipe
     from llmtailor.runs import recipe_for_run
 
-    text = recipe_for_run(run, choosing["at"], read_choosing(choosing), None)
-    recipe = parse_recipe(text, name=f"the recipe for {run}", folder=run.absolute(), environ=os.environ)
-    return replace(recipe, is_ours=True), config
+    trust = choosing["trust_unrecorded"]
+    chosen = recipe_for_run(run, choosing["at"], read_choosing(choosing), None, trust_unrecorded=trust)
+    recipe = parse_recipe(chosen.text, name=f"the recipe for {run}", folder=run.absolute(), environ=os.environ)
+    return replace(recipe, is_ours=True, notices=(*recipe.notices, *chosen.skipped)), config

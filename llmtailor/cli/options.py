@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
 _MAX_BYTES = 16 << 20
 _FILE = click.Path(path_type=Path)
+TRUST_UNRECORDED = click.option(
+    "--trust-unrecorded",
+    is_flag=True,
+    help="Also use full checkpoints that do not say which attempt of the run wrote them.",
+)
 _OPTIONS = [
     click.option(
         "--at",
@@ -44,6 +49,7 @@ _OPTIONS = [
     click.option("--from-flags", type=_FILE, metavar="FILE", help="LLMTailor's update log, JSON lines."),
     click.option("--base", type=_FILE, metavar="CKPT", help="--from-flags: for parts that no line names."),
     click.option("--total-layers", type=click.IntRange(min=1), metavar="L", help="--from-flags: check the model's."),
+    TRUST_UNRECORDED,
 ]
 _TARGET_OPTIONS = [
     click.option(

@@ -57,7 +57,8 @@ def command(
         text = explain_recipe(explain, folder, allow_split=allow_split)
     else:
         assert run is not None
-        text = recipe_for_run(run, options["at"], read_choosing(options), folder)
+        trust = options["trust_unrecorded"]
+        text = recipe_for_run(run, options["at"], read_choosing(options), folder, trust_unrecorded=trust).text
     if output is None:
         click.echo(text, nl=False)
     else:

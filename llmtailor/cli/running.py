@@ -12,7 +12,7 @@ import click
 from llmtailor.cli.progress import progress_bar
 from llmtailor.cli.tables import parts_text, plan_text
 from llmtailor.compose import Options, plan_merge
-from llmtailor.continuing import foresee
+from llmtailor.continuing import find_reusable, foresee
 from llmtailor.core.recipe import Recipe
 from llmtailor.plan.explain import to_json
 from llmtailor.publish import bytes_to_move, check_room, write
@@ -47,26 +47,24 @@ def take_target(given: dict[str, Any], *, allow_split: bool = False) -> Told:
     return Told(options, given.pop("dry_run"), given.pop("as_json"), given.pop("quiet"))
 
 
-def run_merge(recipe: Recipe | Path, out: Path | None, told: Told, *, only_if_needed: bool = False) -> None:
-    """Plan, print what is planned, and write it unless this is a dry run.
-
-    With ``only_if_needed`` nothing is written if the output would be a copy of its base.
-    """
+def run_merge(recipe: Recipe | Path, out: Path | None, told: Told) -> None:
+    """Plan, print what is planned, and write it unless this is a dry run."""
     composition = plan_merge(recipe, out, told.options)
     report = composition.report
-    idle = only_if_needed and composition.is_copy
+    there = find_reusable(composition) if told.options.reuse else None
+    idle = there is not None
     for notice in report.notices:
         click.echo(f"note: {notice}", err=True)
     if told.as_json:
         # what to resume from, whether it has to be written or is there
-        named = {"out": report.base, "is_there_already": True} if idle else {"is_there_already": False}
+        named = {"out": there, "is_there_already": True} if idle else {"is_there_already": False}
         click.echo(json.dumps({**to_json(report), **named}, indent=2))
     elif told.dry_run:
         click.echo(plan_text(report))
     elif not told.quiet and not idle:
         click.echo(parts_text(report))
     if idle:
-        what = f"{report.base} is complete and has the newest of every part: nothing to merge"
+        what = f"{there} is complete and has the newest of every part: nothing to merge"
         click.echo(what, err=told.as_json or told.dry_run)
         return
     if told.dry_run:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmtailor.cli.command import Command
+from llmtailor.cli.options import TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     "--fragments", is_flag=True, help="Take what is left of damaged parts as well, element by element; see below."
 )
 @click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and what is damaged aside.")
+@TRUST_UNRECORDED
 @click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete.")
 @click.option("--dry-run", is_flag=True, help="Show what comes from where and see whether it would fit; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
@@ -44,6 +46,7 @@ def command(
     deep: bool,
     fragments: bool,
     replace: bool,
+    trust_unrecorded: bool,
     force: bool,
     dry_run: bool,
     as_json: bool,
@@ -71,7 +74,16 @@ def command(
     if replace and out is not None:
         raise UsageError.at("--replace", "it decides where the output goes", "leave -o out")
     with progress_bar(None, quiet=quiet or not deep, label="reading") as observe:
-        salvage = plan_salvage(run, out, at=at, deep=deep, fragments=fragments, replace_out=force, observe=observe)
+        salvage = plan_salvage(
+            run,
+            out,
+            at=at,
+            deep=deep,
+            fragments=fragments,
+            replace_out=force,
+            trust_unrecorded=trust_unrecorded,
+            observe=observe,
+        )
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition
     resume_from = composition.out if composition else salvage.base.checkpoint.path

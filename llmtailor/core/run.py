@@ -5,19 +5,58 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+THINNED = "thin-"
+"""Begins the lineages of partial checkpoints that were made of full ones afterwards (see `history.thinned`). They say
+how these build on each other, and nothing of the attempt of the training."""
+
+UNRECORDED = "after-"
+"""Begins the lineages of trainings that went on from a save without the saver"""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Which earlier saves a partial checkpoint builds on; see `history.ledger`."""
+    """What a checkpoint, or a training, continues: a step of a lineage, and those that led there."""
 
     step: int
     lineage: str
+    """A random id of an unbroken chain of saves; see `history.ledger`."""
     history: Mapping[str, int]
+    """Earlier lineages -> the last step of theirs that belongs to this one"""
 
     def includes(self, other: Past) -> bool:
         until = self.step if other.lineage == self.lineage else self.history.get(other.lineage, -1)
         return other.step <= until
+
+    def gives_up(self, other: Past) -> bool:
+        """Whether it continues a step before the other's, of the same lineage: the other was abandoned for it."""
+        return other.step > self.history.get(other.lineage, other.step)
+
+
+def read_past(step: Any, lineage: Any, history: Any) -> Past | None:
+    """Return the past that values out of a file tell of; None if they make no sense."""
+    if not _is_step(step) or not isinstance(lineage, str) or not lineage or not isinstance(history, Mapping):
+        return None
+    if not all(isinstance(name, str) and name and _is_step(until) for name, until in history.items()):
+        return None
+    return Past(step, lineage, dict(history))
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_one_attempt(stated: Iterable[Past]) -> bool:
+    """Whether checkpoints are all of one attempt and what it continues."""
+    known = list(stated)
+    newest = max(known, key=lambda past: past.step, default=None)
+    return newest is None or all(newest.includes(one) for one in known)
+
+
+def continued(past: Past, step: int) -> Past:
+    """Return what a training is that went on from ``past`` to a later step, and that nobody recorded."""
+    return Past(step, f"{UNRECORDED}{past.lineage}@{past.step}", {**past.history, past.lineage: past.step})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +70,9 @@ class RunCheckpoint:
     resumable: bool = True
     """Whether it can be the base, i.e. supplies learning-rate schedule, random number states and trainer state."""
     past: Past | None = field(default=None, compare=False)
-    """Of a partial checkpoint; a full one does not tell."""
+    """Of a partial checkpoint: the saves that it builds on, by its own record of them"""
+    part_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of a composite: the step each part really comes from"""
 
     @property
     def is_partial(self) -> bool:
@@ -45,6 +86,10 @@ class RunCheckpoint:
 
     def holds(self, part: str) -> bool:
         return self.parts is None or part in self.parts
+
+    def step_of(self, part: str) -> int:
+        """Return the step at which what it holds of a part was saved."""
+        return self.part_steps.get(part, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +113,12 @@ def newest_resumable(checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | No
 
 
 def best_holder(candidates: Iterable[RunCheckpoint], part: str) -> RunCheckpoint | None:
-    """Return the newest that holds the part; of two of the same step the full one, to read from fewer folders."""
+    """Return what holds the newest state of the part; of two of the same step the full one, to read from fewer folders.
+
+    Of two that hold the same state, such as a composite and what it was made of, the newer one is taken.
+    """
     holders = [checkpoint for checkpoint in candidates if checkpoint.holds(part)]
-    return max(holders, key=lambda one: (one.step, one.parts is None), default=None)
+    return max(holders, key=lambda one: (one.step_of(part), one.parts is None, one.step), default=None)
 
 
 def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckpoint]:

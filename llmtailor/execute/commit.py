@@ -38,10 +38,10 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise TargetError.at(out, "the output exists and is no folder", "choose another output, or remove it")
     if out.exists() and not replace:
-        raise _already_there(out)
+        raise already_there(out)
 
 
-def _already_there(out: Path) -> TargetError:
+def already_there(out: Path) -> TargetError:
     fix = "choose another one, or say --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
         fix += f"; {left} is what an interrupted merge has left, and may be removed"
@@ -178,7 +178,7 @@ class Staging:
             logger.info("put %s back: an earlier merge was cut off while it was being replaced", self.out)
             fsync_folder(self.out.parent)
         if self.out.exists() and not self.replace:
-            raise _already_there(self.out)
+            raise already_there(self.out)
 
     @property
     def kept_bytes(self) -> int:

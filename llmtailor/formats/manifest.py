@@ -28,14 +28,16 @@ def manifest(
     tool_version: str,
     created: str,
     recipe_text: str,
+    plan: str,
     source_facts: Sequence[Mapping[str, Any]],
     digests: Mapping[str, str],
     checksums: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Any]:
     """Return the content of ``llmtailor.json``.
 
-    ``digests`` are those of the parts (see `io.checksums.part_digest`), ``checksums`` the CRC-32 of every file and what
-    else was taken of it, by the name of the checksum.
+    ``plan`` is the digest of the plan (see `execute.identity.plan_digest`), ``digests`` are those of the parts (see
+    `io.checksums.part_digest`), ``checksums`` the CRC-32 of every file and what else was taken of it, by the name of
+    the checksum.
     """
     return {
         "schema": SCHEMA_MANIFEST,
@@ -45,6 +47,7 @@ def manifest(
         "global_step": report.global_step,
         "world_size": report.world_size,
         "recipe": {"name": report.recipe, "text": recipe_text},
+        "plan": plan,
         "sources": list(source_facts),
         "parts": [{**asdict(row), "digest": digests.get(row.part)} for row in report.parts],
         "optimizer_steps": [asdict(row) for row in report.steps],
@@ -148,6 +151,8 @@ class ManifestFacts:
     """Path -> size in bytes and CRC-32, as they were written."""
     digests: Mapping[str, str]
     """Part -> digest of its states; see `io.checksums.part_digest`."""
+    plan: str
+    """Digest of the plan that it was made by; empty if it does not tell."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as asked for."""
 
@@ -160,7 +165,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
     if is_partial(root):  # it may carry the manifest of the composite that it was made of
         saved = read_partial_manifest(root, name)
         files = {bundle.path: (bundle.num_bytes, bundle.crc32) for bundle in saved.bundles}
-        return ManifestFacts(saved.step, saved.world_size, {}, files, {}, is_split=False)
+        return ManifestFacts(saved.step, saved.world_size, {}, files, {}, plan="", is_split=False)
     if not (root / MANIFEST).is_file():
         return None
     where = f"{name}/{MANIFEST}"
@@ -172,6 +177,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             steps={int(row["flat_id"]): float(row["step"]) for row in content["optimizer_steps"]},
             files={str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in content["files"]},
             digests={str(row["part"]): str(row["digest"]) for row in content["parts"] if row["digest"]},
+            plan=str(content.get("plan", "")),
             is_split=any(notice["where"] == SPLIT for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:

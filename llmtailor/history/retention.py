@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llmtailor.core.run import Past
 from llmtailor.errors import SourceError, UsageError
 from llmtailor.history.ledger import FIX, WHAT, Ledger
 
@@ -48,10 +49,13 @@ class SaveRecord:
     def holds(self, part: str) -> bool:
         return self.is_stock or part in self.parts
 
+    @property
+    def past(self) -> Past:
+        return Past(self.step, self.lineage, self.history)
+
     def follows(self, other: SaveRecord) -> bool:
         """Whether the other's states are of this one's own past, or its present."""
-        until = self.step if other.lineage == self.lineage else self.history.get(other.lineage, -1)
-        return other.step <= until
+        return self.past.includes(other.past)
 
 
 def newest_holders(record: SaveRecord, records: Iterable[SaveRecord]) -> dict[str, SaveRecord]:

@@ -14,9 +14,6 @@ from typing import Any
 from llmtailor.history.ledger import Ledger
 from llmtailor.history.retention import SaveRecord, lost_parts
 
-PREFIX = "thin-"
-"""Of the names of their lineages"""
-
 
 @dataclass(frozen=True, slots=True)
 class Thinned:

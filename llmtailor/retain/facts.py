@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
-from llmtailor.core.run import RunCheckpoint
+from llmtailor.core.run import THINNED, RunCheckpoint
 from llmtailor.core.states import WEIGHT
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.json_files import read_json
@@ -16,7 +16,7 @@ from llmtailor.formats.partial.layout import check_can_be_partial, trained_state
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
 from llmtailor.history.ledger import Ledger
-from llmtailor.history.thinned import PREFIX, Thinned, read_losses
+from llmtailor.history.thinned import Thinned, read_losses
 from llmtailor.retain.fates import FullFacts
 
 _SHOWN = 3
@@ -38,7 +38,7 @@ def read_thinned(partial: Iterable[RunCheckpoint]) -> list[Thinned]:
     return [
         Thinned(one.step, ledger, _losses(one.path))
         for one, ledger in ledgers.items()
-        if ledger.lineage.startswith(PREFIX)
+        if ledger.lineage.startswith(THINNED)
     ]
 
 

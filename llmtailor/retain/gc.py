@@ -57,7 +57,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     Raises SourceError if the newest checkpoint can't be used, or no step can be composed.
     """
     run = Path(run).absolute()
-    scan = scan_run(run, every_attempt=True)
+    scan = scan_run(run, every_chain=True)
     check_newest(scan)
     partial = [one for one in scan.usable if one.is_partial]
     records = {one: SaveRecord.from_json(read_manifest(one.path, one.name).ledger, one.name) for one in partial}

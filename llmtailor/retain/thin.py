@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtailor.core.index import CheckpointIndex
-from llmtailor.core.run import RunCheckpoint
+from llmtailor.core.run import THINNED, RunCheckpoint
 from llmtailor.errors import Problem, VerificationError
 from llmtailor.execute.stopping import Stop, stoppable
 from llmtailor.formats.partial.layout import trained_states
 from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.history.thinned import PREFIX
 from llmtailor.retain.convert import Contents, Conversion, plan_conversion, write_conversion
 from llmtailor.retain.facts import read_facts, read_thinned
 from llmtailor.retain.fates import PARTIAL, WEIGHTS, Deciding, Decision, Fate, FullFacts, replaced
@@ -72,7 +71,7 @@ def plan_thinning(run: Path, thinning: Thinning) -> ThinPlan:
     strategy that makes no sense.
     """
     run = Path(run).absolute()
-    scan = scan_run(run, every_attempt=True)
+    scan = scan_run(run, every_chain=True)
     index = scan.indexes[check_newest(scan)]
     trained = {scan.anatomy.part_of[param] for param in trained_states(index)}
     parts = [part for part in scan.anatomy.parts if part in trained]
@@ -180,7 +179,7 @@ def _decide(scan: Scan, chooser: Chooser | None, keep_full: int) -> Decision:
         facts=facts,
         chooser=chooser,
         thinned=read_thinned(one for one in scan.usable if one.is_partial),
-        new_lineage=lambda: PREFIX + uuid.uuid4().hex[:12],
+        new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
     return deciding.decide()

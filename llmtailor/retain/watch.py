@@ -57,12 +57,13 @@ def carrying_out(run: Path, what: str, fix: str) -> Iterator[None]:
 
 
 def check_newest(scan: Scan) -> Path:
-    """Return the newest checkpoint of a run. Raises SourceError, with the reasons, if nothing can resume from it.
+    """Return the newest checkpoint of a run's present attempt.
 
-    What is older is all there is then. A full one is verified as a resume needs it, not only as a merge does.
+    Raises SourceError, with the reasons, if nothing can resume from it: what is older is all there is then. A full one
+    is verified as a resume needs it, not only as a merge does.
     """
-    folders = [folder for _, folder in find_checkpoints(scan.run, None)]
-    newest = next(folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder))
+    folders = [folder for _, folder in find_checkpoints(scan.run, None) if folder not in scan.given_up]
+    newest = next((folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder)), scan.run)
     name = display_name(newest)
     if newest not in [one.path for one in scan.usable]:
         reasons = [one for one in scan.skipped if one.where == name or one.where.startswith(f"{name}/")]

@@ -21,10 +21,12 @@ from llmtailor.formats.json_files import MAX_BYTES
 from llmtailor.formats.run_folder import list_checkpoints
 from llmtailor.formats.torchzip import read_torch_file
 from llmtailor.formats.zip_records import list_records
+from llmtailor.history.attempts import Standing
 from llmtailor.io.sources import read_source
+from llmtailor.lineage import Judge
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.write import write_recipe
-from llmtailor.runs import find_checkpoints, of_another_attempt, past_of, why_not
+from llmtailor.runs import find_checkpoints, of_another_chain, past_of, why_not
 from llmtailor.salvage.choosing import Choice, choose
 from llmtailor.salvage.holders import Holder, judge, without_weights
 
@@ -75,6 +77,7 @@ def plan_salvage(
     deep: bool = False,
     fragments: bool = False,
     replace_out: bool = False,
+    trust_unrecorded: bool = False,
     observe: Observe = lambda num_bytes: None,
 ) -> Salvage:
     """Plan the composite that loses least of a run: every part from the newest checkpoint that has it intact.
@@ -85,7 +88,7 @@ def plan_salvage(
     Raises SourceError with all that is in the way if there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
-    scan, anatomy = scan_run(run, at, deep, fragments, observe)
+    scan, anatomy = scan_run(run, at, deep, fragments, observe, trust_unrecorded)
     holders = scan.holders
     choice = choose(holders, anatomy, fragments)
     if not choice.is_complete:
@@ -101,12 +104,15 @@ def plan_salvage(
     return Salvage(scan, choice, fragments, deeper, composition)
 
 
-def scan_run(run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe) -> tuple[Scan, Anatomy]:
+def scan_run(
+    run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe, trust_unrecorded: bool = False
+) -> tuple[Scan, Anatomy]:
     """Judge the run's checkpoints from the newest on, until a composite is complete.
 
     Raises SourceError if none of them can give anything.
     """
     folders = find_checkpoints(run, at)
+    present = Judge.of(run, at, trust_unrecorded)
     holders: list[Holder] = []
     refused: list[Problem] = []
     anatomy: Anatomy | None = None
@@ -115,6 +121,11 @@ def scan_run(run: Path, at: int | None, deep: bool, fragments: bool, observe: Ob
         if anatomy is not None and choose(holders, anatomy, fragments).is_complete:
             logger.info("looked no further back than %s: all parts are found", holders[-1].name)
             break
+        foreign = present.why_not(path, step)
+        if foreign is not None and present.standing(path, step) is Standing.GIVEN_UP:
+            refused.append(foreign)
+            logger.info("skipped %s: %s", foreign.where, foreign.what)
+            continue
         try:
             holder = judge(path, step, deep, observe)
             mine = past_of(holder.index)
@@ -123,9 +134,9 @@ def scan_run(run: Path, at: int | None, deep: bool, fragments: bool, observe: Ob
             logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
             continue
         holders, holder = _share_tied(holders, holder)
-        reason = why_not(step, holder.index, holders[0].index if holders else None)
+        reason = foreign or why_not(step, holder.index, holders[0].index if holders else None)
         if reason is None and past is not None and mine is not None and not past.includes(mine):
-            reason = of_another_attempt(holder.name)
+            reason = of_another_chain(holder.name)
         if reason is not None:
             refused.append(reason)
             logger.info("skipped %s: %s", holder.name, reason.what)

@@ -35,17 +35,20 @@ class Drift:
 
     def measure(self, masters: Iterable[Fragment]) -> dict[str, float]:
         """Return |w - saved| / |saved| of every part that was remembered, the same on all ranks."""
-        mine: dict[str, tuple[float, float]] = {}
-        for part, moved, size in self._squares(masters):
-            before = mine.get(part, (0.0, 0.0))
-            mine[part] = (before[0] + moved, before[1] + size)
-        told = self.ranks.gather(mine)
+        told = self.ranks.together(lambda: self._sums(masters))
         drift = {}
         for part in sorted({part for sums in told for part in sums}):
             sums = [one.get(part, (0.0, 0.0)) for one in told]
             moved, size = math.fsum(one[0] for one in sums), math.fsum(one[1] for one in sums)
             drift[part] = math.sqrt(moved / size) if size else math.inf if moved else 0.0
         return drift
+
+    def _sums(self, masters: Iterable[Fragment]) -> dict[str, tuple[float, float]]:
+        mine: dict[str, tuple[float, float]] = {}
+        for part, moved, size in self._squares(masters):
+            before = mine.get(part, (0.0, 0.0))
+            mine[part] = (before[0] + moved, before[1] + size)
+        return mine
 
     def _squares(self, masters: Iterable[Fragment]) -> Iterator[tuple[str, float, float]]:
         for one in masters:

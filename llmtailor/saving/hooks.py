@@ -19,7 +19,9 @@ import transformers
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
+from llmtailor.core.run import Past
+from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.formats.attempt_mark import CALLBACKS, NAME, make_mark
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.history.retention import check_keep
 from llmtailor.policies import make_policy
@@ -98,10 +100,18 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
             policy=self.policy,
             **self.options,
         )
-        self.saver.start(state.global_step)
+        self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})
+        self._mark(state)
         self._saved_step = state.global_step
 
+    def _mark(self, state: Any) -> None:
+        """Have whatever the Trainer saves now state the attempt that it is of."""
+        assert self.saver is not None
+        ledger = self.saver.ledger
+        state.stateful_callbacks[NAME] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mark(state)
         if self.saver is not None and not self._has_state:
             self._has_state = self.saver.has_state()  # refuses an optimizer now, and not at the first save
         every = self.save_steps or state.save_steps
@@ -155,7 +165,10 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
         try:
             report = self.saver.save(step, self._write_state, rng)
         except SaveFailed as error:
-            logger.warning("the save at step %d failed, and the training goes on without it: %s", step, error)
+            cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
+            logger.warning(
+                "the save at step %d failed, and the training goes on without it: %s", step, error, exc_info=cause
+            )
             return
         if report is not None:
             self._saved_step = step

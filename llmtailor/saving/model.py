@@ -50,11 +50,15 @@ def dissect_training(training: Training, ranks: Ranks) -> TrainedModel:
 
 def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel:
     """Weigh the parts. Before the optimizer's first step that is an estimate: of AdamW, with its two moments."""
-    part_of, mine = model.part_of, dict.fromkeys(model.params_of, 0)
-    has_state = training.has_state()
-    for one in training.fragments(list(part_of)) if has_state else training.masters():
-        mine[part_of[one.param]] += one.tensor.numel() * one.tensor.element_size() * (1 if has_state else 3)
-    told = ranks.gather(mine)
+    part_of = model.part_of
+
+    def weigh_mine() -> dict[str, int]:
+        mine, has_state = dict.fromkeys(model.params_of, 0), training.has_state()
+        for one in training.fragments(list(part_of)) if has_state else training.masters():
+            mine[part_of[one.param]] += one.tensor.numel() * one.tensor.element_size() * (1 if has_state else 3)
+        return mine
+
+    told = ranks.together(weigh_mine)
     return replace(model, num_bytes={part: sum(one[part] for one in told) for part in model.params_of})
 
 

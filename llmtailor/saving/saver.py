@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError, UnsupportedCheckpoint
-from llmtailor.formats.partial.container import is_partial
-from llmtailor.formats.partial.manifest import BundleFact, read_manifest
+from llmtailor.core.run import Past
+from llmtailor.errors import Problem, StorageError, TailorError, UnsupportedCheckpoint
+from llmtailor.formats.attempt_mark import read_mark, with_mark
+from llmtailor.formats.json_files import read_json
+from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
 from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import SaveRecord, check_keep, deletable, lost_parts
+from llmtailor.history.retention import check_keep, deletable
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
 from llmtailor.saving.carried import CarriedFiles
 from llmtailor.saving.drift import Drift
 from llmtailor.saving.log import SaveReport, append
 from llmtailor.saving.model import dissect_training, weigh
 from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.resuming import begin_attempt, read_records, resume
 from llmtailor.saving.training import Training, rng_tree
 from llmtailor.saving.writing import SaveId, check_trees, publish, write_frozen, write_rank
 from llmtailor.store import Folder
@@ -81,23 +82,31 @@ class PartialSaver:
         self.drift = Drift(model.part_of, self.ranks)
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
-        self._is_weighed = all(self._together(training.has_state))
-        self._together(lambda: check_trees(self._trees(None)))
-        self._together(lambda: self.folder.lock() if self.ranks.is_first else None)
+        self._begun: int | None = None
+        self._is_recorded = False
+        self._is_weighed = all(self.ranks.together(training.has_state))
+        self.ranks.together(lambda: check_trees(self._trees(None)))
+        self.ranks.on_first(self.folder.lock)
 
-    def start(self, step: int) -> bool:
-        """Take up the record of saves at the step that training resumes from; 0 begins anew.
+    def start(self, step: int, resumed_from: str | Path | Mapping[str, Any] | None = None) -> bool:
+        """Begin an attempt at the step that training resumes from, 0 for a training from scratch; call it once.
 
-        Returns whether there was one. Without it, or where the model is trained otherwise than before, the next save
-        is a complete base. Partial checkpoints of later steps are from an attempt that is given up now: they move
-        aside. Raises TargetError if training begins anew where another run has saved.
+        ``resumed_from`` is the checkpoint, or the content of its ``trainer_state.json``; left out it is the run's
+        newest state of that step. The record of saves is taken up where there is one. Without it, or where the model is
+        trained otherwise than before, the next save is a complete base. What the run has saved at later steps is given
+        up: partial checkpoints and composites move aside. Returns whether there was a record.
+
+        Raises TargetError if training starts from scratch where another run has saved, SourceError or StorageError for
+        a record of attempts that can't be read or written; the same on every rank.
         """
-        found = self._together(lambda: self._find(step) if self.ranks.is_first else None)[0]
-        if found is None:
+        lineage = self._new_id()
+        resumed = self.ranks.on_first(
+            lambda: resume(self.folder, self.training, step, lineage, _trainer_state(resumed_from))
+        )
+        self._is_recorded, self.ledger, self._before = True, resumed.ledger, resumed.before
+        if not self.ledger.held_by:
             return False
-        ledger, self._before, lost = Ledger.from_json(found[0], found[1]), Path(found[1]), found[2]
-        self.ledger = ledger.resumed(self._new_id(), step).without(lost)
-        restore_state(self.policy, ledger.policy_state)
+        restore_state(self.policy, self.ledger.policy_state)
         # a part is now what its newest save held
         self.drift.remember(self.training.masters(), self.ledger.held_by)
         return True
@@ -107,7 +116,7 @@ class PartialSaver:
 
         Raises UnsupportedCheckpoint, on every rank, if they can't be saved; so it is worth asking after the first step.
         """
-        return all(self._together(self._has_state))
+        return all(self.ranks.together(self._has_state))
 
     def save(
         self, step: int, write_state: Callable[[Path], None] | None = None, rng: Mapping[str, Any] | None = None
@@ -116,12 +125,32 @@ class PartialSaver:
 
         ``write_state`` is called on rank 0 to write ``trainer_state.json``; ``rng`` are the random number states to
         save if not those of now (see `rng_tree`). Returns None, with a warning, while the optimizer has not made a
-        step. Raises SaveFailed for a save given up and UnsupportedCheckpoint for states that can't be saved, the same
-        on every rank.
+        step. Raises SaveFailed, on every rank, whatever goes wrong: nothing is left of the save then.
         """
-        began = time.monotonic()
-        if any(self.ranks.gather(self.training.look_again())):
-            self._begin_anew()
+        began, policy_state = time.monotonic(), state_of(self.policy)
+        try:
+            report = self._save(step, write_state, rng, began)
+        except Exception as error:
+            restore_state(self.policy, policy_state)
+            problems = error.problems if isinstance(error, TailorError) else [_as_problem(error, self.ranks.rank)]
+            failed = SaveFailed(problems)
+            if self.ranks.is_first:
+                if self._begun == step:
+                    self.folder.remove(step)
+                append(self.folder.path, {"step": step, "failed": str(failed)})
+            raise failed from error
+        finally:
+            self._begun = None
+        if report is not None and self.ranks.is_first:
+            append(self.folder.path, report.to_json())
+            self._retire()
+        return report
+
+    def _save(
+        self, step: int, write_state: Callable[[Path], None] | None, rng: Mapping[str, Any] | None, began: float
+    ) -> SaveReport | None:
+        if any(self.ranks.together(self.training.look_again)):
+            self._forget()
         if not self.has_state():
             logger.warning("step %d: nothing was saved, the optimizer has not made a step yet", step)
             return None
@@ -129,28 +158,17 @@ class PartialSaver:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
         masters = list(self.training.masters())
         drift = self.drift.measure(masters)
-        policy_state = state_of(self.policy)
-        chosen = self._together(lambda: self._choose(step, drift) if self.ranks.is_first else None)[0]
-        assert chosen is not None
+        chosen = self.ranks.on_first(lambda: self._choose(step, drift))
         save = SaveId(self.ranks.from_first(uuid.uuid4().hex), step)
         folder = self.folder.at(step)
         ledger = self.ledger.after(step, chosen, self.model.parts, state_of(self.policy))
-        try:
-            self._together(lambda: self.folder.begin(step) if self.ranks.is_first else None)
-            facts = self._together(lambda: self._write(folder, save, chosen, rng))
-            flat = [fact for kind in zip(*facts, strict=True) for fact in kind if fact is not None]
-            self._together(
-                lambda: self._publish(folder, save, chosen, flat, ledger, write_state) if self.ranks.is_first else None
-            )
-        except StorageError as error:
-            restore_state(self.policy, policy_state)
-            if self.ranks.is_first:
-                shutil.rmtree(folder, ignore_errors=True)
-                append(self.folder.path, {"step": step, "failed": str(error)})
-            raise SaveFailed(error.problems) from error
+        self.ranks.on_first(lambda: self._begin(step))
+        facts = self.ranks.together(lambda: self._write(folder, save, chosen, rng))
+        flat = [fact for kind in zip(*facts, strict=True) for fact in kind if fact is not None]
+        self.ranks.on_first(lambda: self._publish(folder, save, chosen, flat, ledger, write_state))
         self.ledger, self._before = ledger, folder
         self.drift.remember(masters, chosen)
-        report = SaveReport(
+        return SaveReport(
             step=step,
             parts=chosen,
             num_bytes=sum(fact.num_bytes for fact in flat),
@@ -159,10 +177,6 @@ class PartialSaver:
             steps_behind=ledger.steps_behind(),
             path=folder,
         )
-        if self.ranks.is_first:
-            append(self.folder.path, report.to_json())
-            self._retire()
-        return report
 
     def close(self) -> None:
         """Let another run save here."""
@@ -171,12 +185,19 @@ class PartialSaver:
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
 
-    def _begin_anew(self) -> None:
+    def _forget(self) -> None:
         """Go on with another set of trained params, of which no earlier save knows."""
         logger.warning("other params are trained than before; the next save is complete")
         self.model = dissect_training(self.training, self.ranks)
         self.drift = Drift(self.model.part_of, self.ranks)
-        self.ledger = Ledger(self._new_id())
+        self.ledger = self.ledger.without(self.ledger.held_by.keys())
+
+    def _begin(self, step: int) -> None:
+        if not self._is_recorded:  # a loop that never called `start`
+            begin_attempt(self.folder, self.ledger, step)
+            self._is_recorded = True
+        self.folder.begin(step)
+        self._begun = step
 
     def _has_state(self) -> bool:
         """Whether this rank has moments to save. Raises UnsupportedCheckpoint if they can't be, or will never be."""
@@ -229,72 +250,34 @@ class PartialSaver:
     ) -> None:
         """Write what rank 0 writes, the manifest last."""
         self.carried.put(folder)
-        if write_state is None:
-            (folder / TRAINER_STATE).write_text(json.dumps({"global_step": save.step}))
-        else:
+        if write_state is not None:
             write_state(folder)
+        path, attempt = folder / TRAINER_STATE, Past(save.step, ledger.lineage, ledger.history)
+        content = {"global_step": save.step} if write_state is None else read_json(path, str(path))
+        if read_mark(content, save.step) != attempt:
+            path.write_text(json.dumps(with_mark(content, attempt), indent=2, sort_keys=True) + "\n")
         policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
         publish(folder, save, self.training, self.model, policy, chosen, facts, ledger, self.ranks.world_size)
 
-    def _find(self, step: int) -> tuple[Any, str, set[str]] | None:
-        """Find the record of saves at a step; also say where, and which parts' newest saves are lost."""
-        if swept := self.folder.sweep():
-            logger.warning("removed %s: these saves did not finish", ", ".join(swept))
-        if step == 0 and (there := self.folder.complete()):
-            what = f"another run has saved here, up to step {max(there)}"
-            fix = "resume from it (llmtailor merge --run), or give this run another output_dir, or remove the folder"
-            raise TargetError.at(self.folder.path, what, fix)
-        if moved := self.folder.abandon_after(step):
-            logger.warning("resuming at step %d: %s are given up, and have moved aside", step, ", ".join(moved))
-        path = self.folder.at(step)
-        if not is_partial(path):
-            return None
-        manifest = read_manifest(path, path.name)
-        if dict(manifest.params) != dict(self.training.params) or dict(manifest.tied) != dict(self.training.tied):
-            logger.warning("%s is of another model or of other trained params; the next save is complete", path.name)
-            return None
-        return manifest.ledger, str(path), lost_parts(Ledger.from_json(manifest.ledger, path.name), self._records())
-
-    def _records(self) -> list[SaveRecord]:
-        """Return what the folder's partial checkpoints say that they hold; one that is damaged gives nothing."""
-        records = []
-        for manifest in self.folder.manifests():
-            with suppress(SourceError):
-                records.append(SaveRecord.from_json(manifest.ledger, ""))
-        return records
-
     def _retire(self) -> None:
+        """Delete what is no longer needed; what can't be deleted is left to the next time."""
         if self.keep_composable is None:
             return
-        for step in deletable(self._records(), self.ledger, self.keep_composable):
-            self.folder.remove(step)
-        self.folder.remove_abandoned()
-
-    def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """Make a call on every rank and return all results. What one refuses is raised on all.
-
-        OSError becomes StorageError. What is no refusal, but a bug, is raised as it is where it happened.
-        """
-        bug: Exception | None = None
-        result, refusal = None, None
         try:
-            result = call()
-        except TailorError as error:
-            refusal = (type(error), error.problems)
+            for step in deletable(read_records(self.folder), self.ledger, self.keep_composable):
+                self.folder.remove(step)
+            self.folder.remove_abandoned()
         except OSError as error:
-            where = str(error.filename or self.folder.path)
-            what = f"rank {self.ranks.rank} can't write: {error.strerror}"
-            refusal = (StorageError, (Problem(where, what, "free some space, or check the disk"),))
-        except Exception as error:
-            bug = error
-            what = f"rank {self.ranks.rank} raised {error!r}"
-            refusal = (TailorError, (Problem("llmtailor.saving", what, "see the first error of that rank"),))
-        told = self.ranks.gather((result, refusal))
-        if bug is not None:
-            raise bug
-        refusals = [refusal for _, refusal in told if refusal is not None]
-        if refusals:
-            # a disk that is full excuses no bug and no refusal
-            kind = min((kind for kind, _ in refusals), key=lambda kind: kind.exit_code)
-            raise kind(dict.fromkeys(problem for _, problems in refusals for problem in problems))
-        return [result for result, _ in told]
+            logger.warning("old partial checkpoints could not be deleted: %s", error)
+
+
+def _trainer_state(resumed_from: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if resumed_from is None or isinstance(resumed_from, Mapping):
+        return resumed_from
+    path = Path(resumed_from) / TRAINER_STATE
+    return read_json(path, str(path)) if path.is_file() else {}
+
+
+def _as_problem(error: Exception, rank: int) -> Problem:
+    fix = "this is a bug in llmtailor, or in what it saves: please report it with the traceback"
+    return Problem("llmtailor.saving", f"rank {rank} raised {error!r:.500}", fix)

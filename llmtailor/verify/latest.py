@@ -11,8 +11,8 @@ from llmtailor.core.verdict import Damage, Verdict
 from llmtailor.errors import SourceError
 from llmtailor.formats.base import display_name
 from llmtailor.formats.partial.container import is_partial
-from llmtailor.formats.partial.manifest import FOLDER, step_in_name
 from llmtailor.formats.run_folder import list_checkpoints
+from llmtailor.lineage import Judge, list_all
 from llmtailor.verify.judging import verify_checkpoint
 
 
@@ -30,32 +30,47 @@ class Latest:
 
 
 def find_latest(
-    run: Path, at: int | None = None, deep: bool = False, observe: Callable[[int], None] = lambda num_bytes: None
+    run: Path,
+    at: int | None = None,
+    deep: bool = False,
+    observe: Callable[[int], None] = lambda num_bytes: None,
+    *,
+    trust_unrecorded: bool = False,
 ) -> Latest:
     """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
 
-    See `verify_checkpoint` for ``deep`` and ``observe``. Raises SourceError if there is no such folder, and Interrupted
-    on Ctrl-C.
+    Those of attempts that were given up are passed over, and so are, unless ``trust_unrecorded``, those that do not say
+    which attempt they are of. See `verify_checkpoint` for ``deep`` and ``observe``. Raises SourceError if there is no
+    such folder, and Interrupted on Ctrl-C.
     """
     passed_over: list[Verdict] = []
-    for path, verdict in _verdicts(run, at, deep, observe):
+    judge = Judge.of(run, at, trust_unrecorded)
+    for path, verdict in _verdicts(run, at, deep, observe, judge):
         if verdict.is_resumable:
-            return Latest(path, verdict, tuple(passed_over), _newer_partial(run, at, verdict))
+            return Latest(path, verdict, tuple(passed_over), _newer_partial(run, at, verdict, judge))
         passed_over.append(verdict)
-    return Latest(None, None, tuple(passed_over), _newer_partial(run, at, None))
+    return Latest(None, None, tuple(passed_over), _newer_partial(run, at, None, judge))
 
 
-def _newer_partial(run: Path, at: int | None, than: Verdict | None) -> Path | None:
+def _newer_partial(run: Path, at: int | None, than: Verdict | None, judge: Judge) -> Path | None:
     least = than.index.global_step if than and than.index else -1
-    folders = (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ()
-    steps = {step: path for path in folders if (step := step_in_name(path.name)) is not None and is_partial(path)}
-    newer = [step for step in steps if least < step and (at is None or step <= at)]
-    return steps[max(newer)] if newer else None
+    own = (
+        path
+        for step, path in list_all(run)
+        if least < step and (at is None or step <= at) and is_partial(path) and judge.why_not(path, step) is None
+    )
+    return next(own, None)
 
 
-def _verdicts(run: Path, at: int | None, deep: bool, observe: Callable[[int], None]) -> Iterator[tuple[Path, Verdict]]:
+def _verdicts(
+    run: Path, at: int | None, deep: bool, observe: Callable[[int], None], judge: Judge
+) -> Iterator[tuple[Path, Verdict]]:
     for step, path in sorted(list_checkpoints(run).items(), reverse=True):
         if at is not None and step > at:
+            continue
+        if (problem := judge.why_not(path, step)) is not None:
+            finding = Finding(problem.where, problem.what, problem.fix, ERROR)
+            yield path, Verdict(display_name(path), deep, (finding,), Damage(), None)
             continue
         try:
             yield path, verify_checkpoint(path, deep, observe)

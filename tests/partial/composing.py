@@ -12,6 +12,6 @@ from llmtailor.runs import recipe_for_run
 
 
 def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:
-    text = recipe_for_run(run, at, StrategyOptions("latest"), None)
+    text = recipe_for_run(run, at, StrategyOptions("latest"), None).text
     recipe = parse_recipe(text, name="run", folder=run.absolute(), environ={})
     return llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks))

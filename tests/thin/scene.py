@@ -58,7 +58,7 @@ def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) ->
 
 def compose(run: Path, step: int, out: Path) -> Path:
     """Do what ``llmtailor merge --run RUN --at STEP OUT`` does."""
-    text = recipe_for_run(run, step, StrategyOptions("latest"), None)
+    text = recipe_for_run(run, step, StrategyOptions("latest"), None).text
     recipe = parse_recipe(text, name=f"step {step}", folder=run, environ={})
     llmtailor.merge(recipe, out)
     return out

@@ -37,7 +37,7 @@ def moments(run: Path, *words: str) -> list[int]:
 
 
 def composable(run: Path) -> list[int]:
-    scan = scan_run(run, every_attempt=True)
+    scan = scan_run(run, every_chain=True)
     return composable_steps(scan.usable, scan.anatomy.parts)
 
 

@@ -1,0 +1,102 @@
+"""The attempt of its run that a checkpoint is of, as ``trainer_state.json`` states it.
+
+The saver puts the mark among the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
+callbacks. So the Trainer's own full checkpoints carry it, partial ones and composites do, and copies do; and a
+training that resumes gets it back. Under a name that is no callback's, the Trainer never uses it (seen in
+``Trainer._load_callback_state`` of transformers 5.23; with ``restore_callback_states_from_checkpoint`` it logs that
+there is no such callback).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from llmtailor.core.index import CheckpointIndex
+from llmtailor.core.layout import FileLayout, Literal
+from llmtailor.core.run import THINNED, Past, continued, is_one_attempt, read_past
+from llmtailor.errors import Problem, SourceError
+from llmtailor.formats.json_files import read_json
+from llmtailor.formats.partial.container import is_partial
+from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.formats.trainer import TRAINER_STATE
+
+CALLBACKS, NAME = "stateful_callbacks", "llmtailor"
+
+
+def make_mark(past: Past) -> dict[str, Any]:
+    """Return the mark in the form of a callback's state."""
+    attributes = {"lineage": past.lineage, "history": dict(past.history), "step": past.step}
+    return {"args": {}, "attributes": attributes}
+
+
+def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
+    """Return which attempt the content of a ``trainer_state.json`` states; None if it states none that makes sense.
+
+    ``step`` is its ``global_step``. The saver keeps the step of the mark up to date; without the saver it stays behind,
+    and the checkpoint is of a training that nobody recorded (see `core.run.continued`).
+    """
+    callbacks = trainer_state.get(CALLBACKS)
+    mark = callbacks.get(NAME) if isinstance(callbacks, Mapping) else None
+    told = mark.get("attributes") if isinstance(mark, Mapping) else None
+    if not isinstance(told, Mapping) or type(step) is not int:
+        return None
+    past = read_past(told.get("step"), told.get("lineage"), told.get("history"))
+    return continued(past, step) if past is not None and past.step < step else past
+
+
+def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
+    """Return the content of a ``trainer_state.json`` that states an attempt."""
+    callbacks = trainer_state.get(CALLBACKS)
+    others = dict(callbacks) if isinstance(callbacks, Mapping) else {}
+    return {**trainer_state, CALLBACKS: {**others, NAME: make_mark(past)}}
+
+
+def stated_attempt(root: Path) -> Past | None:
+    """Return the attempt that a checkpoint states; None if it states none, or is damaged.
+
+    A partial checkpoint without a mark states it by its record of saves, unless that was made afterwards of a full one.
+    """
+    with suppress(OSError, SourceError):
+        content = read_json(root / TRAINER_STATE, TRAINER_STATE)
+        if marked := read_mark(content, content.get("global_step")):
+            return marked
+    with suppress(OSError, SourceError):
+        if is_partial(root):
+            manifest = read_manifest(root, root.name)
+            past = read_past(manifest.step, manifest.ledger.get("lineage"), manifest.ledger.get("history"))
+            return None if past is None or past.lineage.startswith(THINNED) else past
+    return None
+
+
+def state_attempt(
+    layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex], base: int
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Have a composite state the attempt of its base, and notices.
+
+    If its sources are of attempts that do not continue each other it states one of its own: no checkpoint of these
+    attempts may be used beside it, and a training that resumes from it begins a record of its own.
+    """
+    reference = indexes[base]
+    stated = [stated_attempt(index.root) for index in indexes]
+    known = [past for past in stated if past is not None]
+    attempt, notices = stated[base], []
+    if not is_one_attempt(known):
+        words = sorted(f"{past.lineage}@{past.step}" for past in known)
+        attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
+        what = "its sources are of different attempts of the run, of which one was given up for the other"
+        fix = "leave out those of the attempt that was given up, if this is not meant; `llmtailor merge --run` does"
+        notices.append(Problem("sources", what, fix))
+    there = any(layout.path == TRAINER_STATE for layout in layouts)
+    if attempt is None or not there:
+        return list(layouts), notices
+    content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
+    if read_mark(content, attempt.step) == attempt:
+        return list(layouts), notices
+    data = json.dumps(with_mark(content, attempt), indent=2, sort_keys=True).encode() + b"\n"
+    made = FileLayout(TRAINER_STATE, (Literal(data, "the base's, with the attempt that it is of"),))
+    return [made if layout.path == TRAINER_STATE else layout for layout in layouts], notices

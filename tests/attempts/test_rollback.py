@@ -1,0 +1,185 @@
+"""What an attempt leaves behind that was given up: never part of what is composed after it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from attempts.world import PARTS, World, call, read_full, step_of
+from llmtailor.saving import SaveFailed
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Parity saves at 3, 6 and 9, composed."""
+    world = World(tmp_path / "run", 0)
+    world.start(None, 0, None)
+    for _ in range(3):
+        world.train(3)
+        world.save()
+    world.compose()
+    yield world
+    world.stop()
+
+
+def roll_back(world, at):
+    source = world.compose(at)
+    world.resume_from(source, at)
+
+
+def lines(world, name="saves.jsonl"):
+    return [json.loads(line) for line in (world.run / "partial" / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("steps", [(9,), (8, 10)])
+def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, steps, caplog):
+    with caplog.at_level(logging.WARNING, "llmtailor.saving"):
+        roll_back(world, at)
+    [told] = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
+    assert "checkpoint-9" in told and "step-00000009" in told
+    for step in steps:
+        world.train(step - world.present.step)
+        world.save()
+    out = world.compose()
+    assert step_of(out) == steps[-1]
+    assert set(read_full(out).values()) <= {(world.present.number, step) for step in steps} | {(1, 3), (1, 6)}
+
+
+def test_put_back_it_is_known_by_what_it_states(world):
+    """Also without the record of attempts, and under the name of a step that the new attempt has not reached."""
+    old = world.run / "checkpoint-9"
+    shutil.copytree(old, world.run.parent / "backup")
+    roll_back(world, 3)
+    world.train(4)
+    world.save()
+    shutil.copytree(world.run.parent / "backup", old)
+    assert step_of(world.compose()) == 7
+    (world.run / "partial" / "attempts.json").unlink()
+    assert step_of(world.compose()) == 7
+    result = call("latest", world.run)
+    assert result.exit_code == 0
+    assert result.stdout.strip().endswith("checkpoint-7") and "given up" in result.stderr
+
+
+def test_a_full_checkpoint_of_the_trainers_does_not_win_by_its_number(world):
+    """A stock "best" checkpoint stays where it is, and is passed over."""
+    world.train(2)
+    world.save_full()
+    assert step_of(world.compose()) == 11
+    roll_back(world, 6)
+    world.train(1)
+    world.save()
+    assert (world.run / "checkpoint-11").is_dir()
+    assert step_of(world.compose()) == 7
+    assert call("salvage", world.run, "--dry-run").exit_code == 0
+    recipe = call("recipe", world.run).stdout
+    assert "skipped" in recipe and "checkpoint-11" in recipe
+    for command in ("thin", "gc"):
+        told = json.loads(call(command, world.run, *(["--strategy", "parity"] * (command == "thin")), "--json").stdout)
+        assert 11 not in told["composable_before"] and 9 not in told["composable_before"]
+
+
+def test_an_attempt_that_dies_before_its_first_save_has_given_up_what_came_later(world):
+    roll_back(world, 6)
+    world.train(2)
+    assert step_of(world.compose()) == 6
+    assert call("latest", world.run).stdout.strip().endswith("checkpoint-6")
+
+
+def test_where_the_given_up_one_is_in_the_way_the_composite_is_beside_it(world):
+    """And the same command finds it there again."""
+    roll_back(world, 6)
+    shutil.copytree(world.run / "abandoned-checkpoint-9", world.run / "checkpoint-9")
+    world.train(3)
+    world.save()
+    out = world.compose()
+    assert out.name == "checkpoint-9-merged"
+    again = call("merge", "--run", world.run, "--json")
+    assert json.loads(again.stdout)["is_there_already"] and json.loads(again.stdout)["out"].endswith(out.name)
+    (out / "llmtailor.json").unlink()
+    assert call("merge", "--run", world.run).exit_code == 6
+
+
+def test_a_recipe_may_mix_attempts_and_says_so(world, tmp_path):
+    """Nothing of either attempt is used beside what came out, and a resume from it begins with a complete save."""
+    roll_back(world, 6)
+    world.train(3)
+    world.save()
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "checkpoint-9"
+    recipe.write_text(
+        f"merge_method: passthrough\nbase_model: {world.run}/partial/step-00000009\n"
+        f"parts:\n  - from: {world.run}/abandoned-checkpoint-9\n    select: [even, odd, embed_tokens, lm_head]\n"
+    )
+    told = call("merge", recipe, out)
+    assert told.exit_code == 0 and "different attempts" in told.stderr
+    number = world.present.number
+    world.start(None, 9, out)
+    assert world.present.saver.ledger.held_by == {}
+    assert (world.run / "partial" / "step-00000009.abandoned-2").is_dir()
+    world.train(1)
+    world.save()
+    assert set(read_full(world.compose()).values()) == {(number + 1, 10)}
+
+
+def test_a_training_without_the_saver_is_used_if_nothing_else_went_on(world):
+    world.resume_from(world.run / "checkpoint-9", 9, with_saver=False)
+    world.train(5)
+    world.save_full()
+    assert step_of(world.compose()) == 14
+
+
+def test_and_not_used_if_the_run_itself_went_on(world):
+    shutil.copytree(world.compose(3), world.run.parent / "elsewhere")
+    saver_attempt = world.present
+    world.resume_from(world.run.parent / "elsewhere", 3, with_saver=False)
+    world.train(8)
+    world.save_full()
+    result = call("merge", "--run", world.run, "--json")
+    told = json.loads(result.stdout)
+    assert told["out"].endswith("checkpoint-9")
+    assert any("--trust-unrecorded" in notice["fix"] for notice in told["notices"])
+    asked = json.loads(call("merge", "--run", world.run, "--trust-unrecorded", "--dry-run", "--json").stdout)
+    assert asked["global_step"] == 11
+    assert saver_attempt.saver is not None
+
+
+def test_the_log_of_saves_has_the_run_as_it_stands(world):
+    assert [line["step"] for line in lines(world)] == [3, 6, 9]
+    log = world.run / "partial" / "saves.jsonl"
+    with log.open("a") as file:
+        file.write('{"step": 10, "torn')
+    world.train(2)
+    world.save()
+    assert log.read_text().splitlines()[-1].startswith('{"step": 11')
+    roll_back(world, 6)
+    world.train(1)
+    world.save()
+    assert [line["step"] for line in lines(world)] == [3, 6, 7]
+    assert [line["step"] for line in lines(world, "saves.abandoned.jsonl")] == [9, 11]
+
+
+def test_whatever_goes_wrong_in_a_save_is_save_failed(world, monkeypatch):
+    """Nothing is left of it, and the next save holds what it should have held."""
+    world.train(3)
+    monkeypatch.setattr(world.present.saver.training, "fragments", lambda params: 1 / 0)
+    with pytest.raises(SaveFailed, match="ZeroDivisionError"):
+        world.save()
+    assert not (world.run / "partial" / "step-00000012").exists()
+    monkeypatch.undo()
+    world.save()
+    assert lines(world)[-1]["step"] == 12 and "failed" in lines(world)[-2]
+    assert read_full(world.compose()).keys() == set(PARTS)
+
+
+def test_a_damaged_record_of_attempts_is_refused(world):
+    (world.run / "partial" / "attempts.json").write_text('{"schema": "llmtailor.attempts/1", "attempts": [1]}')
+    for command in (["merge", "--run", world.run], ["latest", world.run], ["salvage", world.run], ["gc", world.run]):
+        result = call(*command)
+        assert result.exit_code == 4 and "the record of attempts is damaged" in result.stderr
