@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.arch import dissect_model
+from llmtailor.codes import Code
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.opened import Opened
@@ -18,13 +19,12 @@ from llmtailor.core.report import Report
 from llmtailor.core.states import WEIGHT
 from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.target import Target
-from llmtailor.errors import MismatchError, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import MismatchError, PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.execute.commit import check_target, free_bytes
 from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.base import display_name, index_checkpoint
 from llmtailor.formats.composite import lay_out_composite, model_order
 from llmtailor.formats.json_files import read_json
-from llmtailor.formats.manifest import SPLIT
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import CONFIG, TRAINER_STATE
@@ -200,7 +200,7 @@ def dissect_checkpoint(index: CheckpointIndex) -> Anatomy:
     """Return the parts of the model in a checkpoint."""
     numels = {name: param.numel for name, param in index.params.items()}
     numels |= {state.param: held.numel for state, held in index.held.items() if state.kind == WEIGHT}
-    config = read_json(index.root / CONFIG, f"{index.name}/{CONFIG}") if CONFIG in index.files else None
+    config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else None
     return dissect_model([*numels, *index.tied], dict(index.tied), numels, config)
 
 
@@ -239,7 +239,7 @@ def _check_base(base: CheckpointIndex) -> None:
         )
     if TRAINER_STATE not in base.files:
         raise SourceError.at(
-            f"{base.name}/{TRAINER_STATE}",
+            PathIn(base.name, TRAINER_STATE),
             "the file is missing, and the Trainer can't resume without it",
             "copy it back, or take another base_model",
         )
@@ -282,7 +282,8 @@ def _notices(
         notices.append(Problem("parts", what, "if something else should give them, name them in a rule"))
     if choice.split:
         what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as asked for"
-        notices.append(Problem(SPLIT, what, "a resume takes the optimizer's masters, not the weights"))
+        fix = "a resume takes the optimizer's masters, not the weights"
+        notices.append(Problem("--allow-split", what, fix, Code.SPLIT_WEIGHTS))
     notices += special
     for index in indexes:
         if keys := differing_hyperparameters(index, reference):

@@ -24,6 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from llmtailor.codes import Code
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -43,22 +45,46 @@ def _printable(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
 
 
+class PathIn(str):
+    """A path in a checkpoint as messages have it, with the checkpoint's name; code takes the `path` itself."""
+
+    path: str
+    """Relative to the checkpoint's root"""
+
+    def __new__(cls, checkpoint: str, path: str) -> PathIn:
+        place = super().__new__(cls, f"{checkpoint}/{path}")
+        place.path = path
+        return place
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where, what, and how to mend it."""
+    """One thing that is wrong: where, what, and how to mend it. The texts are for people, code decides by the rest."""
 
     where: str
-    """A path, a recipe location such as ``recipe.yaml:12 slices[0].sources[0]``, or a flag."""
+    """A path (`PathIn`), a recipe location such as ``recipe.yaml:12 slices[0].sources[0]``, or a flag."""
     what: str
     fix: str = ""
+    code: Code = Code.OTHER
+
+    @property
+    def path(self) -> str | None:
+        """The file or folder concerned, relative to the checkpoint; None for what concerns it as a whole."""
+        return self.where.path if isinstance(self.where, PathIn) else None
 
     def __str__(self) -> str:
         where, what, fix = map(printable, (self.where, self.what, self.fix))
         head = f"{where}: {what}" if where else what
         return f"{head}\n  fix: {fix}" if fix else head
 
-    def to_json(self) -> dict[str, str]:
-        return {"where": self.where, "what": self.what, "fix": self.fix}
+    def to_json(self) -> dict[str, str | None]:
+        return {
+            "code": self.code.value,
+            "where": self.where,
+            "path": self.path,
+            "what": self.what,
+            "fix": self.fix,
+        }
 
 
 class TailorError(Exception):
@@ -68,6 +94,8 @@ class TailorError(Exception):
     meaning: ClassVar[str] = "unexpected: a bug"
     afterwards: ClassVar[str] = "Run it again with `LLMTAILOR_DEBUG=1` and report what it prints."
     """What the user does then"""
+    code: ClassVar[Code] = Code.OTHER
+    """Of its problems, unless they have one of their own"""
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -76,9 +104,9 @@ class TailorError(Exception):
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
-    def at(cls, where: object, what: str, fix: str = "") -> Self:
+    def at(cls, where: object, what: str, fix: str = "", code: Code | None = None) -> Self:
         """Build an error with a single problem."""
-        return cls(Problem(str(where), what, fix))
+        return cls(Problem(where if isinstance(where, str) else str(where), what, fix, code or cls.code))
 
 
 class UsageError(TailorError):
@@ -95,6 +123,7 @@ class RecipeError(TailorError):
 
 class SourceError(TailorError):
     exit_code = 4
+    code = Code.DAMAGED
     meaning = "a checkpoint is missing, damaged or of a kind that can't be read"
     afterwards = (
         "Mend the path, or take another checkpoint. `llmtailor verify` says all that is wrong with one, "
@@ -103,10 +132,12 @@ class SourceError(TailorError):
 
 
 class UnsupportedCheckpoint(SourceError):
+    code = Code.UNSUPPORTED
     meaning = "a whole checkpoint of a kind that is refused by name"
 
 
 class UnsafePickle(SourceError):
+    code = Code.UNSAFE_PICKLE
     meaning = "a pickle names a global that is not on the list of what a checkpoint may hold"
 
 

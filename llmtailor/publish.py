@@ -12,13 +12,13 @@ from typing import Any
 from llmtailor import __version__
 from llmtailor.compose import Composition, Options, plan_merge
 from llmtailor.continuing import identify_merge, now, take_up, with_what_is_kept
-from llmtailor.core.findings import ERROR
+from llmtailor.core.findings import ERROR, Finding
 from llmtailor.core.index import CheckpointIndex, FileFact
 from llmtailor.core.recipe import Recipe
 from llmtailor.core.report import Report
 from llmtailor.core.states import MODULE, WEIGHT
 from llmtailor.core.stopwatch import Stopwatch
-from llmtailor.errors import Interrupted, Problem, SourceError, StorageError, TailorError, VerificationError
+from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TailorError, VerificationError
 from llmtailor.execute.commit import Staging, check_space, occupied_bytes
 from llmtailor.execute.runner import Context, FileResult, execute
 from llmtailor.execute.sources import SourceFile, Stated, files_read, read_again
@@ -116,7 +116,7 @@ def _check_sources(
                 now = None
             if now is None or not now.is_like(fact):
                 changed.append(
-                    Problem(f"{index.name}/{path}", "the file changed while it was read", "run the merge again")
+                    Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
                 )
             elif now != before.get(f"{composition.plan.sources[number]}/{path}", now):
                 doubtful.add((number, path))
@@ -136,7 +136,7 @@ def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[Sourc
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
         if path.endswith((".pt", ".pth", ".bin")):
-            for record in list_records(index.root, path, f"{index.name}/{path}"):
+            for record in list_records(index.root, path, PathIn(index.name, path)):
                 if record.crc is not None:
                     stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
         if about is not None and path in about.files and is_resumed_from(path, index):
@@ -186,18 +186,27 @@ def _source_facts(index: CheckpointIndex, number: int, digests: Mapping[SourceFi
     }
 
 
+def _kind(finding: Finding) -> tuple[object, ...]:
+    """What a finding about a source and one about the composite have in common if they are of the same thing.
+
+    The shards of a composite may have other names than those of its sources: for other ranks, or another stage.
+    """
+    is_shard = finding.path is not None and "/" in finding.path
+    return finding.code, finding.severity, is_shard or finding.path, finding.params
+
+
 def _check_written(composition: Composition, staging: Path) -> None:
     """Verify what was written as if it were a stranger's, and compare it with what was planned.
 
     What keeps the sources themselves from being resumed was told as a notice before anything was written.
     """
     wanted, out = composition.indexes[composition.base], display_name(composition.out)
-    told = {notice.what for notice in composition.report.notices}
+    told = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}
     try:
         verdict = verify_checkpoint(staging, name=out)
     except TailorError as error:
         raise VerificationError(error.problems) from error
-    if errors := [finding for finding in verdict.of_severity(ERROR) if finding.what not in told]:
+    if errors := [finding for finding in verdict.of_severity(ERROR) if _kind(finding) not in told]:
         raise VerificationError(errors)
     written = verdict.index
     assert written is not None, "a checkpoint without an index has errors"

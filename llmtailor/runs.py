@@ -34,13 +34,18 @@ class Scan:
     run: Path
     usable: tuple[RunCheckpoint, ...]
     """Oldest first; all of one model and one layout, that of the newest."""
-    skipped: tuple[Problem, ...]
+    refused: Mapping[Path, tuple[Problem, ...]]
     """Why the others can't be used."""
     anatomy: Anatomy
     indexes: Mapping[Path, CheckpointIndex]
     """Of the usable ones, by folder"""
     given_up: frozenset[Path]
     """Of attempts that the run does not continue; skipped, too"""
+
+    @property
+    def skipped(self) -> tuple[Problem, ...]:
+        """Why the others can't be used, all together"""
+        return tuple(problem for problems in self.refused.values() for problem in problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def scan_run(
     judge = Judge.of(run, at, trust_unrecorded)
     if also is not None and also not in [folder for _, folder in folders]:
         folders.append((-1, also))
-    skipped: list[Problem] = []
+    refused: dict[Path, tuple[Problem, ...]] = {}
     good: list[tuple[RunCheckpoint, CheckpointIndex]] = []
     anatomy: Anatomy | None = None
     past: Past | None = None
@@ -99,21 +104,21 @@ def scan_run(
             break
         foreign = judge.why_not(folder, number) if folder != also else None
         if foreign is not None and folder in given_up:
-            skipped.append(foreign)
+            refused[folder] = (foreign,)
             logger.info("skipped %s: %s", foreign.where, foreign.what)
             continue
         try:
             index = index_checkpoint(folder)
             mine = past_of(index)
         except TailorError as error:
-            skipped += error.problems
+            refused[folder] = error.problems
             logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
             continue
         reason = foreign or why_not(number, index, good[0][1] if good else None)
         if reason is None and not every_chain and past and mine and not past.includes(mine):
             reason = of_another_chain(index.name)
         if reason is not None:
-            skipped.append(reason)
+            refused[folder] = (reason,)
             logger.info("skipped %s: %s", index.name, reason.what)
             continue
         if anatomy is None:
@@ -124,10 +129,10 @@ def scan_run(
         newest |= {part: max(step, newest.get(part, -1)) for part, step in held.items()}
         good.append((checkpoint, index))
     if anatomy is None:
-        raise _nothing_usable(run, at, skipped)
+        raise _nothing_usable(run, at, [problem for problems in refused.values() for problem in problems])
     good.sort(key=lambda pair: pair[0].step)
     usable = tuple(checkpoint for checkpoint, _ in good)
-    return Scan(run, usable, tuple(skipped), anatomy, {index.root: index for _, index in good}, given_up)
+    return Scan(run, usable, refused, anatomy, {index.root: index for _, index in good}, given_up)
 
 
 def past_of(index: CheckpointIndex) -> Past | None:
@@ -175,7 +180,7 @@ def recipe_for_run(
         scan = scan_run(run, at, also=base, trust_unrecorded=trust_unrecorded)
         found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
         if base is not None and found is None:
-            reason = [problem for problem in scan.skipped if problem.where.startswith(display_name(base))]
+            reason = scan.refused.get(base, ())
             fix = "name another base, or mend it"
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
+from llmtailor.codes import Code  # noqa: E402
 
 NOTE = "<!-- made by scripts/make_docs.py: change the code, and run it -->"
 BEGIN, END = "<!-- scripts/make_docs.py -->\n\n", "\n<!-- end -->"
@@ -125,21 +126,32 @@ about the usage. It is for reports of bugs (exit code 1); a job script can set i
 
 ## The classes
 
-From Python the same errors are exceptions; `error.problems` holds each problem's `where`, `what` and `fix`.
+From Python the same errors are exceptions; `error.problems` holds each problem's `where`, `what`
+and `fix`, for people, and its `code` and `path`, for programs; [verify.md](verify.md#codes) lists the codes.
 
 ```
 {error_tree()}```
 """
 
 
-def readme() -> str:
-    """Return README.md with the table of exit codes that the code has."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    return before + BEGIN + exit_codes() + rest[rest.index(END) :]
+def between_marks(name: str, *made: str) -> str:
+    """Return a page with what was made from the code between its marks, in their order."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    before, *rest = text.split(BEGIN)
+    assert len(rest) == len(made), f"{name} has marks for {len(rest)} tables, not for {len(made)}"
+    return before + "".join(BEGIN + table + after[after.index(END) :] for table, after in zip(made, rest, strict=True))
 
 
-PAGES = {"docs/errors.md": errors_page, "README.md": readme}
+def finding_codes() -> str:
+    """Return the table of what a program can tell findings and problems by."""
+    return table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
+
+
+PAGES = {
+    "docs/errors.md": errors_page,
+    "README.md": lambda: between_marks("README.md", exit_codes()),
+    "docs/verify.md": lambda: between_marks("docs/verify.md", finding_codes()),
+}
 
 
 def main() -> None:

@@ -118,10 +118,10 @@ def _show(salvage: Salvage) -> None:
     for problem in salvage.scan.refused:
         click.echo(f"not used: {problem.where}: {problem.what}", err=True)
     if salvage.composition is not None:
-        damage = {problem.what for holder in salvage.scan.holders for problem in (*holder.unfit, *holder.damage)}
-        damage |= {problem.what for problem in salvage.scan.refused}
+        damage = {problem for holder in salvage.scan.holders for problem in (*holder.unfit, *holder.damage)}
+        damage |= {*salvage.scan.refused}
         for notice in salvage.composition.report.notices:
-            if notice.what not in damage:
+            if notice not in damage:
                 click.echo(f"note: {notice}", err=True)
         click.echo(salvage_text(salvage))
     if share := gain(salvage):

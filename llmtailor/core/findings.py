@@ -20,6 +20,18 @@ class Finding(Problem):
     """A problem with a severity. States can be read all the same, unless an error says otherwise."""
 
     severity: str = NOTE
+    params: tuple[str, ...] = ()
+    """Those concerned, where there are others of which it does not hold"""
 
-    def to_json(self) -> dict[str, str]:
-        return {"severity": self.severity, "where": self.where, "what": self.what, "fix": self.fix}
+    @classmethod
+    def of(cls, problem: Problem, severity: str) -> Finding:
+        """Give a problem a severity."""
+        return cls(problem.where, problem.what, problem.fix, problem.code, severity)
+
+    @property
+    def problem(self) -> Problem:
+        """The same without its severity"""
+        return Problem(self.where, self.what, self.fix, self.code)
+
+    def to_json(self) -> dict[str, str | None]:
+        return {"severity": self.severity, **Problem.to_json(self)}

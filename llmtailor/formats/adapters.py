@@ -13,7 +13,7 @@ from dataclasses import replace
 from llmtailor.core.index import CheckpointIndex, Param
 from llmtailor.core.layout import FileLayout
 from llmtailor.core.states import WEIGHT, State
-from llmtailor.errors import Problem
+from llmtailor.errors import PathIn, Problem
 from llmtailor.formats.disk_names import Naming, on_disk
 from llmtailor.formats.new_weights import new_weights
 from llmtailor.formats.safetensors_files import WeightFile, lay_out_weights, read_header
@@ -30,8 +30,8 @@ def lay_out_adapter(base: CheckpointIndex, dtype: str | None, is_alone: bool) ->
     (``is_alone``), or left out.
     """
     folders = sorted(path.parent.name for path in base.root.glob(f"*/{ADAPTER_CONFIG}"))
-    notices = [Problem(f"{base.name}/{folder}", "this adapter's folder is left out", _EXPORT) for folder in folders]
-    file = read_header(base.root, ADAPTER, f"{base.name}/{ADAPTER}") if ADAPTER in base.files else None
+    notices = [Problem(PathIn(base.name, folder), "this adapter's folder is left out", _EXPORT) for folder in folders]
+    file = read_header(base.root, ADAPTER, PathIn(base.name, ADAPTER)) if ADAPTER in base.files else None
     if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
         file = _new_file(base)
     named = {tensor.name: param for param in base.params.values() for tensor in on_disk(param, NAMING)}

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import NOTE, Finding
 from llmtailor.core.index import CheckpointIndex, Survey
 from llmtailor.core.stopwatch import Stopwatch
@@ -51,7 +52,9 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
         return replace(survey, index=replace(survey.index, part_steps=steps or {}, findings=findings))
     except OSError as error:
         mend = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
-        raise SourceError.at(name, f"can't read {error.filename}: {error.strerror or error}", mend) from error
+        raise SourceError.at(
+            name, f"can't read {error.filename}: {error.strerror or error}", mend, Code.FILE_UNREADABLE
+        ) from error
 
 
 def _survey_partial(root: Path, name: str) -> Survey:
@@ -69,7 +72,15 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
     if not outside:
         return []
     what = f"{len(outside)} of its files are symbolic links out of the folder: {', '.join(outside[:_SHOWN])}"
-    return [Finding(index.name, what, "look where they lead if you did not make them: a composite gets copies", NOTE)]
+    return [
+        Finding(
+            index.name,
+            what,
+            "look where they lead if you did not make them: a composite gets copies",
+            Code.LINKS_OUTSIDE,
+            NOTE,
+        )
+    ]
 
 
 def display_name(path: Path) -> str:

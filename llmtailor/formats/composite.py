@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.layout import FileLayout
 from llmtailor.core.target import Target
-from llmtailor.errors import Problem
+from llmtailor.errors import PathIn, Problem
 from llmtailor.formats.deepspeed.target import lay_out_shards, read_model_order
 from llmtailor.formats.missing_weights import lay_out_missing_weights
 from llmtailor.formats.plain.model import describe_model
@@ -47,7 +47,7 @@ def lay_out_composite(
         weights, notices = lay_out_missing_weights(base, target, weights_dtype, is_alone)
         made += weights
     if from_group is not None and base.offers(SCHEDULER):
-        where = f"{base.name}/{SCHEDULER}"
+        where = PathIn(base.name, SCHEDULER)
         made.append(lay_out_scheduler(base.root, SCHEDULER, where, len(base.groups), from_group))
     paths = {layout.path for layout in made}
     retie = (base.tied, target.stage < 3) if (base.stage == 3) != (target.stage == 3) else None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.errors import SourceError
 from llmtailor.io.sources import read_source
 
@@ -23,9 +24,9 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise SourceError.at(where, f"the file is no JSON ({error})", _COPY_AGAIN) from error
+        raise SourceError.at(where, f"the file is no JSON ({error})", _COPY_AGAIN, Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):
-        raise SourceError.at(where, "the file is no JSON object", _COPY_AGAIN)
+        raise SourceError.at(where, "the file is no JSON object", _COPY_AGAIN, Code.FILE_DAMAGED)
     return content
 
 

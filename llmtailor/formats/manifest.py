@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.report import SCHEMA_MANIFEST, PartRow, Report
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.names import check_name, is_count
 from llmtailor.formats.partial.container import is_partial
@@ -18,7 +19,6 @@ from llmtailor.formats.trainer import MANIFEST
 
 _LAYER = re.compile(r"layer ([0-9]+)")
 
-SPLIT = "--allow-split"
 """Where the notice is about that says that weights and optimizer states of a part differ in source."""
 
 
@@ -63,13 +63,15 @@ def read_part_steps(root: Path, name: str) -> dict[str, int]:
     """
     if not (root / MANIFEST).is_file():
         return {}
-    where = f"{name}/{MANIFEST}"
+    where = PathIn(name, MANIFEST)
     steps: dict[str, int] = {}
     rows = read_json(root / MANIFEST, where).get("parts")
     for row in rows if isinstance(rows, list) else [None]:
         if not isinstance(row, dict) or not is_count(row.get("step")):
             fix = "copy the checkpoint again; without the file, the true age of its parts is unknown"
-            raise SourceError.at(where, "the manifest is damaged: it does not say the step of each part", fix)
+            raise SourceError.at(
+                where, "the manifest is damaged: it does not say the step of each part", fix, Code.MANIFEST
+            )
         part, step = check_name(row.get("part"), "a part", where), row["step"]
         steps[part] = min(step, steps.get(part, step))
     return steps
@@ -168,7 +170,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
         return ManifestFacts(saved.step, saved.world_size, {}, files, {}, plan="", is_split=False)
     if not (root / MANIFEST).is_file():
         return None
-    where = f"{name}/{MANIFEST}"
+    where = PathIn(name, MANIFEST)
     content = read_json(root / MANIFEST, where)
     try:
         return ManifestFacts(
@@ -178,8 +180,8 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             files={str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in content["files"]},
             digests={str(row["part"]): str(row["digest"]) for row in content["parts"] if row["digest"]},
             plan=str(content.get("plan", "")),
-            is_split=any(notice["where"] == SPLIT for notice in content["notices"]),
+            is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         fix = "copy the checkpoint again, or remove the file, if nothing shall be held against it"
-        raise SourceError.at(where, f"the manifest is damaged ({error!r})", fix) from error
+        raise SourceError.at(where, f"the manifest is damaged ({error!r})", fix, Code.MANIFEST) from error

@@ -7,7 +7,7 @@ from llmtailor.core.layout import FileLayout
 from llmtailor.core.states import FROZEN, WEIGHT, State
 from llmtailor.core.target import Target
 from llmtailor.core.words import some
-from llmtailor.errors import Problem
+from llmtailor.errors import PathIn, Problem
 from llmtailor.formats.adapters import lay_out_adapter
 from llmtailor.formats.disk_names import AS_IN_MEMORY, naming_of
 from llmtailor.formats.json_files import read_json
@@ -30,7 +30,7 @@ def lay_out_missing_weights(
         return [], []
     if ADAPTER_CONFIG in base.files:
         return lay_out_adapter(base, dtype, is_alone)
-    config = read_json(base.root / CONFIG, f"{base.name}/{CONFIG}") if CONFIG in base.files else {}
+    config = read_json(base.root / CONFIG, PathIn(base.name, CONFIG)) if CONFIG in base.files else {}
     model_type = str(config["model_type"]) if "model_type" in config else None
     naming = AS_IN_MEMORY if base.saved_as is not None else naming_of(model_type)
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError, UnsafePickle
 from llmtailor.formats.pickle_machine import FindStorage, Machine
 from llmtailor.formats.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
@@ -75,7 +76,9 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
     if damage is not None:
         missing = isinstance(damage, (IndexError, KeyError))
         what = f"the pickle is damaged ({'it takes what is not there' if missing else damage})"
-        raise SourceError.at(where, what, "copy the file again, or leave this checkpoint out") from damage
+        raise SourceError.at(
+            where, what, "copy the file again, or leave this checkpoint out", Code.FILE_DAMAGED
+        ) from damage
     return tree
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Contiguous, Extent
 from llmtailor.core.index import Held
 from llmtailor.core.layout import FileLayout, Literal, Segment, Slot
 from llmtailor.core.states import ITEMSIZE, WEIGHT, State
-from llmtailor.errors import Problems, SourceError
+from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.formats.json_files import read_json, read_strict_json
 from llmtailor.formats.names import check_name, is_count
 from llmtailor.io.sources import open_source
@@ -64,14 +65,14 @@ def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFi
         if not (root / INDEX).exists():
             return ()
         try:
-            names_of = _names_by_file(_read_weight_map(root, f"{where}/{INDEX}"))
+            names_of = _names_by_file(_read_weight_map(root, PathIn(where, INDEX)))
         except SourceError as error:
             problems.add(error)
             return ()
     files = []
     for path, names in names_of.items():
         try:
-            file = read_header(root, path, f"{where}/{path}")
+            file = read_header(root, path, PathIn(where, path))
         except SourceError as error:
             problems.add(error)
             continue
@@ -79,7 +80,7 @@ def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFi
         listed = set(file.tensors) if names is None else names
         for name in sorted(listed ^ set(file.tensors)):
             side = "lists but the file lacks" if name in listed else "does not list but the file has"
-            problems.add(SourceError.at(f"{where}/{path}", f"{INDEX} {side} {name}", _COPY_AGAIN))
+            problems.add(SourceError.at(PathIn(where, path), f"{INDEX} {side} {name}", _COPY_AGAIN))
     return tuple(files)
 
 
@@ -119,18 +120,25 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         json.dumps(metadata, ensure_ascii=False).encode()  # no halves of surrogate pairs
         tensors = {name: _held(path, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SourceError.at(where, f"the safetensors header is damaged ({error})", _COPY_AGAIN) from error
+        raise SourceError.at(
+            where, f"the safetensors header is damaged ({error})", _COPY_AGAIN, Code.FILE_DAMAGED
+        ) from error
     for name in tensors:
         check_name(name, "a tensor", where)
     ordered = sorted(tensors.items(), key=lambda item: (item[1][1].start, item[1][1].stop))
     at = 8 + length
     for name, (_, extent) in ordered:
         if extent.start != at:
-            raise SourceError.at(where, f"{name} does not begin where the tensor before it ends", _COPY_AGAIN)
+            raise SourceError.at(
+                where, f"{name} does not begin where the tensor before it ends", _COPY_AGAIN, Code.FILE_DAMAGED
+            )
         at = extent.stop
     if at != size:
         raise SourceError.at(
-            where, f"the file is {'truncated' if at > size else 'too long'}: {size} bytes instead of {at}", _COPY_AGAIN
+            where,
+            f"the file is {'truncated' if at > size else 'too long'}: {size} bytes instead of {at}",
+            _COPY_AGAIN,
+            Code.FILE_DAMAGED,
         )
     return WeightFile(path, {name: held for name, (held, _) in ordered}, metadata)
 

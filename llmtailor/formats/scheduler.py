@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.layout import FileLayout
 from llmtailor.errors import SourceError
@@ -75,16 +76,16 @@ def compare_scheduler(
         if length != len(rates):
             what = f"it has {length} {_LISTED.get(key, key)} for {len(rates)} param groups"
             fix = f"a resume fails at the first scheduler step; {_OTHER_SAVE}"
-            found.append(Finding(where, what, fix, ERROR))
+            found.append(Finding(where, what, fix, Code.SCHEDULER_LENGTH, ERROR))
             break
     pairs = zip(facts.last_rates, rates, strict=False)
     if not found and (other := [(new, old) for new, old in pairs if type(old) is float and new != old]):
         what = f"it is at learning rate {other[0][0]:g}, the optimizer's param groups are at {other[0][1]:g}"
         fix = f"the first step after a resume takes the latter; {_OTHER_SAVE}"
-        found.append(Finding(where, what, fix, WARNING))
+        found.append(Finding(where, what, fix, Code.SCHEDULER_RATE, WARNING))
     if None not in (expected_steps, facts.num_steps) and facts.num_steps != expected_steps:
         what = f"the schedule is at step {facts.num_steps}, the run at step {expected_steps} (without skipped ones)"
-        found.append(Finding(where, what, _OTHER_SAVE, ERROR))
+        found.append(Finding(where, what, _OTHER_SAVE, Code.SCHEDULER_STEP, ERROR))
     return found
 
 
@@ -115,7 +116,9 @@ def _entry(key: Any, value: Any, where: str, num_groups: int, from_group: Sequen
     if key in _PER_GROUP:
         if len(value) != num_groups:
             what = f"there are {len(value)} entries for {num_groups} param groups"
-            raise SourceError.at(where, what, "copy the file again: it is not of the save that the shards are of")
+            raise SourceError.at(
+                where, what, "copy the file again: it is not of the save that the shards are of", Code.SCHEDULER_LENGTH
+            )
         return type(value)(value[number] for number in from_group)
     if len(value) == num_groups:
         what = f"as many entries as param groups ({num_groups}), in a scheduler that is not known: maybe one for each"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
 from llmtailor.core.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Segment
 from llmtailor.core.states import ITEMSIZE
@@ -70,7 +71,7 @@ def read_torch_file(root: Path, path: str, where: str) -> TorchFile:
             if tree.stop - tree.start > MAX_PICKLE_BYTES:
                 raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes, a pickle bomb by any measure")
         except (BadZip, UnicodeDecodeError) as error:
-            raise SourceError.at(where, _why_no_zip(file, error), _COPY_AGAIN) from error
+            raise SourceError.at(where, _why_no_zip(file, error), _COPY_AGAIN, Code.FILE_DAMAGED) from error
         order = records.get(f"{prefix}/byteorder")
         if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
             raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, FileFact, Held
 from llmtailor.core.layout import Carry, FileLayout, Literal
 from llmtailor.core.states import WEIGHT, State
-from llmtailor.errors import Problems, SourceError, TailorError
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.names import is_count
 from llmtailor.formats.partial.container import is_partial, open_partial
@@ -82,7 +83,7 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
         findings.append(_no_weights(files, name))
     for path in (*files, *inside):
-        where = f"{name}/{path}"
+        where = PathIn(name, path)
         try:
             if path == SCHEDULER:
                 scheduler = _check_rates(read_tree(root, path, where), where)
@@ -100,13 +101,13 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
             problems.add(error)
     if TRAINER_STATE not in files:
         fix = "copy it back; the Trainer can't resume without it"
-        findings.append(Finding(f"{name}/{TRAINER_STATE}", "the file is missing", fix, ERROR))
+        findings.append(Finding(PathIn(name, TRAINER_STATE), "the file is missing", fix, Code.FILE_MISSING, ERROR))
     if saved_as.keys() == set(saved_as.values()):  # else some ranks have been given those of others, on purpose
         for path, other in saved_as.items():
             if path != other:
                 what = f"the file was saved as {other}, so it holds the random numbers of another rank"
                 fix = "give it its own name back, to repeat dropout exactly"
-                findings.append(Finding(f"{name}/{path}", what, fix, WARNING))
+                findings.append(Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING))
     return TrainerFiles(files, frozenset(inside), weights, global_step, scheduler, tuple(findings), has_all_weights)
 
 
@@ -117,16 +118,21 @@ def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Fin
         return []
     fix = "dropout and shuffling restart from the seed; copy the files back if that matters"
     if len(lost) == world_size:
-        return [Finding(name, "there are no RNG states", fix, WARNING)]
-    return [Finding(f"{name}/{file}", "the RNG state of this rank is missing", fix, WARNING) for file in lost]
+        return [Finding(name, "there are no RNG states", fix, Code.RNG_MISSING, WARNING)]
+    return [
+        Finding(PathIn(name, file), "the RNG state of this rank is missing", fix, Code.RNG_MISSING, WARNING)
+        for file in lost
+    ]
 
 
 def _read_step(content: Mapping[str, Any], where: str) -> int:
     step = content.get("global_step")
     if step is None:
-        raise SourceError.at(where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN)
+        raise SourceError.at(
+            where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN, Code.FIELD_MISSING
+        )
     if not is_count(step):
-        raise SourceError.at(where, "global_step is no number of steps", _COPY_AGAIN)
+        raise SourceError.at(where, "global_step is no number of steps", _COPY_AGAIN, Code.FIELD_RANGE)
     return int(step)
 
 
@@ -143,13 +149,18 @@ def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
     what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
     if any(re.fullmatch(r"pytorch_model.*\.bin", path) for path in files):
         what = "the weights are in pytorch_model.bin form, which is left out"
-    return Finding(name, what, "nothing: a resume does not read them, and they can be rounded from the masters")
+    return Finding(
+        name,
+        what,
+        "nothing: a resume does not read them, and they can be rounded from the masters",
+        Code.WEIGHTS_MISSING,
+    )
 
 
 def _check_rates(tree: Any, where: str) -> SchedulerFacts:
     facts = read_scheduler(tree)
     if not facts.lengths:
-        raise SourceError.at(where, "the scheduler state holds no learning rates", _COPY_AGAIN)
+        raise SourceError.at(where, "the scheduler state holds no learning rates", _COPY_AGAIN, Code.FIELD_MISSING)
     return facts
 
 
@@ -211,7 +222,7 @@ def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
 
 def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
     """Lay out a file that the base has inside a bundle."""
-    return lay_out_torch_file(path, read_tree(base.root, source, f"{base.name}/{source}"))
+    return lay_out_torch_file(path, read_tree(base.root, source, PathIn(base.name, source)))
 
 
 def carry(path: str, fact: FileFact) -> FileLayout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.errors import SourceError
 from llmtailor.formats.zip_directory import BadZip, read_records
 from llmtailor.io.sources import open_source
@@ -29,7 +30,9 @@ def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
         try:
             found = read_records(file)
         except (BadZip, UnicodeDecodeError) as error:
-            raise SourceError.at(where, f"the file is truncated or damaged ({error})", _FIX) from error
+            raise SourceError.at(
+                where, f"the file is truncated or damaged ({error})", _FIX, Code.FILE_DAMAGED
+            ) from error
     # torch writes 0 for records it was told not to checksum
     records = (Record(name, record.start, record.stop, record.crc or None) for name, record in found.items())
     return tuple(sorted(records, key=lambda record: record.start))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.errors import SourceError
 
 _COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
@@ -45,7 +46,7 @@ class SourceFile:
                 raise _unreadable(self.where, error) from error
             if not chunk:
                 what = f"the file ends before byte {stop}: it became shorter while it was read"
-                raise SourceError.at(self.where, what, "stop what writes to it, and start again")
+                raise SourceError.at(self.where, what, "stop what writes to it, and start again", Code.FILE_CHANGED)
             chunks.append(chunk)
             start += len(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -58,9 +59,11 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
         _check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise SourceError.at(where, "the file is missing", _COPY_AGAIN) from error
+        raise SourceError.at(where, "the file is missing", _COPY_AGAIN, Code.FILE_MISSING) from error
     except ValueError as error:
-        raise SourceError.at(where, f"no file can have this name ({error})", _COPY_AGAIN) from error
+        raise SourceError.at(
+            where, f"no file can have this name ({error})", _COPY_AGAIN, Code.FILE_UNREADABLE
+        ) from error
     except OSError as error:
         raise _unreadable(where, error) from error
     try:
@@ -83,9 +86,9 @@ def read_source(path: Path, where: str, max_bytes: int) -> bytes:
 def _check_regular(mode: int, where: str) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise SourceError.at(where, f"this is {kind}, where a file belongs", _COPY_AGAIN)
+        raise SourceError.at(where, f"this is {kind}, where a file belongs", _COPY_AGAIN, Code.NOT_A_FILE)
 
 
 def _unreadable(where: str, error: OSError) -> SourceError:
     mend = "run as a user who may read it" if isinstance(error, PermissionError) else "check the disk"
-    return SourceError.at(where, f"the file can't be read: {error.strerror or error}", mend)
+    return SourceError.at(where, f"the file can't be read: {error.strerror or error}", mend, Code.FILE_UNREADABLE)

@@ -9,7 +9,7 @@ from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.run import THINNED, RunCheckpoint
 from llmtailor.core.states import WEIGHT
-from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.layout import check_can_be_partial, trained_states
@@ -53,7 +53,7 @@ def part_bytes(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, int]:
 
 def _losses(root: Path) -> dict[int, float]:
     path = root / TRAINER_STATE
-    return read_losses(read_json(path, f"{root.name}/{TRAINER_STATE}")) if path.is_file() else {}
+    return read_losses(read_json(path, PathIn(root.name, TRAINER_STATE))) if path.is_file() else {}
 
 
 def _obstacle(index: CheckpointIndex) -> str:
@@ -89,5 +89,5 @@ def _not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path])
 
 
 def _is_split(index: CheckpointIndex) -> bool:
-    rows = read_json(index.root / MANIFEST, f"{index.name}/{MANIFEST}").get("parts") or []
+    rows = read_json(index.root / MANIFEST, PathIn(index.name, MANIFEST)).get("parts") or []
     return any(isinstance(row, dict) and row.get("is_whole") is False for row in rows)

@@ -11,7 +11,7 @@ from llmtailor.core.extents import Extent, Fragment
 from llmtailor.core.index import CheckpointIndex, FileFact
 from llmtailor.core.plan import Copy, Plan
 from llmtailor.core.states import WEIGHT, State
-from llmtailor.errors import Problem, SourceError, VerificationError
+from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.execute.runner import num_workers
 from llmtailor.execute.stopping import Stop, run_all
 from llmtailor.verify.reading import Reader, crc_of_range
@@ -101,7 +101,7 @@ def check_unchanged(index: CheckpointIndex) -> None:
         except OSError:
             same = False
         if not same:
-            changed.append(Problem(f"{index.name}/{path}", "the file changed while it was read", "run this again"))
+            changed.append(Problem(PathIn(index.name, path), "the file changed while it was read", "run this again"))
     if changed:
         raise SourceError(changed)
 

@@ -66,12 +66,12 @@ def check_newest(scan: Scan) -> Path:
     newest = next((folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder)), scan.run)
     name = display_name(newest)
     if newest not in [one.path for one in scan.usable]:
-        reasons = [one for one in scan.skipped if one.where == name or one.where.startswith(f"{name}/")]
+        reasons = scan.refused.get(newest, ())
         what = "the newest checkpoint can't be used, so nothing older is touched"
     elif is_partial(newest) or (verdict := verify_checkpoint(newest)).is_resumable:
         return newest
     else:
-        reasons = [Problem(one.where, one.what, one.fix) for one in verdict.of_severity(ERROR)]
+        reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
         what = "nothing can resume from the newest checkpoint, so nothing older is touched"
     fix = "wait if it is just being saved; otherwise mend or remove it, and run this again"
     raise SourceError([Problem(name, what, fix), *reasons])

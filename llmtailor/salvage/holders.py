@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, NOTE, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.run import RunCheckpoint
 from llmtailor.core.states import FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.errors import Problem, SourceError
+from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.deepspeed.files import LATEST
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
@@ -22,6 +23,7 @@ from llmtailor.verify.judging import verify_checkpoint
 
 _RNG = re.compile(r"rng_state(_\d+)?\.pth")
 _OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
+_OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
 
 
@@ -91,9 +93,8 @@ def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = la
         lost = _trusting_checksums(index, found.states, found.values)
         findings += [*more, *found.values]
     weights_lost = index.stage > 0 and (told.weights_lost or any(state.kind == WEIGHT for state in lost))
-    damage = tuple(dict.fromkeys(Problem(finding.where, finding.what, finding.fix) for finding in findings))
-    is_there = {one.where for one in damage if one.where.startswith(f"{index.name}/")}
-    damaged_files = {path for path in index.files if f"{index.name}/{path}" in is_there}
+    damage = tuple(dict.fromkeys(finding.problem for finding in findings))
+    damaged_files = {one.path for one in damage}.intersection(index.files)
     return Holder(
         checkpoint=RunCheckpoint(path, step, None),
         index=_without(index, told.dropped, weights_lost),
@@ -117,24 +118,23 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
     dropped: set[str] = set()
     weights_lost = False
     for finding in findings:
-        path = finding.where.removeprefix(f"{index.name}/")
-        in_root = path != finding.where and "/" not in path and (index.root / path).is_file()
-        if path in index.unreadable or (is_deep and "/" in path and path != finding.where):
+        path = finding.path or ""
+        if path in _OF_THE_BASE or finding.code in _OF_THE_SCHEDULER:
+            if is_deep or finding.severity == ERROR:
+                unfit.append(finding)
+        elif path in index.unreadable or (is_deep and "/" in path):
             continue  # the elements that this costs are listed
-        if is_weight_file(path) and not index.is_partial:  # these have bundles, no weights
+        elif is_weight_file(path) and not index.is_partial:  # these have bundles, no weights
             weights_lost = True
         elif path == MANIFEST:
             fatal.append(finding)
-        elif path in _OF_THE_BASE or finding.where.startswith(f"{index.name}:"):
-            if is_deep or finding.severity == ERROR:
-                unfit.append(finding)
         elif path == LATEST or _RNG.fullmatch(path):
             dropped.add(path)
             if path == LATEST and len([tag for tag in index.root.glob("global_step*") if tag.is_dir()]) > 1:
                 fatal.append(finding)
         elif finding.severity == ERROR:
             fatal.append(finding)
-        elif in_root:
+        elif "/" not in path and (index.root / path).is_file():
             dropped.add(path)
     return _Sorted(tuple(fatal), tuple(unfit), frozenset(dropped), weights_lost)
 
@@ -163,12 +163,12 @@ def _trusting_checksums(
     """Where a weight contradicts its master, both are listed; a master that matches its checksum is right."""
     from llmtailor.verify.reading import Reader, crc_of_range  # numpy takes a while
 
-    blamed = {finding.where.removeprefix(f"{index.name}/") for finding in values} | index.unreadable
+    blamed = {finding.path for finding in values} | index.unreadable
     reader = Reader(index.root)
 
     @cache
     def records_of(path: str) -> Sequence[Record]:
-        return list_records(index.root, path, f"{index.name}/{path}") if path.endswith(".pt") else ()
+        return list_records(index.root, path, PathIn(index.name, path)) if path.endswith(".pt") else ()
 
     @cache
     def matches(path: str, record: Record) -> bool:

@@ -15,7 +15,7 @@ from llmtailor.core.layout import FileLayout, Literal
 from llmtailor.core.opened import Opened
 from llmtailor.core.run import Assignment, Past
 from llmtailor.core.states import State
-from llmtailor.errors import Problem, SourceError
+from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.base import display_name
 from llmtailor.formats.json_files import MAX_BYTES
 from llmtailor.formats.run_folder import list_checkpoints
@@ -221,14 +221,14 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
     layouts, notices = [], []
     others = sorted(list_checkpoints(scan.run).items(), reverse=True)
     for path in base.dropped:
-        where, donor = f"{base.name}/{path}", None
+        where, donor = PathIn(base.name, path), None
         if not path.startswith("rng_state"):
             donor = next((root for _, root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "copy it into the output before the resume, if you have it elsewhere"
             notices.append(Problem(where, "the file is damaged, and left out", fix))
             continue
-        data = read_source(donor / path, f"{display_name(donor)}/{path}", MAX_BYTES)
+        data = read_source(donor / path, PathIn(display_name(donor), path), MAX_BYTES)
         layouts.append(FileLayout(path, (Literal(data, f"from {donor.name}"),)))
         what = f"the file is damaged, and comes from {display_name(donor)}"
         notices.append(Problem(where, what, "look whether it is right, if the run changed it in between"))

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import WARNING, Finding
 from llmtailor.core.index import CheckpointIndex
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.json_files import MAX_BYTES
 from llmtailor.formats.trainer import CONFIG, MANIFEST, TRAINER_STATE
 from llmtailor.formats.zip_records import list_records
@@ -22,7 +23,7 @@ _FIX = "a resume does not read it; copy it again if it is of use to you"
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Tell of damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
     for path in index.files:
-        where = f"{index.name}/{path}"
+        where = PathIn(index.name, path)
         if "/" in path or _READ.fullmatch(path):
             continue
         try:
@@ -31,7 +32,7 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
             elif path.endswith((".bin", ".pt", ".pth")):
                 list_records(index.root, path, where)
         except (OSError, ValueError, RecursionError) as error:
-            yield Finding(where, f"the file is no JSON ({error})", _FIX, WARNING)
+            yield Finding(where, f"the file is no JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
         except SourceError as error:
             for problem in error.problems:
-                yield Finding(problem.where, problem.what, _FIX, WARNING)
+                yield Finding(problem.where, problem.what, _FIX, problem.code, WARNING)

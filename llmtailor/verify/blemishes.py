@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, Held
 from llmtailor.core.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.core.words import some
+from llmtailor.errors import PathIn
 from llmtailor.verify.bundles import SavedNames
 
 NOT_FINITE, NEGATIVE, DIFFERS = "not finite", "negative", "differs"
@@ -41,18 +43,22 @@ def find_blemishes(
         held = held_of(index, states[0])
         total = sum(held_of(index, state).numel for state in states)
         tensors = f"in {len(states)} tensors, the first" if len(states) > 1 else "the first"
-        where = f"{index.name}/{next(iter(held.place.cover(first, first + 1))).extent.path}"
+        where = PathIn(index.name, next(iter(held.place.cover(first, first + 1))).extent.path)
         at = f"{count:,} of {total:,} elements, {tensors} at {_coordinates(first, held.shape)} of {states[0].param}"
         name = f"{_CALLED.get(kind, kind)} of {some(state.param for state in states)}"
         if problem == NOT_FINITE:
-            yield Finding(where, f"{name} is not finite: {at}", _DIVERGED, ERROR)
+            yield Finding(where, f"{name} is not finite: {at}", _DIVERGED, Code.NOT_FINITE, ERROR)
         elif problem == NEGATIVE:
-            yield Finding(where, f"{name} is negative, which a mean of squares can't be: {at}", _OTHER_SAVE, ERROR)
+            yield Finding(
+                where, f"{name} is negative, which a mean of squares can't be: {at}", _OTHER_SAVE, Code.NEGATIVE, ERROR
+            )
         elif is_split and kind == WEIGHT:
             fix = "a resume goes on from the masters"
-            yield Finding(where, f"{name} is not the rounded master, as asked for: {at}", fix, WARNING)
+            yield Finding(
+                where, f"{name} is not the rounded master, as asked for: {at}", fix, Code.SPLIT_WEIGHTS, WARNING
+            )
         else:
-            yield Finding(where, f"{name} is not the rounded master: {at}", _OTHER_SAVE, ERROR)
+            yield Finding(where, f"{name} is not the rounded master: {at}", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR)
 
 
 def damaged_elements(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex
+from llmtailor.errors import PathIn
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.plain.optimizer import OPTIMIZER
 from llmtailor.formats.trainer import MANIFEST, is_weight_file
@@ -16,27 +18,31 @@ _ON_PURPOSE = "nothing, if you changed it yourself"
 
 def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[Finding]:
     """Compare a composite with its manifest: counters, Adam's steps, and the size of every file."""
-    where = f"{index.name}/{MANIFEST}"
+    where = PathIn(index.name, MANIFEST)
     for what, have, written in (
         ("global_step", index.global_step, manifest.global_step),
         ("the world size", index.world_size, manifest.world_size),
     ):
         if have != written:
-            yield Finding(where, f"{what} was {written} when it was written, and is {have}", _COPY_AGAIN, ERROR)
+            yield Finding(
+                where, f"{what} was {written} when it was written, and is {have}", _COPY_AGAIN, Code.MANIFEST, ERROR
+            )
     for flat_id, flat in enumerate(index.flat_ids):
         if flat.step != (written_step := manifest.steps.get(flat_id, flat.step)):
             what = f"Adam's step of flat id {flat_id} was {written_step:g} when it was written, and is {flat.step:g}"
-            yield Finding(where, what, _COPY_AGAIN, ERROR)
+            yield Finding(where, what, _COPY_AGAIN, Code.MANIFEST, ERROR)
     for path, (num_bytes, _) in manifest.files.items():
         fact = index.files.get(path)
         matters = is_resumed_from(path, index)
         if fact is None:
             severity, fix = (ERROR, _COPY_AGAIN) if matters else (WARNING, _ON_PURPOSE)
-            yield Finding(f"{index.name}/{path}", "the file is missing since it was written", fix, severity)
+            yield Finding(
+                PathIn(index.name, path), "the file is missing since it was written", fix, Code.FILE_MISSING, severity
+            )
         elif fact.num_bytes != num_bytes:
             severity, fix = (ERROR, _COPY_AGAIN) if matters else (WARNING, _ON_PURPOSE)
             what = f"it had {num_bytes:,} bytes when it was written, and has {fact.num_bytes:,}"
-            yield Finding(f"{index.name}/{path}", what, fix, severity)
+            yield Finding(PathIn(index.name, path), what, fix, Code.MANIFEST, severity)
 
 
 def is_resumed_from(path: str, index: CheckpointIndex) -> bool:

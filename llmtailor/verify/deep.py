@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from llmtailor.codes import Code
 from llmtailor.compose import dissect_checkpoint
 from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import MODULE, WEIGHT, State
 from llmtailor.core.words import some
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.disk_names import naming_of, on_disk
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.manifest import ManifestFacts
@@ -97,7 +98,7 @@ def _records(index: CheckpointIndex, unreadable: frozenset[str]) -> Iterator[tup
     for path in index.files:
         if path.endswith((".pt", ".pth", ".bin")) and path not in unreadable:
             try:
-                yield path, list_records(index.root, path, f"{index.name}/{path}")
+                yield path, list_records(index.root, path, PathIn(index.name, path))
             except SourceError:
                 continue  # told by the structure checks
 
@@ -118,7 +119,7 @@ def _compare_checksums(
         if path in readings.unreadable:
             return
         read = partial(crc_of_range, reader, path, observe=observe)
-        where, severity = f"{index.name}/{path}", ERROR if is_resumed_from(path, index) else WARNING
+        where, severity = PathIn(index.name, path), ERROR if is_resumed_from(path, index) else WARNING
         try:
             wrong = [
                 record
@@ -136,11 +137,13 @@ def _compare_checksums(
             runs.extend(inside)
             holding = f", which holds {some(sorted({_label(state) for state, _ in inside}))}" if inside else ""
             what = f"{record.name} does not match its checksum in the file{holding}"
-            findings.append(Finding(where, what, _COPY_AGAIN, severity))
+            findings.append(Finding(where, what, _COPY_AGAIN, Code.CHECKSUM, severity))
         if changed:
             fix = "nothing, if you changed it yourself" if severity == WARNING else _COPY_AGAIN
             writer = "save" if index.is_partial else "merge"
-            findings.append(Finding(where, f"the file is not the one that the {writer} has written", fix, severity))
+            findings.append(
+                Finding(where, f"the file is not the one that the {writer} has written", fix, Code.MANIFEST, severity)
+            )
 
     run_all(compare, sorted({*records, *whole}))
     return Deep(tuple(sorted(findings, key=str)), (), join(runs))
@@ -153,7 +156,9 @@ def _label(state: State) -> str:
 def _unread(index: CheckpointIndex, readings: Readings) -> Iterator[Finding]:
     for path, why in sorted(readings.unreadable.items()):
         severity = ERROR if is_resumed_from(path, index) else WARNING
-        yield Finding(f"{index.name}/{path}", f"the file can't be read: {why}", "check the disk", severity)
+        yield Finding(
+            PathIn(index.name, path), f"the file can't be read: {why}", "check the disk", Code.FILE_UNREADABLE, severity
+        )
 
 
 def _digests(index: CheckpointIndex, readings: Readings, manifest: ManifestFacts, lost: Spans) -> Iterator[Finding]:
@@ -174,12 +179,12 @@ def _digests(index: CheckpointIndex, readings: Readings, manifest: ManifestFacts
     for part, digest in manifest.digests.items():
         if part not in not_whole and part_digest(parts.get(part, ())) != digest:
             what = f"the states of {part} are not those that the merge has written"
-            yield Finding(index.name, what, "merge again, or copy the checkpoint again", ERROR)
+            yield Finding(index.name, what, "merge again, or copy the checkpoint again", Code.DIGEST, ERROR)
 
 
 def _saved_as(index: CheckpointIndex) -> SavedNames:
     """transformers saves some models by other names, and in other pieces, than they have in memory."""
-    where = f"{index.name}/{CONFIG}"
+    where = PathIn(index.name, CONFIG)
     try:
         config = read_json(index.root / CONFIG, where) if CONFIG in index.files else {}
     except SourceError:
@@ -194,4 +199,4 @@ def _not_compared(index: CheckpointIndex, saved_as: SavedNames) -> Iterator[Find
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
     if index.stage and names:
         what = f"the weights of {some(names)} go by other names than the params, and were not compared with the masters"
-        yield Finding(index.name, what, "resume it for a try: --resume-smoke", NOTE)
+        yield Finding(index.name, what, "resume it for a try: --resume-smoke", Code.NOT_COMPARED, NOTE)

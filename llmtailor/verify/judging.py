@@ -46,7 +46,7 @@ def verify_checkpoint(
     if not looks_partial(root):  # these are of a kind that the saver takes, or else damaged
         _refuse_unsupported(survey)
     findings = [
-        Finding(problem.where, problem.what, problem.fix, _severity(problem.where.removeprefix(f"{name}/"), root))
+        Finding.of(problem, _severity(problem.path, root))
         for error in survey.problems.errors
         for problem in error.problems
     ]
@@ -67,7 +67,7 @@ def verify_checkpoint(
             findings, values, states = [*findings, *found.findings], [*found.values], found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
-    damage = Damage(_damaged_files(findings, root, name), states)
+    damage = Damage(_damaged_files(findings, root), states)
     verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
     logger.info("judged %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
@@ -91,11 +91,11 @@ def _refuse_unsupported(survey: Survey) -> None:
         survey.problems.raise_if_any()
 
 
-def _severity(path: str, root: Path) -> str:
+def _severity(path: str | None, root: Path) -> str:
     """What a resume does not read can't keep it from working; without DeepSpeed it reads weights and config.json."""
     if looks_partial(root):
         return ERROR
-    if path == MANIFEST or (not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
+    if path == MANIFEST or (path is not None and not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
         return WARNING
     return ERROR
 
@@ -105,7 +105,7 @@ def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
     try:
         anatomy = dissect_checkpoint(index)
     except SourceError as error:
-        findings += [Finding(problem.where, problem.what, problem.fix, ERROR) for problem in error.problems]
+        findings += [Finding.of(problem, ERROR) for problem in error.problems]
         return None
     absent = absent_parts(index, anatomy)
     return Holding(
@@ -118,14 +118,13 @@ def _manifest_of(index: CheckpointIndex, findings: list[Finding]) -> ManifestFac
     try:
         return read_manifest(index.root, index.name)
     except SourceError as error:
-        findings += [Finding(problem.where, problem.what, problem.fix, WARNING) for problem in error.problems]
+        findings += [Finding.of(problem, WARNING) for problem in error.problems]
         return None
 
 
-def _damaged_files(findings: Iterable[Finding], root: Path, name: str) -> dict[str, tuple[str, ...]]:
+def _damaged_files(findings: Iterable[Finding], root: Path) -> dict[str, tuple[str, ...]]:
     damaged: dict[str, list[str]] = {}
     for finding in findings:
-        path = finding.where.removeprefix(f"{name}/")
-        if finding.severity != NOTE and path != finding.where and not (root / path).is_dir():
-            damaged.setdefault(path, []).append(finding.what)
+        if finding.severity != NOTE and finding.path is not None and not (root / finding.path).is_dir():
+            damaged.setdefault(finding.path, []).append(finding.what)
     return {path: tuple(dict.fromkeys(told)) for path, told in damaged.items()}

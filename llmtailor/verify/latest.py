@@ -75,5 +75,5 @@ def _verdicts(
         try:
             yield path, verify_checkpoint(path, deep, observe)
         except SourceError as error:  # no checkpoint, or of a kind that can't be judged
-            findings = tuple(Finding(one.where, one.what, one.fix, ERROR) for one in error.problems)
+            findings = tuple(Finding.of(one, ERROR) for one in error.problems)
             yield path, Verdict(display_name(path), deep, findings, Damage(), None)

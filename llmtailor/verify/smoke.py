@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import llmtailor
+from llmtailor.codes import Code
 from llmtailor.core.findings import NOTE, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import MASTER, State
 from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.verdict import Verdict, by_severity
-from llmtailor.errors import Interrupted, UsageError
+from llmtailor.errors import Interrupted, PathIn, UsageError
 from llmtailor.formats.deepspeed.files import find_shard_files
 from llmtailor.formats.trees import read_tree
 from llmtailor.io.casts import cast
@@ -52,7 +53,7 @@ def try_resume(verdict: Verdict) -> Verdict:
         raise UsageError.at("--resume-smoke", f"{verdict.name} is partial, and never resumes by itself", fix)
     if verdict.index is None or not verdict.is_resumable:
         what = "no resume was tried: the checkpoint is not resumable as it is"
-        note = Finding(verdict.name, what, "mend what the errors name first", NOTE)
+        note = Finding(verdict.name, what, "mend what the errors name first", Code.NOT_TRIED, NOTE)
         return replace(verdict, findings=by_severity([*verdict.findings, note]))
     return replace(verdict, findings=by_severity([*verdict.findings, *resume_smoke(verdict.index)]))
 
@@ -163,7 +164,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
     if settings.fp32_gradients:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     files = find_shard_files(index.root, index.name)
-    tree = read_tree(index.root, files.model[0], f"{index.name}/{files.model[0]}")
+    tree = read_tree(index.root, files.model[0], PathIn(index.name, files.model[0]))
     saved = tree.get("ds_config") or {}
     if "scheduler" in saved:
         config["scheduler"] = saved["scheduler"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
@@ -31,7 +32,7 @@ def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: s
     if problems or len(results) < (index.world_size if index.stage else 1):
         last = log.splitlines()[-1:] or ["nothing was printed"]
         what = f"a stock resume fails: {problems[0] if problems else f'a rank died or hung ({last[0]})'}"
-        return [Finding(index.name, what, _FIX, ERROR)]
+        return [Finding(index.name, what, _FIX, Code.RESUME_FAILS, ERROR)]
     return [
         *_states(index, results, crc_of),
         *_steps(index, results),
@@ -57,7 +58,7 @@ def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], crc_of
     for kind, params in wrong.items():
         name = "weight in training" if kind == MODULE else kind
         what = f"after a resume the engine holds another {name} of {some(params)} than the files ({len(params)} params)"
-        yield Finding(index.name, what, _FIX, ERROR)
+        yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
 
 
 def _is_held(index: CheckpointIndex, state: State) -> bool:
@@ -70,18 +71,18 @@ def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iter
     for rank, result in enumerate(results):
         if result["steps"] != expected:
             what = f"after a resume Adam's steps on rank {rank} are {result['steps']}, in the files {expected}"
-            yield Finding(index.name, what, _FIX, ERROR)
+            yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
 
 
 def _counters(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[Finding]:
     for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.skipped_steps)):
         if result[key] not in (None, expected):
             what = f"after a resume {key} is {result[key]}, in the files {expected}"
-            yield Finding(index.name, what, _FIX, ERROR)
+            yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
     scheduler = result["scheduler"]
     if scheduler["problem"]:
         what = f"after a resume the scheduler can't go on: {scheduler['problem']}"
-        yield Finding(index.name, what, _FIX, ERROR)
+        yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
 
 
 def _groups(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[Finding]:
@@ -89,7 +90,7 @@ def _groups(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[Findi
         off = [key for key, value in told.items() if key in group.hyper and _plain(group.hyper[key]) != _plain(value)]
         if off:
             what = f"after a resume {some(off)} of param group {number} are other than in the files"
-            yield Finding(index.name, what, _FIX, ERROR)
+            yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
 
 
 def _plain(value: Any) -> Any:

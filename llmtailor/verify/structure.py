@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -30,7 +31,9 @@ def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)
     for (kind, dtype, wanted), params in cast.items():
         what = f"{kind} of {some(params)} is {dtype}, the param is trained in {wanted}; a resume casts it"
-        yield Finding(index.name, what, "take a checkpoint that was not rounded, if there is one", WARNING)
+        yield Finding(
+            index.name, what, "take a checkpoint that was not rounded, if there is one", Code.STATE_DTYPE, WARNING
+        )
 
 
 def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
@@ -42,7 +45,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
     if lost:
         what = f"the frozen {some(lost)} {'is' if len(lost) == 1 else 'are'} not in the model states"
         fix = "a resume keeps there what the model is built with, without a word; copy the model states again"
-        yield Finding(index.name, what, fix, ERROR)
+        yield Finding(index.name, what, fix, Code.FROZEN_MISSING, ERROR)
 
 
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
@@ -55,10 +58,12 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     # transformers saves some models under other names than they have in memory, in other pieces
     if sum(lacking.values()) != sum(extra.values()):
         if lacking:
-            yield Finding(index.name, f"the weights of {some(lacking)} are missing", f"{_NOT_READ}", WARNING)
+            yield Finding(
+                index.name, f"the weights of {some(lacking)} are missing", f"{_NOT_READ}", Code.WEIGHTS_MISSING, WARNING
+            )
         if extra:
             what = f"the weights hold {some(extra)}, of which the shards know nothing"
-            yield Finding(index.name, what, f"{_NOT_READ}; they may be another model's", WARNING)
+            yield Finding(index.name, what, f"{_NOT_READ}; they may be another model's", Code.WEIGHTS_UNKNOWN, WARNING)
     shapes = [
         f"{name} {list(held.shape)} instead of {list(index.params[name].shape)}"
         for name, held in weights.items()
@@ -66,7 +71,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     ]
     if shapes:
         what = f"the weights have other shapes than the params: {some(shapes)}"
-        yield Finding(index.name, what, f"{_NOT_READ}; they may be another model's", WARNING)
+        yield Finding(index.name, what, f"{_NOT_READ}; they may be another model's", Code.WEIGHTS_SHAPE, WARNING)
     other = {
         held.dtype
         for name, held in weights.items()
@@ -74,17 +79,25 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     }
     if other:
         what = f"the weights are {', '.join(sorted(other))}, the run trained in {index.precision}"
-        yield Finding(index.name, what, _NOT_READ, NOTE)
+        yield Finding(index.name, what, _NOT_READ, Code.WEIGHTS_DTYPE, NOTE)
 
 
 def _step_in_name(index: CheckpointIndex) -> Iterator[Finding]:
     told = step_of(index.root)
     if told not in (None, index.global_step):
         what = f"the folder says step {told}, its content is of step {index.global_step}"
-        yield Finding(index.name, what, "rename the folder: scripts and the Trainer's rotation go by it", WARNING)
+        yield Finding(
+            index.name,
+            what,
+            "rename the folder: scripts and the Trainer's rotation go by it",
+            Code.FOLDER_STEP,
+            WARNING,
+        )
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
     if "config.json" not in index.files:
         what = "config.json is missing"
-        yield Finding(index.name, what, "a resume does without; from_pretrained does not: copy it back", NOTE)
+        yield Finding(
+            index.name, what, "a resume does without; from_pretrained does not: copy it back", Code.CONFIG_MISSING, NOTE
+        )

@@ -105,7 +105,7 @@ def test_json(folder):
     assert set(content) == VERIFY_KEYS
     assert content["schema"] == "llmtailor.verify/1"
     assert (content["verdict"], content["resumable"], content["deep"]) == ("not resumable", False, True)
-    assert set(content["findings"][0]) == {"severity", "where", "what", "fix"}
+    assert set(content["findings"][0]) == {"severity", "code", "where", "path", "what", "fix"}
     first = "model.layers.0.input_layernorm.weight"
     assert content["damaged_states"] == [
         {"param": first, "kind": kind, "elements": [[0, 1]]} for kind in ("master", "weight")

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
 from llmtailor.core.findings import Finding
 from llmtailor.core.index import FileFact, FlatId, Held, Param, ParamGroup, ZeroSettings
 from llmtailor.core.states import State
 from llmtailor.core.words import some
-from llmtailor.errors import Problems, SourceError, TailorError
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError
 from llmtailor.formats.deepspeed.fields import Tensor
 from llmtailor.formats.deepspeed.shards import Counters
 from llmtailor.formats.trainer import file_fact
@@ -60,7 +61,7 @@ def read_all(
     That those in ``missing`` are missing has been told already.
     """
     return [
-        None if path in missing else attempt(lambda path=path: read(root, path, f"{name}/{path}"), problems)  # type: ignore[misc]
+        None if path in missing else attempt(lambda path=path: read(root, path, PathIn(name, path)), problems)  # type: ignore[misc]
         for path in paths
     ]
 
@@ -105,7 +106,7 @@ def keep_agreeing(
             if value != reference[what]:
                 detail = f" ({value} and {reference[what]})" if len(f"{value}{reference[what]}") < 80 else ""
                 text = f"{what} differs from that of rank {usual[0]}{detail}"
-                problems.add(SourceError.at(f"{name}/{path}", text, FIX))
+                problems.add(SourceError.at(PathIn(name, path), text, FIX, Code.RANKS_DIFFER))
     return [shard if rank in usual else None for rank, shard in enumerate(shards)]
 
 
@@ -121,7 +122,9 @@ def place_of(tensor: Tensor | None, path: str) -> Extent:
 def check_tied(tied: Mapping[str, str], module: Container[str], where: str) -> None:
     """Raise SourceError if a name is tied to one that the module does not have."""
     if lost := [name for name, stored in tied.items() if stored not in module]:
-        raise SourceError.at(where, f"{lost[0]} is tied to {tied[lost[0]]}, which is nowhere in the checkpoint", FIX)
+        raise SourceError.at(
+            where, f"{lost[0]} is tied to {tied[lost[0]]}, which is nowhere in the checkpoint", FIX, Code.TIED
+        )
 
 
 def check_params(
@@ -135,12 +138,12 @@ def check_params(
     """Raise SourceError if a name has two roles, or the module's names are not those that have one."""
     known = Counter([*trainable, *frozen, *buffers])
     if twice := [param for param, count in known.items() if count > 1]:
-        raise SourceError.at(where, f"{some(twice)} is described twice", FIX)
+        raise SourceError.at(where, f"{some(twice)} is described twice", FIX, Code.FIELD_CONFLICT)
     module = set(module)
     if lacking := [param for param in known if param not in module]:
-        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", FIX)
+        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", FIX, Code.FIELD_MISSING)
     if extra := sorted(module.difference(known, tied)):
-        raise SourceError.at(where, f"module names {some(extra)}, of which there is no state", FIX)
+        raise SourceError.at(where, f"module names {some(extra)}, of which there is no state", FIX, Code.FIELD_UNKNOWN)
 
 
 def precision(files_are_bf16: bool, config: Mapping[str, Any]) -> str:

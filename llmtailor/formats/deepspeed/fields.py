@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.layout import Carry
@@ -39,7 +40,7 @@ def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:
     for name, size in as_dict(node, what, where).items():
         shape = as_shape(size)
         if shape is None:
-            raise SourceError.at(where, f"{what} gives no shape for {name}", FIX)
+            raise SourceError.at(where, f"{what} gives no shape for {name}", FIX, Code.FIELD_TYPE)
         shapes[check_name(name, what, where)] = shape
     return shapes
 
@@ -50,13 +51,13 @@ def read_tied(node: Any, where: str) -> dict[str, str]:
     for name in (*tied, *tied.values()):
         check_name(name, "shared_params", where)
     if both := tied.keys() & set(tied.values()):
-        raise SourceError.at(where, f"shared_params ties {min(both)}, and ties others to it", FIX)
+        raise SourceError.at(where, f"shared_params ties {min(both)}, and ties others to it", FIX, Code.TIED)
     return tied
 
 
 def read_names(node: Any, what: str, where: str) -> frozenset[str]:
     if not isinstance(node or [], (list, tuple)):
-        raise SourceError.at(where, f"{what} is a {type(node).__name__} and no list", FIX)
+        raise SourceError.at(where, f"{what} is a {type(node).__name__} and no list", FIX, Code.FIELD_TYPE)
     return frozenset(check_name(name, what, where) for name in node or ())
 
 
@@ -64,9 +65,11 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
     """Return where the elements of a contiguous view lie."""
     carried = view.storage.content[0]
     if not view.is_contiguous:
-        raise SourceError.at(where, f"{what} is not contiguous", "save it again with contiguous tensors")
+        raise SourceError.at(
+            where, f"{what} is not contiguous", "save it again with contiguous tensors", Code.STATE_LAYOUT
+        )
     if not isinstance(carried, Carry) or view.offset + view.numel > view.storage.numel:
-        raise SourceError.at(where, f"{what} reaches beyond its storage", FIX)
+        raise SourceError.at(where, f"{what} reaches beyond its storage", FIX, Code.STATE_SIZE)
     itemsize = ITEMSIZE[view.storage.dtype]
     start = carried.extent.start + view.offset * itemsize
     return Extent(carried.extent.path, start, start + view.numel * itemsize)
@@ -75,15 +78,17 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
 def read_tensor(node: Any, what: str, where: str) -> Tensor:
     view = as_tensor(node)
     if view is None:
-        raise SourceError.at(where, f"{what} is no tensor", FIX)
+        raise SourceError.at(where, f"{what} is no tensor", FIX, Code.FIELD_TYPE)
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
 
 
 def get(tree: Any, key: str, kind: type, where: str) -> Any:
     value = as_dict(tree, "the file", where).get(key)
     if not isinstance(value, kind):
-        have = "is missing" if value is None else f"is a {type(value).__name__} and no {kind.__name__}"
-        raise SourceError.at(where, f"{key} {have}", FIX)
+        if value is None:
+            raise SourceError.at(where, f"{key} is missing", FIX, Code.FIELD_MISSING)
+        what = f"{key} is a {type(value).__name__} and no {kind.__name__}"
+        raise SourceError.at(where, what, FIX, Code.FIELD_TYPE)
     return value
 
 
@@ -91,13 +96,13 @@ def get_count(tree: Any, key: str, where: str) -> int:
     """Return a counter: an int, and not a negative one."""
     value: int = get(tree, key, int, where)
     if not is_count(value):
-        raise SourceError.at(where, f"{key} is {value}, and no count", FIX)
+        raise SourceError.at(where, f"{key} is {value}, and no count", FIX, Code.FIELD_RANGE)
     return value
 
 
 def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise SourceError.at(where, f"{what} is a {type(value).__name__} and no dict", FIX)
+        raise SourceError.at(where, f"{what} is a {type(value).__name__} and no dict", FIX, Code.FIELD_TYPE)
     return value
 
 
@@ -105,7 +110,7 @@ def read_param_group(group: Any, where: str) -> ParamGroup:
     group = as_dict(group, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
-        raise SourceError.at(where, "a param group's params are no list of flat ids", FIX)
+        raise SourceError.at(where, "a param group's params are no list of flat ids", FIX, Code.FIELD_TYPE)
     if group.get("moe"):
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
     if group.get("use_muon"):
@@ -147,7 +152,9 @@ def read_elementwise(
 def check_kind(kind: Any, where: str) -> str:
     """Return the name of an elementwise state. Raises SourceError for one that stands for something else here."""
     if kind in _OUR_KINDS:
-        raise SourceError.at(where, f"the optimizer calls a state {kind!r}, which is no name of an optimizer's", FIX)
+        raise SourceError.at(
+            where, f"the optimizer calls a state {kind!r}, which is no name of an optimizer's", FIX, Code.FIELD_UNKNOWN
+        )
     return check_name(kind, "an optimizer state", where)
 
 
@@ -158,9 +165,11 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
     else:
         tensor = read_tensor(node, f"state[{flat_id}][step]", where)
         if tensor.dtype != "F32" or tensor.numel != 1:
-            raise SourceError.at(where, f"the step of flat id {flat_id} is no fp32 scalar", FIX)
+            raise SourceError.at(where, f"the step of flat id {flat_id} is no fp32 scalar", FIX, Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:
             step = struct.unpack("<f", file.read(tensor.extent.start, tensor.extent.stop))[0]
     if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
-        raise SourceError.at(where, f"the step of flat id {flat_id} is {step}, and no number of steps", FIX)
+        raise SourceError.at(
+            where, f"the step of flat id {flat_id} is {step}, and no number of steps", FIX, Code.FIELD_RANGE
+        )
     return float(step)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.errors import Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.codes import Code
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.partial.container import Partial, is_partial, open_partial
 from llmtailor.formats.torchzip import read_torch_file
 from llmtailor.formats.trees import read_tree
@@ -81,7 +82,7 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
     if tag is None:
         return None
     names = sorted(entry.name for entry in (root / tag).iterdir())
-    place = f"{where}/{tag}"
+    place = PathIn(where, tag)
     _refuse_other_parallelism(names, place)
     optim: dict[int, str] = {}
     prefixes = set()
@@ -92,7 +93,9 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
     model = {int(match[1]): name for name in names if (match := _MODEL.fullmatch(name))}
     if len(prefixes) > 1:
         what = "optimizer shards with and without the bf16_ prefix lie side by side"
-        problems.add(SourceError.at(place, what, "two runs have saved here; remove the files of the wrong one"))
+        problems.add(
+            SourceError.at(place, what, "two runs have saved here; remove the files of the wrong one", Code.FILE_NAME)
+        )
         return None
     is_zero3 = bool(model) or not (root / tag / WHOLE_MODEL).exists()
     if not is_zero3 and not optim:
@@ -125,7 +128,7 @@ def _of_ranks(
     """
     if count > _RANKS_PER_FILE * (len(names) + 1):
         what = f"its files are for {count} ranks, but there are only {len(names)} files"
-        problems.add(SourceError.at(f"{where}/{files.tag}", what, "copy the tag folder again, whole"))
+        problems.add(SourceError.at(PathIn(where, files.tag), what, "copy the tag folder again, whole", Code.FILE_NAME))
         return None
     prefix = "bf16_" if files.is_bf16 else ""
     optim = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(count)]
@@ -138,10 +141,10 @@ def _of_ranks(
     ]
     untold = [(path, what) for path, what in missing if path not in files.missing]
     for path, what in untold[:_SHOWN]:
-        problems.add(SourceError.at(f"{where}/{path}", what, _COPY_BACK))
+        problems.add(SourceError.at(PathIn(where, path), what, _COPY_BACK, Code.FILE_MISSING))
     if len(untold) > _SHOWN:
         what = f"{len(untold) - _SHOWN} more shards of {count} ranks are missing"
-        problems.add(SourceError.at(f"{where}/{files.tag}", what, _COPY_BACK))
+        problems.add(SourceError.at(PathIn(where, files.tag), what, _COPY_BACK, Code.FILE_MISSING))
     return replace(
         files,
         optim=tuple(f"{files.tag}/{name}" for name in optim),
@@ -162,7 +165,9 @@ def read_shard(root: Path, path: str, where: str) -> Any:
     saved_as, name = f"{file.archive}.pt", Path(path).name
     if _rank(saved_as) not in (None, _rank(name)):
         what = f"the file was saved as {saved_as}, so it is the shard of another rank"
-        raise SourceError.at(where, what, "give the file its own name back; then see which one is missing")
+        raise SourceError.at(
+            where, what, "give the file its own name back; then see which one is missing", Code.FILE_NAME
+        )
     return file.tree
 
 
@@ -180,7 +185,7 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
     if have > world_size:
         what = f"there are shards of {have} ranks, but they say that {world_size} ranks saved them"
         fix = f"remove the shards of ranks {world_size} and up, left over from another run"
-        problems.add(SourceError.at(f"{where}/{files.tag}", what, fix))
+        problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_NAME))
     there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
     return files if have == world_size else _of_ranks(files, world_size, frozenset(there), where, problems)
 
@@ -189,12 +194,17 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
     if not root.exists():
         near = sorted(path.name for path in root.parent.glob("checkpoint-*")) if root.parent.is_dir() else []
         hint = f"; beside it are {', '.join(near[:5])}" if near else ""
-        raise SourceError.at(where, "there is no such checkpoint folder", f"check the path{hint}")
+        raise SourceError.at(where, "there is no such checkpoint folder", f"check the path{hint}", Code.NO_CHECKPOINT)
     if not root.is_dir():
-        raise SourceError.at(where, "this is a file, not a checkpoint folder", "name the checkpoint-N folder")
+        raise SourceError.at(
+            where, "this is a file, not a checkpoint folder", "name the checkpoint-N folder", Code.NO_CHECKPOINT
+        )
     if any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
         raise SourceError.at(
-            where, "this is the tag folder inside a checkpoint", f"name the folder above it: {root.parent}"
+            where,
+            "this is the tag folder inside a checkpoint",
+            f"name the folder above it: {root.parent}",
+            Code.NO_CHECKPOINT,
         )
 
 
@@ -208,10 +218,10 @@ def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
             return None
         what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"
         command = f"printf %s {shlex.quote(tags[-1])} > {shlex.quote(str(latest))}"
-        problems.add(SourceError.at(f"{where}/{LATEST}", what, f"{fix}: {command}"))
+        problems.add(SourceError.at(PathIn(where, LATEST), what, f"{fix}: {command}", Code.FILE_NAME))
         return tags[-1]
     try:
-        tag = read_source(latest, f"{where}/{LATEST}", _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
+        tag = read_source(latest, PathIn(where, LATEST), _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
     except SourceError as error:
         problems.add(error)
         return tags[-1] if tags else None
@@ -222,7 +232,7 @@ def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
     found = f"the tag folders here are {', '.join(tags)}" if tags else "there is no tag folder here"
     what = f"it points to {tag!r}, which is no folder of this checkpoint"
     fix = f"{found}; write the right one into {LATEST}, or copy the folder back"
-    problems.add(SourceError.at(f"{where}/{LATEST}", what, fix))
+    problems.add(SourceError.at(PathIn(where, LATEST), what, fix, Code.FILE_NAME))
     return tags[-1] if tags else None
 
 
@@ -231,16 +241,16 @@ def _what_else(root: Path, where: str) -> SourceError:
     inside = sorted(path.name for path in root.glob("checkpoint-*"))
     if inside:
         fix = f"name one of {', '.join(inside[-5:])} inside it"
-        raise SourceError.at(where, "this is a run's folder, not a checkpoint", fix)
+        raise SourceError.at(where, "this is a run's folder, not a checkpoint", fix, Code.NO_CHECKPOINT)
     for name, kind in _OTHER_KINDS:
         if (root / name).exists():
             what = f"this is {kind}; only DeepSpeed ZeRO and plain Trainer checkpoints can be read"
             raise UnsupportedCheckpoint.at(where, what, "leave it out of the recipe")
     if any(root.glob("*.safetensors")):
         what = "this folder holds weights only, no optimizer state: nothing to resume from"
-        return SourceError.at(where, what, "name a full checkpoint (save_only_model must be off)")
+        return SourceError.at(where, what, "name a full checkpoint (save_only_model must be off)", Code.NO_CHECKPOINT)
     what = "this is no checkpoint: there is neither latest nor a global_step folder"
-    raise SourceError.at(where, what, "check the path")
+    raise SourceError.at(where, what, "check the path", Code.NO_CHECKPOINT)
 
 
 def _refuse_other_parallelism(names: list[str], place: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, Finding
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.deepspeed.common import Saved
 from llmtailor.formats.deepspeed.files import ShardFiles
 from llmtailor.formats.scheduler import compare_scheduler
@@ -24,11 +25,11 @@ def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
     Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
     made a step for each that was not skipped. A composite of ours may mix steps; its manifest says which.
     """
-    place, counters = f"{name}/{tag}", saved.counters
+    place, counters = PathIn(name, tag), saved.counters
     tag_step = tag.removeprefix("global_step")
     if tag_step.isdigit() and int(tag_step) != counters.global_steps:
         what = f"the model states are from step {counters.global_steps}, the tag folder says {tag_step}"
-        raise SourceError.at(place, what, _MIXED)
+        raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
     steps = {flat.step for flat in saved.flat_ids}
     expected = counters.global_steps - counters.skipped_steps  # fp16: no step when the gradients overflow
     if not steps or expected in steps or ((root / MANIFEST).is_file() and 0 not in steps):
@@ -37,7 +38,7 @@ def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
         f"the model states are from step {expected} (without skipped ones), the optimizer states from step "
         f"{max(steps):g}"
     )
-    raise SourceError.at(place, what, _MIXED)
+    raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
 
 
 def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, name: str) -> list[Finding]:
@@ -46,7 +47,7 @@ def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: S
         *trainer.findings,
         *saved.findings,
         *_folder(root, files, saved, name),
-        *_scheduler(trainer, saved, name),
+        *_scheduler(trainer, files, saved, name),
         *_trainer_state(trainer, saved, name),
         *find_lost_rng(trainer, saved.world_size, name),
     ]
@@ -56,39 +57,38 @@ def _folder(root: Path, files: ShardFiles, saved: Saved, name: str) -> Iterator[
     if (root / files.tag).is_dir() and not any(root.glob("global_step*")):
         what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
         fix = f"rename it to global_step{saved.counters.global_steps}, and write that into latest"
-        yield Finding(f"{name}/{files.tag}", what, fix, ERROR)
+        yield Finding(PathIn(name, files.tag), what, fix, Code.FILE_NAME, ERROR)
     if not saved.counters.has_mp_world_size:
         fix = "a resume fails without; copy the model states again"
-        yield Finding(f"{name}/{files.model[0]}", "mp_world_size is missing", fix, ERROR)
+        yield Finding(PathIn(name, files.model[0]), "mp_world_size is missing", fix, Code.FIELD_MISSING, ERROR)
     bf16 = saved.ds_config.get("bf16")
     told = bf16.get("enabled") if isinstance(bf16, dict) else None
     if isinstance(told, bool) and told != files.is_bf16:
         named, run = ("have", "off") if files.is_bf16 else ("lack", "on")
         what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"
         fix = "DeepSpeed looks for one kind of name only; give the files the name that they were saved under"
-        yield Finding(f"{name}/{files.tag}", what, fix, ERROR)
+        yield Finding(PathIn(name, files.tag), what, fix, Code.PRECISION, ERROR)
 
 
-def _scheduler(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
+def _scheduler(trainer: TrainerFiles, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:
     """The Trainer keeps the scheduler in scheduler.pt, or hands it to DeepSpeed, which keeps it in the model states."""
-    counters, where = saved.counters, f"{name}/{SCHEDULER}"
+    counters, where, inside = saved.counters, PathIn(name, SCHEDULER), PathIn(name, files.model[0])
     rates = [group.hyper.get("lr") for group in saved.groups]
     expected = counters.global_steps - counters.skipped_steps
     if trainer.scheduler is not None:
         yield from compare_scheduler(trainer.scheduler, where, rates, expected)
     if counters.scheduler is not None:
-        place = f"{name}: lr_scheduler of the model states"
-        yield from compare_scheduler(counters.scheduler, place, rates, expected)
+        yield from compare_scheduler(counters.scheduler, inside, rates, expected)
     elif "scheduler" in saved.ds_config:
         what = "the run had a DeepSpeed scheduler, but the model states hold none"
-        yield Finding(f"{name}: lr_scheduler of the model states", what, "a resume fails; copy them again", ERROR)
+        yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)
     elif trainer.scheduler is None and not any(SCHEDULER in names for names in (trainer.files, trainer.inside)):
         fix = "a resume with a Trainer scheduler will fail; copy the file back"
-        yield Finding(where, "there is no scheduler state", fix, ERROR)
+        yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
 
 
 def _trainer_state(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
     if trainer.global_step not in (None, saved.counters.global_steps):
         what = f"global_step is {trainer.global_step}, but DeepSpeed's is {saved.counters.global_steps}"
         fix = "data order and step count would follow the former; copy the file of this save"
-        yield Finding(f"{name}/{TRAINER_STATE}", what, fix, ERROR)
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.states import MASTER
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
@@ -100,10 +101,14 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
     groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
     ids = [flat_id for group in groups for flat_id in group.flat_ids]
     if sorted(ids) != list(range(len(masters))):
-        raise SourceError.at(where, f"{len(masters)} master tensors, but the param groups own {sorted(ids)}", FIX)
+        raise SourceError.at(
+            where, f"{len(masters)} master tensors, but the param groups own {sorted(ids)}", FIX, Code.FIELD_CONFLICT
+        )
     state = get(inner, "state", dict, where)
     if foreign := [key for key in state if key not in range(len(masters))]:
-        raise SourceError.at(where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX)
+        raise SourceError.at(
+            where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX, Code.FIELD_UNKNOWN
+        )
     flats, steps, step_is_tensor = [], [], True
     for flat_id, master in enumerate(masters):
         if not state:  # Adam has not made a step yet; `zero3` checks that this is so
@@ -112,7 +117,10 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
             continue
         if flat_id not in state:
             raise SourceError.at(
-                where, f"the optimizer state of flat id {flat_id} is missing; a resume would restart Adam for it", FIX
+                where,
+                f"the optimizer state of flat id {flat_id} is missing; a resume would restart Adam for it",
+                FIX,
+                Code.STATE_MISSING,
             )
         kinds, step_node = read_elementwise(
             as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel, flat_id, where
@@ -141,9 +149,13 @@ def _check_stage(outer: dict[str, Any], where: str) -> None:
     number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
     if type(number) is not int or number != 3:
         told = number if type(number) is int else "no number"
-        raise SourceError.at(where, f"zero_stage is {told} in a file with the name of a ZeRO-3 shard", FIX)
+        raise SourceError.at(
+            where, f"zero_stage is {told} in a file with the name of a ZeRO-3 shard", FIX, Code.FIELD_CONFLICT
+        )
     if "loss_scaler" not in outer:
-        raise SourceError.at(where, "loss_scaler is missing; DeepSpeed refuses to resume without it", FIX)
+        raise SourceError.at(
+            where, "loss_scaler is missing; DeepSpeed refuses to resume without it", FIX, Code.FIELD_MISSING
+        )
 
 
 def read_model_shard(root: Path, path: str, where: str) -> ModelShard:
@@ -158,7 +170,9 @@ def read_model_shard(root: Path, path: str, where: str) -> ModelShard:
     frozen_shapes = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     frozen_fragments = as_dict(tree.get("frozen_param_fragments") or {}, "frozen_param_fragments", where)
     if frozen_fragments and frozen_fragments.keys() != frozen_shapes.keys():
-        raise SourceError.at(where, "frozen_param_fragments and frozen_param_shapes list different params", FIX)
+        raise SourceError.at(
+            where, "frozen_param_fragments and frozen_param_shapes list different params", FIX, Code.FIELD_CONFLICT
+        )
     return ModelShard(
         param_shapes=param_shapes,
         frozen_shapes=frozen_shapes,
@@ -213,7 +227,7 @@ def check_alike(flats: Sequence[Mapping[str, Tensor]], where: str) -> tuple[Mapp
     for flat_id, flat in enumerate(flats):
         if flat.keys() != flats[0].keys():
             what = f"flat id {flat_id} has the states {', '.join(flat)}, but flat id 0 has {', '.join(flats[0])}"
-            raise SourceError.at(where, what, FIX)
+            raise SourceError.at(where, what, FIX, Code.STATE_DTYPE)
     return tuple(flats)
 
 
@@ -226,6 +240,9 @@ def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict
             buffers[name] = read_tensor(node, f"module[{name}]", where)
         elif (view := as_tensor(node)) is not None and view.numel:
             raise SourceError.at(
-                where, f"module holds {name} in full, where ZeRO-3 leaves a placeholder; a resume would fail", FIX
+                where,
+                f"module holds {name} in full, where ZeRO-3 leaves a placeholder; a resume would fail",
+                FIX,
+                Code.STATE_SIZE,
             )
     return buffers

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.states import MASTER
 from llmtailor.errors import SourceError
@@ -92,9 +93,11 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
         states = get(inner, "state", dict, where)
         if [group.flat_ids for group in groups] != [(number,) for number in range(len(masters))]:
             what = f"{len(masters)} master partitions, but the param groups do not own one each"
-            raise SourceError.at(where, what, FIX)
+            raise SourceError.at(where, what, FIX, Code.FIELD_CONFLICT)
     if foreign := [key for key in states if key not in range(len(masters))]:
-        raise SourceError.at(where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX)
+        raise SourceError.at(
+            where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX, Code.FIELD_UNKNOWN
+        )
     parts: list[Mapping[str, Tensor]] = []
     steps: list[float] = []
     step_is_tensor = True
@@ -114,7 +117,7 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
     counts = outer.get("partition_count")
     gaps = outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
-        raise SourceError.at(where, "param_alignment_paddings is no list", FIX)
+        raise SourceError.at(where, "param_alignment_paddings is no list", FIX, Code.FIELD_TYPE)
     return PartitionShard(
         stage=_stage(outer, where),
         variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
@@ -138,7 +141,9 @@ def _stage(outer: Mapping[str, Any], where: str) -> int:
     number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
     if type(number) is not int or number not in (1, 2):
         told = number if type(number) is int else "no number"
-        raise SourceError.at(where, f"zero_stage is {told} in a file with the layout of ZeRO-1 and ZeRO-2", FIX)
+        raise SourceError.at(
+            where, f"zero_stage is {told} in a file with the layout of ZeRO-1 and ZeRO-2", FIX, Code.FIELD_CONFLICT
+        )
     return number
 
 
@@ -159,5 +164,5 @@ def _mappings(node: Any) -> Mappings:
 
 def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     if not isinstance(node, (list, tuple)) or not all(map(is_count, node)):
-        raise SourceError.at(where, f"{what} is no list of counts", FIX)
+        raise SourceError.at(where, f"{what} is no list of counts", FIX, Code.FIELD_TYPE)
     return tuple(node)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.vectors import Vector
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.deepspeed.shards12 import PartitionShard
 
 
@@ -31,7 +32,9 @@ def check_ranks(
     for rank, (path, shard) in enumerate(zip(paths, shards, strict=False)):
         if shard is not None and shard.mappings != of_rank[rank] and shard.mappings in of_rank:
             what = f"its param_slice_mappings are those of rank {of_rank.index(shard.mappings)}"
-            raise SourceError.at(f"{name}/{path}", what, "the files of two ranks are swapped: put them back")
+            raise SourceError.at(
+                PathIn(name, path), what, "the files of two ranks are swapped: put them back", Code.FILE_SWAPPED
+            )
 
 
 def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -> dict[str, tuple[Any, Any]]:

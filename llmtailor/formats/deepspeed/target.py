@@ -14,7 +14,7 @@ from typing import Any
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.layout import FileLayout, Literal
 from llmtailor.core.target import Target
-from llmtailor.errors import Problems, SourceError
+from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.formats.deepspeed import target3, target12
 from llmtailor.formats.deepspeed.carried import adapt_config, read_carried
 from llmtailor.formats.deepspeed.files import (
@@ -34,7 +34,7 @@ from llmtailor.formats.trees import read_tree
 def read_model_order(base: CheckpointIndex) -> list[str]:
     """Return the names of the model's state dict, in its order; params, frozen params, buffers and tied names."""
     path = find_shard_files(base.root, base.name).model[0]
-    return list(read_tree(base.root, path, f"{base.name}/{path}")["module"])
+    return list(read_tree(base.root, path, PathIn(base.name, path))["module"])
 
 
 def lay_out_shards(
@@ -53,7 +53,7 @@ def lay_out_shards(
         path = paths[rank % len(paths)]
         if path in base.unreadable:
             path = next(path for path in paths if path not in base.unreadable)
-        where = f"{base.name}/{path}"
+        where = PathIn(base.name, path)
         tree = read_tree(base.root, path, where)
         if file_fact(base.root / path) != base.files.get(path):
             raise SourceError.at(where, "the file changed while it was read", "stop what writes to it, and start again")

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Contiguous, Extent, Partitioned, Sliced
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import FlatId, Held, Param, ParamGroup
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.core.vectors import Vector, lay_out_vector, round_robin
 from llmtailor.core.words import some
-from llmtailor.errors import Problems, SourceError
+from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.formats.deepspeed.common import (
     Saved,
     attempt,
@@ -100,7 +101,7 @@ def read_zero12(root: Path, files: ShardFiles, name: str, problems: Problems) ->
     if fitted is None:
         return None
     files = fitted
-    attempt(lambda: _check_module(model, f"{name}/{files.model[0]}"), problems)
+    attempt(lambda: _check_module(model, PathIn(name, files.model[0])), problems)
     sample = first(shards)
     if sample is None:
         return None
@@ -160,7 +161,7 @@ def _check_module(model: WholeModel, where: str) -> None:
     """Raise SourceError for names and shapes that a strict load of the module would stumble over."""
     wanted = {name: shape for shapes in model.param_shapes for name, shape in shapes.items()}
     if lacking := sorted({*wanted, *model.tied, *model.frozen, *model.buffer_names} - set(model.module)):
-        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", FIX)
+        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", FIX, Code.FIELD_MISSING)
     check_tied(model.tied, model.module, where)
     trainable = [name for shapes in model.param_shapes for name in shapes]
     check_params(trainable, (), model.buffer_names & model.module.keys(), model.module, model.module, where)
@@ -170,7 +171,7 @@ def _check_module(model: WholeModel, where: str) -> None:
         if model.module[name].shape != shape
     ]
     if shapes:
-        raise SourceError.at(where, f"module has other shapes than param_shapes: {some(shapes)}", FIX)
+        raise SourceError.at(where, f"module has other shapes than param_shapes: {some(shapes)}", FIX, Code.STATE_SIZE)
 
 
 def _check_partitions(
@@ -196,7 +197,7 @@ def _check_partitions(
                     if tensor.numel != length:
                         wrong.append(f"{kind} of group {group} has {tensor.numel} elements where {length} belong")
         for what in wrong:
-            problems.add(SourceError.at(f"{name}/{path}", what, FIX))
+            problems.add(SourceError.at(PathIn(name, path), what, FIX, Code.STATE_SIZE))
         kept.append(None if wrong else shard)
     return kept
 
@@ -243,19 +244,27 @@ def _whole(tensor: Tensor) -> Held:
 
 
 def _findings(name: str, files: ShardFiles, shards: Sequence[PartitionShard], world_size: int) -> tuple[Finding, ...]:
-    found, where, sample = [], f"{name}/{files.tag}", shards[0]
+    found, where, sample = [], PathIn(name, files.tag), shards[0]
     if set(sample.partition_counts) - {world_size}:
         counts = ", ".join(map(str, sorted(set(sample.partition_counts))))
         what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
         fix = "a resume does not read it, DeepSpeed's tools do; copy the optim_states again"
-        found.append(Finding(where, what, fix, WARNING))
+        found.append(Finding(where, what, fix, Code.PARTITION_COUNT, WARNING))
     if not all(shard.has_version for shard in shards):
         what = "the optimizer states do not say which DeepSpeed wrote them"
-        found.append(Finding(where, what, "DeepSpeed refuses to resume without ds_version; copy them again", ERROR))
+        found.append(
+            Finding(
+                where,
+                what,
+                "DeepSpeed refuses to resume without ds_version; copy them again",
+                Code.VERSION_MISSING,
+                ERROR,
+            )
+        )
     if sample.variant == "elastic" and not sample.has_group_step:
         what = "elastic checkpoints of an optimizer that keeps its step per param can't be resumed by stock DeepSpeed"
         fix = "train without elastic_checkpoint; states of this one can still be taken by a recipe"
-        found.append(Finding(where, what, fix, ERROR))
+        found.append(Finding(where, what, fix, Code.ELASTIC, ERROR))
     return tuple(found)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Sliced
 from llmtailor.core.findings import WARNING, Finding
 from llmtailor.core.index import FlatId, Held, Param
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, State
 from llmtailor.core.words import some
-from llmtailor.errors import Problems, SourceError
+from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.formats.deepspeed.common import (
     FIX,
     Saved,
@@ -55,7 +56,7 @@ def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> 
     if sample is None or told is None:
         return None
     if model[0]:  # only rank 0 names what is tied
-        place, tied = f"{name}/{files.model[0]}", model[0].tied
+        place, tied = PathIn(name, files.model[0]), model[0].tied
         trainable = [param for shapes in told.param_shapes for param in shapes]
         attempt(lambda: check_tied(tied, told.module_names, place), problems)
         attempt(
@@ -173,7 +174,7 @@ def _check_flats(
                 if have != length:
                     wrong.append(f"flat id {flat_id} has {have} elements where the params add up to {length}")
         for what in wrong:
-            problems.add(SourceError.at(f"{name}/{path}", what, FIX))
+            problems.add(SourceError.at(PathIn(name, path), what, FIX, Code.STATE_SIZE))
         kept.append(None if wrong else shard)
     return kept
 
@@ -198,7 +199,7 @@ def _check_modules(
         ):  # only rank 0 names what is tied
             wrong.append(f"module lists {some(unknown)}, of which there is no state; a resume may fail")
         for what in wrong:
-            problems.add(SourceError.at(f"{name}/{path}", what, FIX))
+            problems.add(SourceError.at(PathIn(name, path), what, FIX))
         kept.append(None if wrong else shard)
     return kept
 
@@ -208,7 +209,7 @@ def _check_ranks(name: str, paths: Sequence[str], model: Sequence[ModelShard | N
     for path, shard in zip(paths[1:], model[1:], strict=False):
         if model[0] and shard and shard.tied and not model[0].tied:
             what = "it lists shared_params, as only rank 0 does, and the file of rank 0 does not"
-            raise SourceError.at(f"{name}/{path}", what, "the files of two ranks are swapped: put them back")
+            raise SourceError.at(PathIn(name, path), what, "the files of two ranks are swapped: put them back")
 
 
 def _count_findings(name: str, files: ShardFiles, count: int, world_size: int) -> tuple[Finding, ...]:
@@ -216,4 +217,4 @@ def _count_findings(name: str, files: ShardFiles, count: int, world_size: int) -
         return ()
     what = f"partition_count is {count}, but the model states say {world_size} ranks saved them"
     fix = "a resume does not read it, DeepSpeed's tools do; copy the optim_states again"
-    return (Finding(f"{name}/{files.tag}", what, fix, WARNING),)
+    return (Finding(PathIn(name, files.tag), what, fix, Code.PARTITION_COUNT, WARNING),)

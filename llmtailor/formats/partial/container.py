@@ -11,7 +11,7 @@ from typing import Any
 from llmtailor.core.extents import Bundled, Extent
 from llmtailor.core.index import Held
 from llmtailor.core.states import BUFFER, ITEMSIZE, State
-from llmtailor.errors import Problem, Problems, SourceError
+from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.formats.json_files import read_strict_json
 from llmtailor.formats.names import is_count, is_path_below
 from llmtailor.formats.partial.encoding import decode
@@ -48,7 +48,7 @@ class Partial:
 
     def tree(self, path: str) -> Any:
         """Decode the object tree of a stock file. Raises SourceError."""
-        where = f"{self.name}/{path}"
+        where = PathIn(self.name, path)
         if path not in self.tree_of:
             raise SourceError.at(where, "no bundle has this file inside", _FIX)
         bundle = self.tree_of[path]
@@ -57,7 +57,7 @@ class Partial:
             check_tree(tree)
             return tree
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise SourceError.at(f"{self.name}/{bundle}", f"its tree of {path} is damaged ({error})", _FIX) from error
+            raise SourceError.at(PathIn(self.name, bundle), f"its tree of {path} is damaged ({error})", _FIX) from error
 
     def _find(self, file: str, key: str) -> tuple[str, tuple[int, ...], Extent]:
         held = self.files[file].tensors[key]
@@ -104,13 +104,13 @@ def _open(root: Path, name: str, _mtime_ns: int, _inode: int) -> Partial:
         key.removeprefix(TREE): path for path, file in files.items() for key in file.metadata if key.startswith(TREE)
     }
     if strange := [path for path in tree_of if not is_path_below(path)]:
-        raise SourceError.at(f"{name}/{tree_of[strange[0]]}", f"it has a file {strange[0]!r:.80} inside", _FIX)
+        raise SourceError.at(PathIn(name, tree_of[strange[0]]), f"it has a file {strange[0]!r:.80} inside", _FIX)
     return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
 
 
 def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mapping[str, int], name: str) -> WeightFile:
     """Read a file's header and hold it against the manifest; ``ranks`` are those of the ranks' bundles by name."""
-    where = f"{name}/{fact.path}"
+    where = PathIn(name, fact.path)
     file = read_header(root, fact.path, where)
     size = (root / fact.path).stat().st_size
     if size != fact.num_bytes:
@@ -144,7 +144,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                 if kind not in _NOT_FRAGMENTS and param in begins:
                     found.setdefault(State(param, kind), []).append((begins[param], path, held))
         except (ValueError, RecursionError) as error:
-            raise SourceError.at(f"{name}/{path}", f"its metadata are damaged ({error})", _FIX) from error
+            raise SourceError.at(PathIn(name, path), f"its metadata are damaged ({error})", _FIX) from error
     joined: dict[State, Held] = {}
     problems = []
     for state, fragments in found.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmtailor.core.extents import Absent, Sliced
 from llmtailor.core.index import CheckpointIndex, FileFact, FlatId, Held, Param, ParamGroup, ZeroSettings
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
-from llmtailor.errors import Problem, Problems, SourceError
+from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.formats.partial.container import Partial, open_partial
 from llmtailor.formats.partial.manifest import bundle_name, frozen_name
 from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
@@ -78,7 +78,7 @@ def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
 def _index_plain(partial: Partial) -> CheckpointIndex:
     """Index a save of training without DeepSpeed: `formats.plain.indexing` has the layout of the stock files."""
     manifest, root, name = partial.manifest, partial.root, partial.name
-    optimizer = read_optimizer(root, f"{name}/{OPTIMIZER}")
+    optimizer = read_optimizer(root, PathIn(name, OPTIMIZER))
     problems = Problems()
     trainer = read_trainer_files(root, name, problems)
     problems.raise_if_any()

@@ -15,7 +15,7 @@ from llmtailor.core.extents import Contiguous, Extent, Partitioned, Sliced
 from llmtailor.core.index import CheckpointIndex, SavedAs
 from llmtailor.core.layout import FileLayout, Fill, Segment, Slot
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed.files import LATEST, ShardFiles, find_shard_files
 from llmtailor.formats.deepspeed.zero3 import part_size
 from llmtailor.formats.disk_names import AS_IN_MEMORY, naming_of, on_disk
@@ -132,7 +132,7 @@ def describe_partial(
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
     """Return what each param is called in the weights' files; None if there are none, or that does not explain all."""
     weights = {state.param: held.shape for state, held in index.held.items() if state.kind == WEIGHT}
-    config = read_json(index.root / CONFIG, f"{index.name}/{CONFIG}") if CONFIG in index.files else {}
+    config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
     for naming in (AS_IN_MEMORY, naming_of(str(config.get("model_type")))):
         found = {name: tuple(on_disk(param, naming)) for name, param in index.params.items()} if naming else {}
         made = {one.name: one.shape for ones in found.values() for one in ones}
@@ -216,7 +216,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex, files: ShardFiles 
     flats = _flats(index)
 
     def add(rank: int, path: str, change: Callable[[Any], Any] = lambda tree: tree) -> None:
-        where = f"{index.name}/{path}"
+        where = PathIn(index.name, path)
         bundles[rank].add_tree(path, change(read_tree(index.root, path, where)), flats, where)
 
     if files is not None:

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.index import SavedAs
 from llmtailor.core.states import ITEMSIZE
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.json_files import MAX_BYTES, read_strict_json
 from llmtailor.formats.names import is_path_below
 from llmtailor.formats.partial.fields import (
@@ -123,15 +124,17 @@ class Manifest:
 
 def read_manifest(root: Path, name: str) -> Manifest:
     """Read a partial checkpoint's manifest. Raises SourceError; also where there is none: the save did not finish."""
-    where = f"{name}/{MANIFEST}"
+    where = PathIn(name, MANIFEST)
     if not (root / MANIFEST).exists():
         fix = "leave this checkpoint out; the run goes on without it"
-        raise SourceError.at(name, "there is no manifest.json: the save did not finish", fix)
+        raise SourceError.at(name, "there is no manifest.json: the save did not finish", fix, Code.MANIFEST)
     text = read_source(root / MANIFEST, where, MAX_BYTES)
     try:
         return _parse(read_strict_json(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceError.at(where, f"it is no manifest of a partial checkpoint ({error!r:.200})", _FIX) from error
+        raise SourceError.at(
+            where, f"it is no manifest of a partial checkpoint ({error!r:.200})", _FIX, Code.MANIFEST
+        ) from error
 
 
 def manifest_json(

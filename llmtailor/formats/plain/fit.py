@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmtailor.core.index import Held, Param
 from llmtailor.core.words import some
-from llmtailor.errors import Problem, SourceError
+from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.plain.model import ModelFacts
 from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer
 from llmtailor.formats.plain.order import compare_shapes
@@ -53,7 +53,7 @@ def fit(
         wanted = {**dict(zip(trainable, shapes, strict=True)), **{other: weights[other] for other in others}}
         buffers = {other for other in others if weights_held[other].dtype not in _FLOATING} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
-    problems = compare_shapes(ids, shapes, list(trainable), wanted, f"{name}/{OPTIMIZER}")
+    problems = compare_shapes(ids, shapes, list(trainable), wanted, PathIn(name, OPTIMIZER))
     problems += [
         Problem(name, f"the weight {param} has shape {list(weights[param])} where {list(shape)} belongs", _FIX)
         for param, shape in wanted.items()

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.core.extents import Contiguous, Sliced
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, FlatId, Held, ParamGroup, Survey, ZeroSettings
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.core.words import some
-from llmtailor.errors import Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed.common import attempt
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.plain.fit import Fitted, fit
@@ -62,7 +63,7 @@ def survey_plain(root: Path, name: str) -> Survey:
         raise UnsupportedCheckpoint.at(name, what, "leave it out; with DeepSpeed such runs can be composed")
     problems = Problems()
     trainer = read_trainer_files(root, name, problems)
-    optimizer = attempt(lambda: read_optimizer(root, f"{name}/{OPTIMIZER}"), problems)
+    optimizer = attempt(lambda: read_optimizer(root, PathIn(name, OPTIMIZER)), problems)
     attempt(lambda: _check_complete(trainer, name), problems)
     if optimizer is None or not trainer.weights or not trainer.has_all_weights:
         return Survey(None, problems)
@@ -73,7 +74,7 @@ def _index(
     root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, problems: Problems
 ) -> CheckpointIndex:
     """Raises SourceError where optimizer, weights and model don't fit together."""
-    where = f"{name}/{OPTIMIZER}"
+    where = PathIn(name, OPTIMIZER)
     findings = list(trainer.findings)
     model = _ask_model(root, name, optimizer, trainer, findings)
     if has_names(optimizer):
@@ -86,16 +87,18 @@ def _index(
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
         fix = "if that was trained, its state is lost: leave this checkpoint out"
-        findings.append(Finding(where, f"it has no state of {some(frozen)}: taken to be frozen", fix))
+        findings.append(
+            Finding(where, f"it has no state of {some(frozen)}: taken to be frozen", fix, Code.STATE_MISSING)
+        )
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weights' files have other names for {some(renamed)} than the model"
         fix = "compare the losses after a resume: transformers 5.23 keeps the initial values there, with a warning"
-        findings.append(Finding(name, what, fix, ERROR))
+        findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
     steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
     attempt(lambda: _check_steps(name, steps, trainer, findings), problems)
     if trainer.scheduler is not None:
         rates = [group.hyper.get("lr") for group in optimizer.groups]
-        findings += compare_scheduler(trainer.scheduler, f"{name}/{SCHEDULER}", rates, None)
+        findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), rates, None)
     world_size = _world_size(trainer.files)
     findings += find_lost_rng(trainer, world_size, name)
     held = _hold(groups, optimizer, trainer.weights, known, world_size)
@@ -132,10 +135,12 @@ def _check_complete(trainer: TrainerFiles, name: str) -> None:
     problems = []
     if SCHEDULER not in trainer.files:
         what = "the file is missing; a resume without it takes neither the schedule nor the optimizer, without a word"
-        problems.append(Problem(f"{name}/{SCHEDULER}", what, "copy it back, or leave this checkpoint out"))
+        problems.append(
+            Problem(PathIn(name, SCHEDULER), what, "copy it back, or leave this checkpoint out", Code.FILE_MISSING)
+        )
     if not trainer.weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
-        problems.append(Problem(name, "there are no weights in safetensors form", fix))
+        problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
     if problems:
         raise SourceError(problems)
 
@@ -147,7 +152,7 @@ def _ask_model(
     if not has_names(optimizer):
         return describe_model(root, name)
     named = {param for group in optimizer.groups for param in group.names or ()}
-    config = read_json(root / CONFIG, f"{name}/{CONFIG}") if CONFIG in trainer.files else {}
+    config = read_json(root / CONFIG, PathIn(name, CONFIG)) if CONFIG in trainer.files else {}
     # the class's own default counts where the config is silent, so it must say that nothing is tied
     if named == {state.param for state in trainer.weights} and config.get("tie_word_embeddings") is False:
         return None
@@ -156,7 +161,7 @@ def _ask_model(
     except SourceError as error:
         fix = "nothing, if the model has neither; else install a transformers that knows it"
         what = f"tied names and buffers are not known ({error.problems[0].what})"
-        findings.append(Finding(name, what, fix))
+        findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None
 
 
@@ -193,11 +198,11 @@ def _check_steps(name: str, steps: list[float], trainer: TrainerFiles, findings:
     if counted not in steps:
         what = f"the optimizer's states are from step {max(steps):g}, the schedule is at step {counted}"
         fix = "copy optimizer.pt and scheduler.pt again; they come from different saves"
-        raise SourceError.at(f"{name}/{OPTIMIZER}", what, fix)
+        raise SourceError.at(PathIn(name, OPTIMIZER), what, fix, Code.STEPS_DIFFER)
     if trainer.global_step not in (None, counted):
         what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
         fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
-        findings.append(Finding(f"{name}/{TRAINER_STATE}", what, fix, WARNING))
+        findings.append(Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, WARNING))
 
 
 def _number_groups(optimizer: SavedOptimizer) -> tuple[ParamGroup, ...]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.trainer import CONFIG
 
@@ -90,13 +90,13 @@ def describe_model(root: Path, where: str) -> ModelFacts:
     """
     if not (root / CONFIG).exists():
         raise UnsupportedCheckpoint.at(
-            f"{where}/{CONFIG}", "the file is missing, and it alone tells the params' order", "copy it back"
+            PathIn(where, CONFIG), "the file is missing, and it alone tells the params' order", "copy it back"
         )
-    config = read_json(root / CONFIG, f"{where}/{CONFIG}")
+    config = read_json(root / CONFIG, PathIn(where, CONFIG))
     text = json.dumps(_relevant(config), sort_keys=True)
     facts = _describe(text)
     if isinstance(facts, str):
-        raise UnsupportedCheckpoint.at(f"{where}/{CONFIG}", f"transformers can't build the model: {facts}", _MEND)
+        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), f"transformers can't build the model: {facts}", _MEND)
     return facts
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed.fields import FIX, Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.formats.names import check_name
@@ -65,7 +66,7 @@ def read_optimizer(root: Path, where: str) -> SavedOptimizer:
     """
     if not (root / OPTIMIZER).exists() and not is_partial(root):
         fix = "copy it back; a resume without it takes neither the optimizer nor the schedule, without a word"
-        raise SourceError.at(where, "the file is missing", fix)
+        raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
     tree = read_tree(root, OPTIMIZER, where)
     state = get(tree, "state", dict, where)
     groups = tuple(_read_group(group, where) for group in get(tree, "param_groups", list, where))

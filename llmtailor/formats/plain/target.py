@@ -19,7 +19,7 @@ from llmtailor.core.index import CheckpointIndex, Held
 from llmtailor.core.layout import FileLayout, Literal, Slot
 from llmtailor.core.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.core.target import Target
-from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.new_weights import new_weights
 from llmtailor.formats.pickle_nodes import make_tensor
 from llmtailor.formats.plain.indexing import BUFFERS_KEY
@@ -61,7 +61,9 @@ def _check_base(base: CheckpointIndex) -> None:
     problems = []
     if not base.offers(SCHEDULER):
         what = "there is no scheduler state; without DeepSpeed a resume then drops the optimizer's as well"
-        problems.append(Problem(f"{base.name}/{SCHEDULER}", what, "take a base whose run used the Trainer's scheduler"))
+        problems.append(
+            Problem(PathIn(base.name, SCHEDULER), what, "take a base whose run used the Trainer's scheduler")
+        )
     if not _kinds_by_param(base):
         what = "its optimizer has made no step yet, so it has no states"
         problems.append(Problem(base.name, what, "take a later checkpoint as base"))

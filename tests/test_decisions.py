@@ -1,0 +1,97 @@
+"""Code decides by types, codes and paths; the texts of a message are for people, and may be worded anew."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from llmtailor.codes import Code
+from llmtailor.core.findings import ERROR, NOTE, Finding
+from llmtailor.errors import PathIn, Problem, SourceError
+
+PACKAGE = Path(__file__).parents[1] / "llmtailor"
+TEXTS = {"where", "what", "fix"}
+FOREIGN = {"'os error' not in str(error)"}
+"""tokenizers tells what the system said in a bare Exception, and in nothing but its text."""
+ASKING = {"startswith", "endswith", "removeprefix", "removesuffix", "split", "partition", "rpartition", "find", "index"}
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether this is a problem's text, or all texts of an error at once: ``x.what``, ``x["what"]``, ``str(error)``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in TEXTS
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value in TEXTS
+    is_str = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
+    return is_str and isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "problem", "finding")
+
+
+def decides(node: ast.AST) -> bool:
+    """Whether a text is compared, searched, cut up, or made the key that something is looked up by."""
+    if isinstance(node, ast.Compare):
+        return any(is_text(side) for side in (node.left, *node.comparators))
+    if isinstance(node, ast.SetComp):
+        return is_text(node.elt)
+    if isinstance(node, ast.DictComp):
+        return is_text(node.key)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_regex = node.func.attr in ("match", "fullmatch", "search") and any(map(is_text, node.args))
+        return is_regex or (node.func.attr in ASKING and is_text(node.func.value))
+    return False
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_decided_by_the_text_of_a_message(path):
+    found = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if decides(node)]
+    assert not set(found) - FOREIGN
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "problem.where.removeprefix(name)",
+        "finding.what in told",
+        "one.where == name",
+        "{notice.what for notice in notices}",
+        'notice["where"] == SPLIT',
+        '"missing" in str(error)',
+        "re.match(pattern, problem.what)",
+    ],
+)
+def test_such_decisions_would_be_seen(source):
+    assert decides(ast.parse(source, mode="eval").body)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_finding_has_a_code(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
+            assert len(node.args) > 3 or any(word.arg == "code" for word in node.keywords), ast.unparse(node)
+
+
+def test_a_finding_keeps_the_code_and_the_path_of_its_problem():
+    error = SourceError.at(PathIn("run/checkpoint-4", "latest"), "the file is missing", "copy it", Code.FILE_MISSING)
+    finding = Finding.of(error.problems[0], ERROR)
+    assert (finding.code, finding.path, finding.severity) == (Code.FILE_MISSING, "latest", ERROR)
+    assert finding.problem == error.problems[0]
+    assert finding.to_json() == {
+        "severity": "error",
+        "code": "file-missing",
+        "where": "run/checkpoint-4/latest",
+        "path": "latest",
+        "what": "the file is missing",
+        "fix": "copy it",
+    }
+
+
+def test_what_concerns_the_whole_checkpoint_has_no_path():
+    assert Problem("run/checkpoint-4", "it is odd").path is None
+    assert Finding("run/checkpoint-4", "it is odd", "", Code.OTHER, NOTE).to_json()["path"] is None
+
+
+def test_codes_are_written_alike():
+    for code in Code:
+        assert code.value == code.name.lower().replace("_", "-")
+        assert code.meaning
