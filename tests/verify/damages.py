@@ -324,7 +324,7 @@ add(
 add(
     "no ds_version, ZeRO-1/2",
     "error",
-    "do not say which DeepSpeed wrote them",
+    "ds_version is missing",
     on_ranks(lambda tree: outer(tree).pop("ds_version"), 1),
     runs=("zero2",),
 )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
@@ -23,6 +23,11 @@ from llmtailor.formats.trainer import file_fact
 FIX = "copy the checkpoint again, whole, or leave it out of the recipe"
 _Shard = TypeVar("_Shard")
 _DEFAULTS = ZeroSettings()
+
+
+class _Told(Protocol):
+    @property
+    def findings(self) -> tuple[Finding, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Saved:
     unreadable: frozenset[str] = frozenset()
     """Shard files that are missing, damaged, or of another save than most."""
     findings: tuple[Finding, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """What `formats.resumed` tells of the optimizer's file, by the field's name"""
 
 
 def read_all(
@@ -102,9 +109,12 @@ def keep_agreeing(
     reference = facts[usual[0]]
     assert reference is not None
     for path, mine in zip(paths, facts, strict=True):
-        for what, value in (mine or {}).items():
-            if value != reference[what]:
-                detail = f" ({value} and {reference[what]})" if len(f"{value}{reference[what]}") < 80 else ""
+        if mine is None:
+            continue
+        for what in {**reference, **mine}:
+            value, usual_value = mine.get(what), reference.get(what)
+            if value != usual_value:
+                detail = f" ({value} and {usual_value})" if len(f"{value}{usual_value}") < 80 else ""
                 text = f"{what} differs from that of rank {usual[0]}{detail}"
                 problems.add(SourceError.at(PathIn(name, path), text, FIX, Code.RANKS_DIFFER))
     return [shard if rank in usual else None for rank, shard in enumerate(shards)]
@@ -112,6 +122,11 @@ def keep_agreeing(
 
 def first(shards: Iterable[_Shard | None]) -> _Shard | None:
     return next((shard for shard in shards if shard is not None), None)
+
+
+def findings_of(shards: Iterable[_Told | None]) -> tuple[Finding, ...]:
+    """Return what the files of the ranks are found to have by themselves, those included that are not used."""
+    return tuple(finding for shard in shards if shard is not None for finding in shard.findings)
 
 
 def place_of(tensor: Tensor | None, path: str) -> Extent:

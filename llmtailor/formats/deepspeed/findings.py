@@ -58,9 +58,6 @@ def _folder(root: Path, files: ShardFiles, saved: Saved, name: str) -> Iterator[
         what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
         fix = f"rename it to global_step{saved.counters.global_steps}, and write that into latest"
         yield Finding(PathIn(name, files.tag), what, fix, Code.FILE_NAME, ERROR)
-    if not saved.counters.has_mp_world_size:
-        fix = "a resume fails without; copy the model states again"
-        yield Finding(PathIn(name, files.model[0]), "mp_world_size is missing", fix, Code.FIELD_MISSING, ERROR)
     bf16 = saved.ds_config.get("bf16")
     told = bf16.get("enabled") if isinstance(bf16, dict) else None
     if isinstance(told, bool) and told != files.is_bf16:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
+from llmtailor.core.findings import Finding
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.states import MASTER
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
@@ -38,8 +39,10 @@ from llmtailor.formats.deepspeed.fields import (
     read_tied,
 )
 from llmtailor.formats.deepspeed.files import read_shard, unsupported_parallelism
+from llmtailor.formats.deepspeed.resumed import MODEL, ZERO3
 from llmtailor.formats.names import check_name
 from llmtailor.formats.pickle_nodes import Call, as_tensor
+from llmtailor.formats.resumed.model import check_fields, facts_of_rank
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
 
 
@@ -56,6 +59,9 @@ class OptimShard:
     """Or an int. An empty state tells neither: then it is taken for a tensor."""
     groups: tuple[ParamGroup, ...]
     ds_config: Mapping[str, Any]
+    facts: Mapping[str, object]
+    """What a resume reads beside the states and must be alike on all ranks"""
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,6 @@ class Counters:
     skipped_steps: int
     scheduler: SchedulerFacts | None
     """Of DeepSpeed's own, or of one that it was handed; None if the Trainer keeps the scheduler to itself."""
-    has_mp_world_size: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,9 @@ class ModelShard:
     tied: Mapping[str, str]
     world_size: int
     counters: Counters
+    facts: Mapping[str, object]
+    """What a resume reads beside the states and must be alike on all ranks"""
+    findings: tuple[Finding, ...]
 
 
 def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
@@ -100,9 +108,12 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
     ]
     groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
     ids = [flat_id for group in groups for flat_id in group.flat_ids]
-    if sorted(ids) != list(range(len(masters))):
+    if ids != list(range(len(masters))):
         raise SourceError.at(
-            where, f"{len(masters)} master tensors, but the param groups own {sorted(ids)}", FIX, Code.FIELD_CONFLICT
+            where,
+            f"{len(masters)} master tensors, but the param groups own {ids}, in this order",
+            FIX,
+            Code.FIELD_CONFLICT,
         )
     state = get(inner, "state", dict, where)
     if foreign := [key for key in state if key not in range(len(masters))]:
@@ -135,6 +146,8 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
         step_is_tensor=step_is_tensor,
         groups=groups,
         ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
+        facts=facts_of_rank(tree, ZERO3),
+        findings=tuple(check_fields(tree, ZERO3, where)),
     )
 
 
@@ -184,6 +197,8 @@ def read_model_shard(root: Path, path: str, where: str) -> ModelShard:
         tied=read_tied(tree.get("shared_params"), where),
         world_size=get_count(tree, "dp_world_size", where),
         counters=read_counters(tree, where),
+        facts=facts_of_rank(tree, MODEL),
+        findings=tuple(check_fields(tree, MODEL, where)),
     )
 
 
@@ -193,7 +208,6 @@ def read_counters(tree: dict[str, Any], where: str) -> Counters:
         global_steps=get_count(tree, "global_steps", where),
         skipped_steps=get_count(tree, "skipped_steps", where),
         scheduler=None if scheduler is None else read_scheduler(scheduler),
-        has_mp_world_size="mp_world_size" in tree,
     )
 
 
@@ -227,7 +241,7 @@ def check_alike(flats: Sequence[Mapping[str, Tensor]], where: str) -> tuple[Mapp
     for flat_id, flat in enumerate(flats):
         if flat.keys() != flats[0].keys():
             what = f"flat id {flat_id} has the states {', '.join(flat)}, but flat id 0 has {', '.join(flats[0])}"
-            raise SourceError.at(where, what, FIX, Code.STATE_DTYPE)
+            raise SourceError.at(where, what, FIX, Code.STATE_MISSING)
     return tuple(flats)
 
 

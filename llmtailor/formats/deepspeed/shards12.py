@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
+from llmtailor.core.findings import Finding
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.states import MASTER
 from llmtailor.errors import SourceError
@@ -37,9 +38,11 @@ from llmtailor.formats.deepspeed.fields import (
     read_tensor,
 )
 from llmtailor.formats.deepspeed.files import read_shard
+from llmtailor.formats.deepspeed.resumed import ZERO12
 from llmtailor.formats.deepspeed.shards import check_alike
 from llmtailor.formats.names import is_count
 from llmtailor.formats.pickle_nodes import Call
+from llmtailor.formats.resumed.model import check_fields, facts_of_rank
 
 Mappings = tuple[dict[str, tuple[Any, Any]], ...]
 
@@ -66,11 +69,12 @@ class PartitionShard:
     mappings: Mappings
     """Per group: param -> elements on this rank, and where they begin in the partition, as DeepSpeed has it (wrongly
     under ``round_robin_gradients``); empty if the file does not tell."""
-    has_version: bool
-    """Whether it says which DeepSpeed wrote it: no resume without."""
     has_group_step: bool
     """Elastic checkpoints only: whether there is the step that a resume wants. torch's AdamW does not leave it."""
     ds_config: Mapping[str, Any]
+    facts: Mapping[str, object]
+    """What a resume reads beside the states and must be alike on all ranks"""
+    findings: tuple[Finding, ...]
 
 
 def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
@@ -108,7 +112,7 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
             continue
         if group not in states:
             what = f"the optimizer state of group {group} is missing; a resume would restart Adam for it"
-            raise SourceError.at(where, what, FIX)
+            raise SourceError.at(where, what, FIX, Code.STATE_MISSING)
         state = as_dict(states[group], f"state[{group}]", where)
         kinds, step = read_elementwise(state, None, group, where)
         parts.append({MASTER: master, **kinds})
@@ -128,9 +132,10 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
         groups=groups,
         gaps=tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps),
         mappings=_mappings(outer.get("param_slice_mappings")),
-        has_version=bool(outer.get("ds_version")),
         has_group_step="base_optimizer_state_step" in outer,
         ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
+        facts=facts_of_rank(tree, ZERO12),
+        findings=tuple(check_fields(tree, ZERO12, where)),
     )
 
 

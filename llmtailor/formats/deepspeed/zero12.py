@@ -24,6 +24,7 @@ from llmtailor.formats.deepspeed.common import (
     attempt,
     check_params,
     check_tied,
+    findings_of,
     first,
     keep_agreeing,
     place_of,
@@ -41,10 +42,12 @@ from llmtailor.formats.deepspeed.fields import (
     read_tied,
 )
 from llmtailor.formats.deepspeed.files import ShardFiles, fit_world_size
+from llmtailor.formats.deepspeed.resumed import MODEL
 from llmtailor.formats.deepspeed.shards import Counters, read_counters, refuse_other_parallelism
 from llmtailor.formats.deepspeed.shards12 import PartitionShard, read_partition_shard
 from llmtailor.formats.deepspeed.swapped import check_ranks, is_dealt_out
 from llmtailor.formats.names import check_name
+from llmtailor.formats.resumed.model import check_fields
 from llmtailor.formats.trees import read_tree
 
 
@@ -62,6 +65,7 @@ class WholeModel:
     """ZeRO-2 names them; in ZeRO-1 frozen is what the module has beyond the rest."""
     world_size: int
     counters: Counters
+    findings: tuple[Finding, ...]
 
 
 def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
@@ -82,6 +86,7 @@ def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
         frozen=frozenset(read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)),
         world_size=get_count(tree, "dp_world_size", where),
         counters=read_counters(tree, where),
+        findings=tuple(check_fields(tree, MODEL, where)),
     )
 
 
@@ -92,6 +97,7 @@ def read_zero12(root: Path, files: ShardFiles, name: str, problems: Problems) ->
     of them, or if the model states can't be read.
     """
     shards = read_all(read_partition_shard, root, files.optim, files.missing, name, problems)
+    findings = findings_of(shards)
     shards = keep_agreeing(name, files.optim, shards, _facts, problems)
     model = first(read_all(read_whole_model, root, files.model, files.missing, name, problems))
     if model is None:
@@ -130,7 +136,8 @@ def read_zero12(root: Path, files: ShardFiles, name: str, problems: Problems) ->
         ds_config=sample.ds_config,
         module=_hold_module(model),
         unreadable=frozenset({*files.missing, *unusable}),
-        findings=_findings(name, files, [shard for shard in shards if shard], world_size),
+        findings=(*findings, *model.findings, *_findings(name, files, sample, world_size)),
+        facts=sample.facts,
     )
 
 
@@ -142,6 +149,7 @@ def _facts(shard: PartitionShard) -> dict[str, object]:
         "the kinds of optimizer state": [sorted(part) for part in shard.parts],
         "the dtype of a state": [{kind: tensor.dtype for kind, tensor in part.items()} for part in shard.parts],
         "param_alignment_paddings": shard.gaps,
+        **shard.facts,
     }
 
 
@@ -243,24 +251,13 @@ def _whole(tensor: Tensor) -> Held:
     return Held(tensor.dtype, tensor.shape, Contiguous(tensor.extent, ITEMSIZE[tensor.dtype]))
 
 
-def _findings(name: str, files: ShardFiles, shards: Sequence[PartitionShard], world_size: int) -> tuple[Finding, ...]:
-    found, where, sample = [], PathIn(name, files.tag), shards[0]
+def _findings(name: str, files: ShardFiles, sample: PartitionShard, world_size: int) -> tuple[Finding, ...]:
+    found, where = [], PathIn(name, files.tag)
     if set(sample.partition_counts) - {world_size}:
         counts = ", ".join(map(str, sorted(set(sample.partition_counts))))
         what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
         fix = "a resume does not read it, DeepSpeed's tools do; copy the optim_states again"
         found.append(Finding(where, what, fix, Code.PARTITION_COUNT, WARNING))
-    if not all(shard.has_version for shard in shards):
-        what = "the optimizer states do not say which DeepSpeed wrote them"
-        found.append(
-            Finding(
-                where,
-                what,
-                "DeepSpeed refuses to resume without ds_version; copy them again",
-                Code.VERSION_MISSING,
-                ERROR,
-            )
-        )
     if sample.variant == "elastic" and not sample.has_group_step:
         what = "elastic checkpoints of an optimizer that keeps its step per param can't be resumed by stock DeepSpeed"
         fix = "train without elastic_checkpoint; states of this one can still be taken by a recipe"

@@ -23,6 +23,7 @@ from llmtailor.formats.deepspeed.common import (
     attempt,
     check_params,
     check_tied,
+    findings_of,
     first,
     keep_agreeing,
     place_of,
@@ -38,8 +39,10 @@ def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> 
     Every problem of every file is put to ``problems``. Files that can't be used leave holes; None if none are left.
     """
     model = read_all(read_model_shard, root, files.model, files.missing, name, problems)
+    findings = findings_of(model)
     model = keep_agreeing(name, files.model, model, _model_facts, problems)
     optim = read_all(read_optim_shard, root, files.optim, files.missing, name, problems)
+    findings += findings_of(optim)
     optim = keep_agreeing(name, files.optim, optim, _optim_facts, problems)
     told = first(model)
     if told is None:
@@ -83,7 +86,8 @@ def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> 
         ),
         ds_config=sample.ds_config,
         unreadable=frozenset({*files.missing, *(path for path, shard in shards if shard is None)}),
-        findings=_count_findings(name, files, sample.partition_count, world_size),
+        findings=(*findings, *_count_findings(name, files, sample.partition_count, world_size)),
+        facts=sample.facts,
     )
 
 
@@ -142,6 +146,7 @@ def _model_facts(shard: ModelShard) -> dict[str, object]:
         "the set, shapes or dtypes of buffers": {
             name: (tensor.dtype, tensor.shape) for name, tensor in shard.buffers.items()
         },
+        **shard.facts,
     }
 
 
@@ -152,6 +157,7 @@ def _optim_facts(shard: OptimShard) -> dict[str, object]:
         "the number of flat tensors": len(shard.flats),
         "the kinds of optimizer state": [sorted(flat) for flat in shard.flats],
         "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in shard.flats],
+        **shard.facts,
     }
 
 
