@@ -86,6 +86,11 @@ class Code(Enum):
     DIGEST = "digest", "states are not those that were written"
     NOT_COMPARED = "not-compared", "something could not be compared"
 
+    # the attempts of a run
+    GIVEN_UP = "given-up", "a checkpoint is of an attempt that the run has given up"
+    UNRECORDED = "unrecorded", "a checkpoint does not say which attempt of the run wrote it"
+    MIXED_ATTEMPTS = "mixed-attempts", "sources are of different attempts of the run"
+
     # a resume for a try
     NOT_TRIED = "not-tried", "no resume was tried"
     RESUME_FAILS = "resume-fails", "a stock resume fails"

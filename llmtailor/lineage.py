@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.errors import Problem
 from llmtailor.formats.attempt_mark import stated_attempt
 from llmtailor.formats.base import display_name
@@ -73,9 +74,9 @@ class Judge:
         name = display_name(path)
         if standing is Standing.GIVEN_UP:
             what = "it is of an attempt that was given up: the run has resumed at an earlier step since"
-            return Problem(name, what, "to use it all the same, name it in a recipe")
+            return Problem(name, what, "to use it all the same, name it in a recipe", Code.GIVEN_UP)
         if standing is Standing.UNRECORDED and not self.trust_unrecorded:
             what = "it does not say which attempt of the run wrote it, and attempts are recorded here"
             fix = "if it is what the run goes on from, say --trust-unrecorded; or name it in a recipe"
-            return Problem(name, what, fix)
+            return Problem(name, what, fix, Code.UNRECORDED)
         return None

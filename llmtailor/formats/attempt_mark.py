@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.layout import FileLayout, Literal
 from llmtailor.core.run import THINNED, Past, continued, is_one_attempt, read_past
@@ -90,7 +91,7 @@ def state_attempt(
         attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
         what = "its sources are of different attempts of the run, of which one was given up for the other"
         fix = "leave out those of the attempt that was given up, if this is not meant; `llmtailor merge --run` does"
-        notices.append(Problem("sources", what, fix))
+        notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
     there = any(layout.path == TRAINER_STATE for layout in layouts)
     if attempt is None or not there:
         return list(layouts), notices

@@ -69,8 +69,7 @@ def _verdicts(
         if at is not None and step > at:
             continue
         if (problem := judge.why_not(path, step)) is not None:
-            finding = Finding(problem.where, problem.what, problem.fix, ERROR)
-            yield path, Verdict(display_name(path), deep, (finding,), Damage(), None)
+            yield path, Verdict(display_name(path), deep, (Finding.of(problem, ERROR),), Damage(), None)
             continue
         try:
             yield path, verify_checkpoint(path, deep, observe)
