@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import SMALL, make
+from llmtailor.formats.base import display_name
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 OURS = {
@@ -160,7 +161,7 @@ def test_a_job_resumes_from_the_composite(run, tmp_path):
     assert result.returncode == 0, result.stderr
     assert calls == [
         f"train.py --output_dir {run}",
-        f"train.py --output_dir {run} --resume_from_checkpoint {run}/checkpoint-30-merged",
+        f"train.py --output_dir {run} --resume_from_checkpoint {display_name(run / 'checkpoint-30-merged')}",
     ]
     assert steps(run / "checkpoint-30-merged") == [30, 30, 20, 30, 20, 30, 30]
 
@@ -168,7 +169,8 @@ def test_a_job_resumes_from_the_composite(run, tmp_path):
 def test_a_job_resumes_from_what_its_partial_checkpoints_make_up(partial_run, tmp_path):
     result, calls = job(tmp_path, partial_run, NUM_GPU=1)
     assert result.returncode == 0, result.stderr
-    assert calls[1:] == [f"train.py --output_dir {partial_run} --resume_from_checkpoint {partial_run}/checkpoint-6"]
+    composite = display_name(partial_run / "checkpoint-6")
+    assert calls[1:] == [f"train.py --output_dir {partial_run} --resume_from_checkpoint {composite}"]
     assert steps(partial_run / "checkpoint-6") == [6, 6, 4, 6, 4, 6, 4]
 
 
@@ -176,7 +178,8 @@ def test_a_job_resumes_from_a_complete_checkpoint_as_it_is(run, tmp_path):
     before = sorted(path.name for path in run.iterdir())
     result, calls = job(tmp_path, run)
     assert result.returncode == 0, result.stderr
-    assert calls[1:] == [f"train.py --output_dir {run} --resume_from_checkpoint {run}/checkpoint-30"]
+    newest = display_name(run / "checkpoint-30")
+    assert calls[1:] == [f"train.py --output_dir {run} --resume_from_checkpoint {newest}"]
     assert sorted(path.name for path in run.iterdir()) == before
 
 

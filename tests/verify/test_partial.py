@@ -18,7 +18,7 @@ from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.core.states import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
 from llmtailor.core.verdict import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict  # noqa: E402
 from llmtailor.errors import SourceError, UsageError  # noqa: E402
-from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.formats.base import display_name, index_checkpoint  # noqa: E402
 from llmtailor.salvage.holders import judge  # noqa: E402
 from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
 from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
@@ -46,11 +46,11 @@ def test_intact_ones_are_told_by_what_they_hold(pristine, form):
     for deep in ([], ["--deep"]):
         code, told = invoke(first, *deep)
         assert code == 0
-        assert f"{first}: {INTACT}\n" in told and "\nholds all " in told
+        assert f"{display_name(first)}: {INTACT}\n" in told and "\nholds all " in told
         code, told = invoke(second, *deep)
         assert code == 0 and told.count("\n") == 3
         step = json.loads((second / "manifest.json").read_text())["step"]
-        assert f"llmtailor merge --run {pristine[form]} --at {step}\n" in told
+        assert f"llmtailor merge --run {display_name(pristine[form])} --at {step}\n" in told
 
 
 def test_json_says_which_parts(pristine):
