@@ -36,15 +36,21 @@ _OPTIONS = [
         "--strategy",
         type=click.Choice(STRATEGIES),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the one "
-        "before. filter: ends and auxiliary parts from the newest, the rest from every k-th. spread: layers in turn "
-        "over the last k. explicit: as --map says.",
+        "before. filter: ends and auxiliary parts from the newest, the rest from the newest of every k-th. spread: "
+        "layers in turn over the last k. explicit: as --map says. Only usable checkpoints count, full and partial "
+        "alike, one for each step.",
     ),
     click.option("--flip", is_flag=True, help="parity: even layers from the one before."),
     click.option("--first", type=click.IntRange(min=0), metavar="N", help="filter: first N layers (default 2)."),
     click.option("--last", type=click.IntRange(min=0), metavar="M", help="filter: last M layers (default 2)."),
     click.option("--aux", multiple=True, metavar="PART", help="filter: parts taken from the newest (default all)."),
-    click.option("--every", type=click.IntRange(min=1), metavar="K", help="filter: every K-th checkpoint (default 5)."),
-    click.option("--over", type=click.IntRange(min=1), metavar="K", help="spread: the last K checkpoints (default 2)."),
+    click.option(
+        "--every",
+        type=click.IntRange(min=1),
+        metavar="K",
+        help="filter: every K-th step, counted from the oldest (default 5).",
+    ),
+    click.option("--over", type=click.IntRange(min=1), metavar="K", help="spread: the last K steps (default 2)."),
     click.option("--map", "map_file", type=_FILE, metavar="FILE", help="explicit: JSON, selector -> step or folder."),
     click.option("--from-flags", type=_FILE, metavar="FILE", help="LLMTailor's update log, JSON lines."),
     click.option("--base", type=_FILE, metavar="CKPT", help="--from-flags: for parts that no line names."),

@@ -14,7 +14,7 @@ from llmtailor.recipe.parameters import check_parameters
 from llmtailor.recipe.reader import Reader
 from llmtailor.recipe.selectors import read_selector
 from llmtailor.recipe.tokenizer import read_chat_template, read_tokenizer
-from llmtailor.recipe.words import Misspelt, nearest
+from llmtailor.recipe.words import Misspelt, nearest, quote
 from llmtailor.recipe.yamltext import MAX_BYTES, Scalar, Table, Value, is_null, read_yaml
 
 
@@ -105,7 +105,7 @@ def _check_method(value: Value, reader: Reader) -> None:
         what = f"merge_method {method} computes new weights; no training run has had the optimizer state for them"
         fix = "write merge_method: passthrough, which takes every layer over whole; use mergekit for weights alone"
     else:
-        what, fix = f"unknown merge_method {method!r}", nearest(method, ["passthrough"])
+        what, fix = f"unknown merge_method {quote(method)}", nearest(method, ["passthrough"])
     reader.flaw(value.line, "merge_method", what, fix)
 
 
@@ -114,7 +114,7 @@ def _read_dtype(key: str, given: Mapping[str, Value], reader: Reader) -> str | N
         return None
     dtype = grammar.DTYPES.get(text.lower().removeprefix("torch."))
     if dtype is None:
-        reader.flaw(given[key].line, key, f"unknown dtype {text!r}", nearest(text, grammar.DTYPES))
+        reader.flaw(given[key].line, key, f"unknown dtype {quote(text)}", nearest(text, grammar.DTYPES))
     return dtype
 
 

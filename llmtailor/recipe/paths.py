@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmtailor.recipe.words import Misspelt
+from llmtailor.recipe.words import Misspelt, quote
 
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)(\}?)|([A-Za-z_][A-Za-z0-9_]*))")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -26,7 +26,7 @@ def expand(text: str, folder: Path, environ: Mapping[str, str]) -> Path:
         home, text = _value("HOME", environ), text[1:]
     elif text.startswith("~"):
         raise Misspelt(
-            f"{text.split('/')[0]!r} is not expanded", "write the home directory in full, or ~/ for your own"
+            f"{quote(text.split('/')[0])} is not expanded", "write the home directory in full, or ~/ for your own"
         )
     expanded = home + _VARIABLE.sub(lambda match: _variable(match, environ), text)
     return Path(os.path.normpath(folder / expanded))
@@ -36,7 +36,9 @@ def _variable(match: re.Match[str], environ: Mapping[str, str]) -> str:
     braced, closed, plain = match.groups()
     name = plain or braced
     if plain is None and not (closed and _NAME.fullmatch(braced)):
-        raise Misspelt(f"{match[0]!r} is not a variable", "write ${NAME} or $NAME; defaults and the like are not known")
+        raise Misspelt(
+            f"{quote(match[0])} is not a variable", "write ${NAME} or $NAME; defaults and the like are not known"
+        )
     return _value(name, environ)
 
 

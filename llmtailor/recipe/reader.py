@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from llmtailor.errors import Problem
 from llmtailor.recipe.paths import expand
-from llmtailor.recipe.words import Misspelt, nearest
+from llmtailor.recipe.words import Misspelt, nearest, quote
 from llmtailor.recipe.yamltext import Flaw, Items, Scalar, Table, Value, is_null, place
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,5})")
@@ -55,7 +55,7 @@ class Reader:
                 why, fix = refused[key]
                 self.flaw(line, inside, f"{key} {why}", fix)
             else:
-                self.flaw(line, inside, f"unknown key {key!r}", nearest(key, keys))
+                self.flaw(line, inside, f"unknown key {quote(key)}", nearest(key, keys))
         for key in required:
             if key not in value.entries:
                 self.flaw(value.line, path, f"{key} is missing", f"add {key}:")
@@ -100,7 +100,9 @@ class Reader:
         """Return the checkpoint that a model reference names: a path, ``{path: ...}`` or ``{model: {path: ...}}``."""
         if isinstance(value, Scalar) and "+" in value.text:
             fix = "merge the LoRA into a checkpoint first; if + is part of the folder's name write {path: ...}"
-            self.flaw(value.line, path, f"{value.text!r} adds a LoRA, which has no optimizer state of its own", fix)
+            self.flaw(
+                value.line, path, f"{quote(value.text)} adds a LoRA, which has no optimizer state of its own", fix
+            )
             return None
         if not isinstance(value, Table):
             return self.folder_of(value, path)

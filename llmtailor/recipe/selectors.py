@@ -18,13 +18,15 @@ from dataclasses import dataclass
 
 from llmtailor.core.anatomy import EMBED, HEAD, Anatomy
 from llmtailor.errors import Problem
-from llmtailor.recipe.words import Misspelt, layer_number, nearest
+from llmtailor.recipe.words import Misspelt, layer_number, nearest, quote
 
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
 
-_NUMBER = re.compile(r"(?:layer )?([0-9]{1,6})")
-_SPAN = re.compile(r"([0-9]{1,6})\s*-\s*([0-9]{1,6})")
-_END = re.compile(r"(first|last)\s*:\s*([0-9]{1,6})")
+_NUMBER = re.compile(r"(?:layer )?([0-9]+)")
+_SPAN = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
+_END = re.compile(r"(first|last)\s*:\s*([0-9]+)")
+_MANY = 10**6
+"""More layers than a model has; a larger number is read as this one, and is out of range like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +50,36 @@ def read_selector(text: str) -> Selector:
     negated = stripped.startswith("!")
     word = stripped[1:].strip() if negated else stripped
     if not word or word.startswith("!"):
-        raise Misspelt(f"{text!r} is not a selector", f"valid are {FORMS}; ! in front takes one out again")
+        raise Misspelt(f"{quote(text)} is not a selector", f"valid are {FORMS}; ! in front takes one out again")
     if word in ("*", "all"):
         return Selector(text, negated, "all", word)
     if word in ("even", "odd", "layers"):
         return Selector(text, negated, word, word)
     if match := _NUMBER.fullmatch(word):
-        return Selector(text, negated, "span", word, int(match[1]), int(match[1]))
+        number = _count(match[1])
+        return Selector(text, negated, "span", word, number, number)
     if match := _SPAN.fullmatch(word):
-        first, last = int(match[1]), int(match[2])
+        first, last = _count(match[1]), _count(match[2])
         if first > last:
-            raise Misspelt(f"{text!r} runs backwards", f"write {last}-{first}")
+            raise Misspelt(f"{quote(text)} runs backwards", f"write {last}-{first}")
         return Selector(text, negated, "span", word, first, last)
     if match := _END.fullmatch(word):
-        if int(match[2]) == 0:
-            raise Misspelt(f"{text!r} selects nothing", f"give a number from 1 on, e.g. {match[1]}:2")
-        return Selector(text, negated, match[1], word, first=int(match[2]))
+        count = _count(match[2])
+        if count == 0:
+            raise Misspelt(f"{quote(text)} selects nothing", f"give a number from 1 on, e.g. {match[1]}:2")
+        return Selector(text, negated, match[1], word, first=count)
     if any(sign in word for sign in "*?["):
         return Selector(text, negated, "glob", word)
     if word in ("first", "last") or re.fullmatch(r"(first|last)\s*:.*", word):
-        raise Misspelt(f"{text!r} lacks a number", "write how many layers, e.g. first:2")
+        raise Misspelt(f"{quote(text)} lacks a number", "write how many layers, e.g. first:2")
     if re.fullmatch(r"[\d\s.,:-]+", word) or ":" in word:
-        raise Misspelt(f"{text!r} is not a selector", f"valid are {FORMS}; layers count from 0")
+        raise Misspelt(f"{quote(text)} is not a selector", f"valid are {FORMS}; layers count from 0")
     return Selector(text, negated, "name", word)
+
+
+def _count(digits: str) -> int:
+    digits = digits.lstrip("0")
+    return int(digits or "0") if len(digits) < len(str(_MANY)) else _MANY
 
 
 def select(selectors: Sequence[str], anatomy: Anatomy, where: str = "") -> tuple[frozenset[str], tuple[Problem, ...]]:
@@ -88,7 +97,7 @@ def select(selectors: Sequence[str], anatomy: Anatomy, where: str = "") -> tuple
             if selector.negated and at == 0:
                 chosen = set(anatomy.part_of)
             if selector.negated and chosen.isdisjoint(matched):
-                raise Misspelt(f"{text!r} takes out nothing", "name it behind a selector that selects it")
+                raise Misspelt(f"{quote(text)} takes out nothing", "name it behind a selector that selects it")
         except Misspelt as error:
             problems.append(Problem(where, error.what, error.fix))
             continue
@@ -120,7 +129,7 @@ def named(word: str, anatomy: Anatomy) -> set[str]:
     if word in anatomy.parts:
         return set(anatomy.names(word))
     valid = anatomy.part_of if word.count(".") > 1 or word.endswith((".weight", ".bias")) else anatomy.parts
-    raise Misspelt(f"the model has no part or tensor {word!r}", nearest(word, valid))
+    raise Misspelt(f"the model has no part or tensor {quote(word)}", nearest(word, valid))
 
 
 def _match(selector: Selector, anatomy: Anatomy) -> set[str]:
@@ -132,14 +141,14 @@ def _match(selector: Selector, anatomy: Anatomy) -> set[str]:
         found = whole_embedding(filter(matches, anatomy.part_of), anatomy)
         if not found:
             example = next(iter(anatomy.part_of), "")
-            raise Misspelt(f"{selector.text!r} matches no tensor name", f"names look like {example!r}")
+            raise Misspelt(f"{quote(selector.text)} matches no tensor name", f"names look like {example!r}")
     elif selector.form == "name":
         found = named(selector.word, anatomy)
     else:
         wanted = _numbers(selector, anatomy.num_layers)
         found = {name for name, part in anatomy.part_of.items() if layer_number(part) in wanted}
     if not found:
-        raise Misspelt(f"{selector.text!r} selects nothing", count_layers(anatomy.num_layers))
+        raise Misspelt(f"{quote(selector.text)} selects nothing", count_layers(anatomy.num_layers))
     return found
 
 
@@ -148,7 +157,7 @@ def _numbers(selector: Selector, num_layers: int) -> range:
         return range(selector.form == "odd", num_layers, 1 if selector.form == "layers" else 2)
     top = selector.last if selector.form == "span" else selector.first - 1
     if top >= num_layers:
-        raise Misspelt(f"{selector.text!r} is out of range", count_layers(num_layers))
+        raise Misspelt(f"{quote(selector.text)} is out of range", count_layers(num_layers))
     if selector.form == "span":
         return range(selector.first, selector.last + 1)
     return range(selector.first) if selector.form == "first" else range(num_layers - selector.first, num_layers)

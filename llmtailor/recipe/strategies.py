@@ -14,7 +14,7 @@ from llmtailor.core.anatomy import EMBED, HEAD, Anatomy
 from llmtailor.core.run import Assignment, RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.recipe.selectors import select
-from llmtailor.recipe.words import condense, layer_number, nearest
+from llmtailor.recipe.words import condense, layer_number, nearest, quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class _Task:
 
     @property
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, ascending. A full and a partial one of the same step count as one."""
+        """Steps with a usable checkpoint, ascending: what ``every`` and ``over`` count. Full and partial ones count
+        alike, and two of the same step as one."""
         return sorted({checkpoint.step for checkpoint in self.checkpoints})
 
     def for_layers(self, wish: Callable[[int], _Wish]) -> Wishes:
@@ -76,7 +77,7 @@ def assign(checkpoints: Sequence[RunCheckpoint], anatomy: Anatomy, options: Stra
     task = _Task(tuple(checkpoints), anatomy, options)
     strategy = STRATEGIES.get(options.strategy)
     if strategy is None:
-        what = f"there is no strategy {options.strategy!r}"
+        what = f"there is no strategy {quote(options.strategy)}"
         task.problems.append(Problem("--strategy", what, nearest(options.strategy, STRATEGIES)))
     if not checkpoints:
         fix = "give a later failure step, or another run"
@@ -139,7 +140,7 @@ def _filter(task: _Task) -> Wishes:
     named = [EMBED if anatomy.tied and part == HEAD else part for part in options.aux]
     for part in dict.fromkeys(named):
         if part not in others:
-            what = f"{part!r} is not one of the parts that are no layers"
+            what = f"{quote(part)} is not one of the parts that are no layers"
             task.problems.append(Problem("--aux", what, nearest(part, others)))
     if not _check_least(task, "--every", options.every, 1):
         return {}
@@ -148,7 +149,9 @@ def _filter(task: _Task) -> Wishes:
         what = f"of {len(task.steps)} usable checkpoints ({_steps(task.steps)}) none is number {options.every}"
         task.problems.append(Problem("--every", what, f"lower --every to {len(task.steps)} or less"))
         return {}
-    newest, rest = task.steps[-1], _Wish(kth[-1], f"rest: newest of every {options.every}")
+    number = options.every * len(kth)
+    rest = _Wish(kth[-1], f"rest: number {number} of {len(task.steps)} usable, by every {options.every}")
+    newest = task.steps[-1]
     tail = anatomy.num_layers - options.last
 
     def wish(number: int) -> _Wish:
@@ -171,7 +174,7 @@ def _spread(task: _Task) -> Wishes:
 
     def wish(number: int) -> _Wish:
         back = number % over
-        return _Wish(newest_first[back], f"in turn: {back} before the newest" if back else "in turn: newest")
+        return _Wish(newest_first[back], f"in turn: {back} usable before the newest" if back else "in turn: newest")
 
     return task.for_layers(wish)
 
@@ -200,15 +203,15 @@ def _explicit(task: _Task) -> Wishes:
     for key, parts in lacking.items():
         having = sorted({one.step for one in task.checkpoints if all(map(one.holds, parts))})
         fix = f"steps that hold it: {_steps(having)}" if having else "take another checkpoint for some of them"
-        task.problems.append(Problem(f"--map {key!r}", f"{mapping[key]} does not hold {condense(parts)}", fix))
+        task.problems.append(Problem(f"--map {quote(key)}", f"{mapping[key]} does not hold {condense(parts)}", fix))
     return wishes
 
 
 def _find(task: _Task, key: str, value: object) -> list[RunCheckpoint]:
     """Return the checkpoints that a value of the mapping means: a step, a folder's name, or a step as text."""
-    where = f"--map {key!r}"
+    where = f"--map {quote(key)}"
     if type(value) not in (int, str):  # bool is an int to isinstance
-        what = f"{value!r} is neither a step nor the name of a checkpoint's folder"
+        what = f"{quote(value)} is neither a step nor the name of a checkpoint's folder"
         task.problems.append(Problem(where, what, 'write e.g. 300 or "checkpoint-300"'))
         return []
     found = [one for one in task.checkpoints if value in (one.step, one.name, str(one.step))]
@@ -217,19 +220,21 @@ def _find(task: _Task, key: str, value: object) -> list[RunCheckpoint]:
         task.problems.append(Problem(where, what, f"available: {_steps(task.steps)}"))
     elif not found:
         names = list(dict.fromkeys(one.name for one in task.checkpoints))
-        task.problems.append(Problem(where, f"there is no usable checkpoint {value!r}", nearest(str(value), names)))
+        task.problems.append(
+            Problem(where, f"there is no usable checkpoint {quote(value)}", nearest(str(value), names))
+        )
     return found
 
 
 def _whole_parts(task: _Task, key: str) -> list[str]:
-    names, problems = select([key], task.anatomy, f"--map {key!r}")
+    names, problems = select([key], task.anatomy, f"--map {quote(key)}")
     task.problems.extend(problems)
     touched = dict.fromkeys(part for name, part in task.anatomy.part_of.items() if name in names)
     split = [part for part in touched if not names.issuperset(task.anatomy.names(part))]
     if split:
         what = f"it selects only some of the tensors of {condense(split)}"
         fix = "select whole parts; a recipe's parts: can split them by globs"
-        task.problems.append(Problem(f"--map {key!r}", what, fix))
+        task.problems.append(Problem(f"--map {quote(key)}", what, fix))
     return [part for part in touched if part not in split]
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from llmtailor.arch.names import is_aside, place_of
 from llmtailor.core.anatomy import EMBED, HEAD, NORM, Anatomy
-from llmtailor.recipe.words import Misspelt, layer_number, nearest
+from llmtailor.recipe.words import Misspelt, layer_number, nearest, quote
 
 TEXT_WORDS = frozenset(
     {"default", "text_decoder", "text_model", "text", "language_model", "language", "llm", "lm", "decoder", "model"}
@@ -37,7 +37,7 @@ def parts_of(module: str, anatomy: Anatomy) -> set[str]:
     if not found:
         beside = dict.fromkeys(part.split(".")[0] for part in anatomy.parts if not _is_of_text(part))
         mend = nearest(module, list(dict.fromkeys([*(anatomy.modules or ["text_decoder"]), *beside])))
-        raise Misspelt(f"it can't be told which tensors belong to the module {module!r}", f"{mend}; {_GLOBS}")
+        raise Misspelt(f"it can't be told which tensors belong to the module {quote(module)}", f"{mend}; {_GLOBS}")
     return found
 
 
@@ -52,9 +52,9 @@ def layers_of(module: str, anatomy: Anatomy) -> dict[str, int | None]:
             stacks[part.rpartition(".")[0]][name] = place.number
     if not stacks:
         fix = f"to take the whole of it write models: [{{model: PATH}}]; {_GLOBS}"
-        raise Misspelt(f"the module {module!r} has no layers that slices could name", fix)
+        raise Misspelt(f"the module {quote(module)} has no layers that slices could name", fix)
     if len(stacks) > 1:
-        what = f"the module {module!r} has several stacks of layers, and slices can't say which is meant"
+        what = f"the module {quote(module)} has several stacks of layers, and slices can't say which is meant"
         raise Misspelt(what, f"they are {', '.join(stacks)}; {_GLOBS}")
     return next(iter(stacks.values()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmtailor.recipe import grammar
 from llmtailor.recipe.reader import Reader
-from llmtailor.recipe.words import nearest
+from llmtailor.recipe.words import nearest, quote
 from llmtailor.recipe.yamltext import Items, Scalar, Table, Value, is_null
 
 _JINJA = re.compile(r"\{[{%#]")
@@ -66,6 +66,6 @@ def read_chat_template(value: Value, reader: Reader) -> str | None:
     name = text.strip()
     if name in grammar.CHAT_TEMPLATES:
         return name
-    what = f"{name!r} is neither a Jinja template nor the name of one"
+    what = f"{quote(name)} is neither a Jinja template nor the name of one"
     reader.flaw(value.line, "chat_template", what, nearest(name, ["auto", *grammar.CHAT_TEMPLATES]))
     return None

@@ -14,6 +14,12 @@ MANY = 12
 """Lists of valid names are cut here; a model has thousands of tensors."""
 
 
+_SHOWN = 60
+"""Characters of a word that are echoed."""
+_NAME = 300
+"""Characters of a word that are compared with names; the time grows with their square."""
+
+
 class Misspelt(Exception):
     """A word of a recipe that can't be read, or that names nothing: what is wrong and how to mend it."""
 
@@ -29,9 +35,15 @@ def layer_number(part: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def quote(value: object) -> str:
+    """Return something of the user's as Python writes it, cut if it is long."""
+    told = repr(value)
+    return told if len(told) <= _SHOWN else f"{told[:_SHOWN]}...{told[-1]}"
+
+
 def nearest(name: str, valid: Collection[str]) -> str:
     """Return a fix: the valid name that is closest, if one is close, and the valid names."""
-    close = difflib.get_close_matches(name, list(valid), n=1)
+    close = difflib.get_close_matches(name[:_NAME], list(valid), n=1)
     listed = condense(valid)
     return f"did you mean {close[0]!r}? Valid here: {listed}" if close else f"valid here: {listed}"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import yaml
 
 from llmtailor.errors import Problem
+from llmtailor.recipe.words import quote
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 50_000
@@ -171,7 +172,7 @@ class _Reader:
             key = self._text(key_node, path)
             inside = f"{path}.{key}" if path else key
             if key in table.entries:
-                what = f"the key {key!r} is there twice, first in line {table.lines[key]}"
+                what = f"the key {quote(key)} is there twice, first in line {table.lines[key]}"
                 self.flaw(key_node, inside, what, "keep one of them")
                 continue
             table.entries[key] = self.value(value_node, inside, above)

@@ -101,7 +101,12 @@ def test_the_tied_name_is_understood_though_no_tensor_has_it():
         (["3-5"], "'3-5' is out of range", "5 layers, 0-4"),
         (["first:6"], "'first:6' is out of range", "5 layers, 0-4"),
         (["last:6"], "'last:6' is out of range", "5 layers, 0-4"),
-        (["999999999999"], "'999999999999' is not a selector", "count from 0"),
+        (["999999999999"], "'999999999999' is out of range", "5 layers, 0-4"),
+        (["first:99999999999999"], "'first:99999999999999' is out of range", "5 layers, 0-4"),
+        (["last:" + "9" * 5000], "is out of range", "5 layers, 0-4"),
+        (["0-" + "9" * 5000], "is out of range", "5 layers, 0-4"),
+        (["first:x"], "'first:x' lacks a number", "first:2"),
+        (["1..3"], "'1..3' is not a selector", "count from 0"),
         (["nrom"], "no part or tensor 'nrom'", "did you mean 'norm'?"),
         (["lmhead"], "no part or tensor 'lmhead'", "did you mean 'lm_head'?"),
         (["evn"], "no part or tensor 'evn'", "layers 0-4"),
@@ -120,6 +125,15 @@ def test_mistakes(selectors: list[str], what: str, fix: str):
     assert problem.where == "recipe.yaml:3 parts[0]"
     assert what in problem.what
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize("word", ["{}", "!{}", "{}*", "first:{}", "{}:", "4-0{}", "first:0{}", "{}.weight"])
+def test_a_long_selector_is_not_echoed_whole(word: str):
+    """Nor compared with every name to its end, which takes the square of its length."""
+    for filling in ("9", "0", "x"):
+        text = word.format(filling * 100_000)
+        _, problems = select(["all", text], llama(5))
+        assert all(len(problem.what) < 200 and len(problem.fix) < 1000 for problem in problems)
 
 
 def test_all_mistakes_of_a_list_are_told_and_the_rest_is_selected():

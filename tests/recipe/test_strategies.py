@@ -85,10 +85,10 @@ def test_reasons():
         "layer 0": "even: one before", "layer 1": "odd: newest", "layer 2": "even: one before",
     }  # fmt: skip
     assert reasons("filter", first=1, last=1, every=2) == others | {
-        "layer 0": "first 1: newest", "layer 1": "rest: newest of every 2", "layer 2": "last 1: newest",
+        "layer 0": "first 1: newest", "layer 1": "rest: number 4 of 5 usable, by every 2", "layer 2": "last 1: newest",
     }  # fmt: skip
     assert reasons("spread") == others | {
-        "layer 0": "in turn: newest", "layer 1": "in turn: 1 before the newest", "layer 2": "in turn: newest",
+        "layer 0": "in turn: newest", "layer 1": "in turn: 1 usable before the newest", "layer 2": "in turn: newest",
     }  # fmt: skip
     assert reasons("explicit", mapping={"1": "checkpoint-200"})["layer 1"] == "1: checkpoint-200"
 
@@ -117,7 +117,7 @@ def test_partial_checkpoints_give_what_they_hold(strategy, options, expected):
 def test_what_was_wanted_from_a_checkpoint_that_lacks_it_is_told():
     reason = assign(WITH_PARTIAL, llama(4), StrategyOptions("spread", over=3)).reason
     assert reason["layer 0"] == "in turn: newest, but step 400 lacks it"
-    assert reason["layer 2"] == "in turn: 2 before the newest, but step 200 lacks it"
+    assert reason["layer 2"] == "in turn: 2 usable before the newest, but step 200 lacks it"
     assert reason["layer 3"] == "in turn: newest"
 
 

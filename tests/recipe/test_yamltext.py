@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,18 +82,15 @@ def test_a_forgotten_quote_of_a_negation_is_explained():
     assert '"!norm"' in flaw.problem.fix
 
 
-def test_a_bomb_of_aliases_is_refused_at_once():
+def test_a_bomb_of_aliases_is_refused():
+    # expanded, these are 10^12 values: whatever does not stop counting never ends
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]" for at in range(1, 12)]
-    started = time.monotonic()
     assert "more than 50,000 values" in flaws_of("\n".join(lines))[0]
-    assert time.monotonic() - started < 10
 
 
-def test_a_text_of_far_too_many_values_is_refused_at_once():
-    started = time.monotonic()
+def test_a_text_of_far_too_many_values_is_refused():
     assert "more than 50,000 values" in flaws_of(("a: [" + "x," * MAX_BYTES)[: MAX_BYTES - 1] + "]")[0]
-    assert time.monotonic() - started < 10
 
 
 def test_aliases_and_merges_are_expanded():
