@@ -82,7 +82,7 @@ def write(
             logger.info("compared the sources with what they were, in %s", watch.lap())
             content = _manifest(composition, identity.plan, results, digests)
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
-            write_durably(staging.path / CARD, card(composition.report, __version__).encode())
+            write_durably(staging.path / CARD, card(composition.report, __version__, composition.target.stage).encode())
             _check_written(composition, staging.path)
             logger.info("verified what was written in %s", watch.lap())
             stop.check()

@@ -77,13 +77,20 @@ def read_part_steps(root: Path, name: str) -> dict[str, int]:
     return steps
 
 
-def card(report: Report, tool_version: str) -> str:
-    """Return the README of a composite: a model card with the table of its parts."""
+def card(report: Report, tool_version: str, stage: int) -> str:
+    """Return the README of a composite: a model card with the table of its parts.
+
+    ``stage`` is the ZeRO stage, 0 for a checkpoint without DeepSpeed.
+    """
+    holds = "weights, fp32 master weights and optimizer moments" if stage else "weights and optimizer moments"
+    trainer = "Trainer and DeepSpeed" if stage else "Trainer, without DeepSpeed"
+    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
     rows = "\n".join(
         f"| {row.part} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
         for row in fold_layers(report.parts)
     )
     notices = "\n".join(f"- {notice.where}: {notice.what}" for notice in report.notices) or "- none"
+    sources = f"{len(report.sources)} checkpoint{'s' if len(report.sources) != 1 else ''}"
     return f"""---
 tags:
 - llmtailor
@@ -91,9 +98,8 @@ tags:
 ---
 # Composite training checkpoint at step {report.global_step}
 
-Composed by llmtailor {tool_version} from {len(report.sources)} checkpoints of one training run. It holds weights, fp32
-master weights and optimizer moments, and resumes on {report.world_size} ranks with an unpatched Hugging Face Trainer
-and DeepSpeed:
+Composed by llmtailor {tool_version} from {sources} of one training run. It holds {holds},
+and resumes on {ranks} with an unpatched Hugging Face {trainer}:
 
     trainer.train(resume_from_checkpoint="this folder")
 

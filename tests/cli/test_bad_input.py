@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import llmtailor
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
+from llmtailor.core.recipe import Recipe
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
 
@@ -194,6 +196,14 @@ def test_a_rank_of_another_world_size(run, tmp_path):
     shutil.copy(optim_states(other, 1), optim_states(run / "checkpoint-100", 1))
     shutil.copy(model_states(other, 1), model_states(run / "checkpoint-100", 1))
     refused(run, 4, "dp_world_size differs", "partition_count differs from that of rank 0 (3 and 2)")
+
+
+def test_a_shard_of_another_stage(run, tmp_path):
+    other = tmp_path / "other" / "checkpoint-100"
+    llmtailor.merge(Recipe("x", "", run / "checkpoint-100", (), None, None), other, llmtailor.Options(stage=2))
+    shutil.copy(optim_states(other, 1), optim_states(run / "checkpoint-100", 1))
+    told = refused(run, 4, "an optimizer shard of ZeRO-1 or ZeRO-2, beside model states of ZeRO-3", "two runs")
+    assert "only ZeRO-3" not in told
 
 
 def state_of(tree):

@@ -100,6 +100,15 @@ def test_the_manifest_and_the_card_say_what_it_is_made_of(run):
     assert "Composite training checkpoint at step 200" in card
 
 
+@pytest.mark.parametrize(("stage", "told"), [("1", "and DeepSpeed:"), ("none", "without DeepSpeed:")])
+def test_the_card_says_what_resumes_it(run, stage, told):
+    call(run, "convert", "checkpoint-100", "out", "--stage", stage, "--quiet", "--num-gpu", "1")
+    card = (run / "out" / "README.md").read_text()
+    assert told in card
+    assert ("master weights" in card) == (stage != "none")
+    assert "from 1 checkpoint of" in card and "on 1 rank with" in card
+
+
 def test_quiet_prints_the_last_line_only(run):
     assert call(run, "merge", "recipe.yaml", "out", "--quiet").stdout == "wrote out\n"
 

@@ -275,5 +275,5 @@ def unsupported_parallelism(place: str, kind: str, evidence: str) -> Unsupported
     return UnsupportedCheckpoint.at(
         place,
         f"the checkpoint uses {kind}, which is not supported ({evidence})",
-        "leave it out of the recipe; only data-parallel ZeRO-3 checkpoints can be composed",
+        "leave it out; of DeepSpeed's checkpoints, those of data-parallel ZeRO-1, 2 and 3 can be composed",
     )

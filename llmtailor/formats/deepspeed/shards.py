@@ -23,7 +23,7 @@ from llmtailor.codes import Code
 from llmtailor.core.findings import Finding
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.states import MASTER
-from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.errors import SourceError
 from llmtailor.formats.deepspeed.fields import (
     FIX,
     Tensor,
@@ -153,11 +153,8 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
 
 def _check_stage(outer: dict[str, Any], where: str) -> None:
     if "base_optimizer_state" in outer:
-        raise UnsupportedCheckpoint.at(
-            where,
-            "this checkpoint was saved with ZeRO-1 or ZeRO-2; only ZeRO-3 checkpoints can be read",
-            "train with zero_optimization.stage 3, or leave this checkpoint out",
-        )
+        what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, beside model states of ZeRO-3"
+        raise SourceError.at(where, what, "two runs have saved here; remove the files of the wrong one")
     stage = outer.get("zero_stage")
     number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
     if type(number) is not int or number != 3:
