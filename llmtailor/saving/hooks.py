@@ -130,8 +130,10 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
                 self._take(control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        # the log entry of this step, or the one at the end, after which the best model may be loaded
-        if ("loss" in logs and not control.should_evaluate) or "train_loss" in logs:
+        if "train_loss" in logs:  # the entry at the end, after which the best model may be loaded
+            self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
+            self._settle()
+        elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -66,6 +66,45 @@ def test_it_saves_when_the_trainer_would_and_at_the_end(tmp_path, arguments, sav
         check(run, step, tmp_path / f"out-{step}")
 
 
+class Stops(TrainerCallback):
+    """Ends the training after a step, or as early stopping does, after an evaluation."""
+
+    def __init__(self, step, *, when):
+        self.step, self.when = step, when
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= self.when == "step" and state.global_step == self.step
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        control.should_training_stop |= self.when == "evaluation" and state.global_step == self.step
+
+
+@pytest.mark.parametrize("comes_last", [False, True], ids=["before-ours", "after-ours"])
+@pytest.mark.parametrize(
+    ("when", "step", "arguments"),
+    [
+        ("step", 3, {"save_strategy": "steps"}),
+        ("step", 3, {"save_strategy": "epoch"}),
+        ("evaluation", 3, {"eval_strategy": "steps", "eval_steps": 3}),
+        ("evaluation", 4, {"eval_strategy": "epoch", "load_best_model_at_end": True, "save_strategy": "best"}),
+    ],
+)
+def test_the_last_step_is_saved_if_a_callback_stops_the_training(tmp_path, when, step, arguments, comes_last):
+    common = {"dropout": 0.1, "metric_for_best_model": "loss", "save_steps": 5, **arguments}
+    straight = Alone(tmp_path / "straight", **common).train()
+    stops = Stops(step, when=when)
+    run = Alone(tmp_path / "run", {"policy": "full"}, callbacks=() if comes_last else (stops,), **common)
+    if comes_last:
+        run.trainer.add_callback(stops)
+    run.train()
+    assert run.trainer.state.global_step == step
+    assert run.saves == [step]
+    resumed = Alone(tmp_path / "resumed", **common).train(check(run, step, tmp_path / f"checkpoint-{step}"))
+    assert [line for line in resumed.log if line["step"] > step] == [
+        line for line in straight.log if line["step"] > step
+    ]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
