@@ -54,8 +54,10 @@ def read_scheduler(tree: Any) -> SchedulerFacts:
     for inner in tree.get(_NESTED) or ():
         lengths |= read_scheduler(inner).lengths
     rates = tree.get("_last_lr")
-    # others may count epochs or evaluations; DeepSpeed's begin with -1
+    # others may count epochs or evaluations
     counted = tree.get("last_epoch") if "lr_lambdas" in tree else None
+    if type(tree.get("last_batch_iteration")) is int:  # DeepSpeed's count the batch, from -1
+        counted = tree["last_batch_iteration"] + 1
     return SchedulerFacts(
         lengths,
         tuple(map(float, rates)) if isinstance(rates, list) and all(type(rate) is float for rate in rates) else (),

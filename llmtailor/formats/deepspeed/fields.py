@@ -19,6 +19,7 @@ from llmtailor.formats.pickle_nodes import TensorView, as_ints, as_shape, as_ten
 from llmtailor.io.sources import open_source
 
 FIX = "copy the file again, or leave this checkpoint out"
+_OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
 
 
@@ -82,6 +83,16 @@ def read_tensor(node: Any, what: str, where: str) -> Tensor:
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
 
 
+def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
+    """Read the flat tensors of the masters. Raises SourceError for one that is not flat."""
+    masters = [read_tensor(node, f"{what}[{number}]", where) for number, node in enumerate(nodes)]
+    for number, master in enumerate(masters):
+        if len(master.shape) != 1:
+            text = f"{what}[{number}] is of shape {list(master.shape)}, where a flat tensor belongs"
+            raise SourceError.at(where, text, FIX, Code.STATE_SIZE)
+    return masters
+
+
 def get(tree: Any, key: str, kind: type, where: str) -> Any:
     value = as_dict(tree, "the file", where).get(key)
     if not isinstance(value, kind):
@@ -129,17 +140,24 @@ def read_elementwise(
         if kind == "step":
             continue
         view = as_tensor(node)
+        if kind in _OF_ADAM and (view is None or len(view.shape) != 1):
+            have = "no tensor" if view is None else f"of shape {list(view.shape)}"
+            code = Code.FIELD_TYPE if view is None else Code.STATE_SIZE
+            what = f"{kind} of flat id {flat_id} is {have}, where a flat tensor belongs"
+            raise SourceError.at(where, what, FIX, code)
         if view is None or len(view.shape) != 1 or numel not in (None, view.numel):
             have = f"has shape {list(view.shape)}" if view else "is no tensor"
             if view is not None and len(view.shape) == 1:
                 what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"
-                raise SourceError.at(where, what, FIX)
+                raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
             raise UnsupportedCheckpoint.at(
                 where,
                 f"optimizer state {kind} {have}; only states with an element for each of the params' can be composed",
                 "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state",
             )
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{flat_id}][{kind}]", where)
+    if "step" not in state and _OF_ADAM & kinds.keys():
+        raise SourceError.at(where, f"the step of flat id {flat_id} is missing", FIX, Code.FIELD_MISSING)
     if "step" not in state:
         raise UnsupportedCheckpoint.at(
             where,

@@ -13,6 +13,7 @@ from llmtailor.core.findings import ERROR, Finding
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.deepspeed.common import Saved
 from llmtailor.formats.deepspeed.files import ShardFiles
+from llmtailor.formats.deepspeed.twins import Shards, find_contradictions
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import MANIFEST, SCHEDULER, TRAINER_STATE, TrainerFiles, find_lost_rng
 
@@ -46,6 +47,8 @@ def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: S
     return [
         *trainer.findings,
         *saved.findings,
+        *find_contradictions(Shards(saved, files, (root / MANIFEST).is_file()), name),
+        *_stray(root, files, name),
         *_folder(root, files, saved, name),
         *_scheduler(trainer, files, saved, name),
         *_trainer_state(trainer, saved, name),
@@ -65,6 +68,16 @@ def _folder(root: Path, files: ShardFiles, saved: Saved, name: str) -> Iterator[
         what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"
         fix = "DeepSpeed looks for one kind of name only; give the files the name that they were saved under"
         yield Finding(PathIn(name, files.tag), what, fix, Code.PRECISION, ERROR)
+
+
+def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
+    """DeepSpeed opens whatever matches a pattern, and counts it."""
+    for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
+        kind = path.name.partition("mp_rank_")[0]
+        if f"{files.tag}/{path.name}" not in files.model and (bool(kind) == files.is_zero3):
+            what = "DeepSpeed takes this file for another model-parallel rank's, and refuses to resume"
+            fix = "move it out of the tag folder"
+            yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
 
 
 def _scheduler(trainer: TrainerFiles, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:

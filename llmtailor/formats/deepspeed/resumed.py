@@ -151,6 +151,10 @@ ZERO12 = Table(
     ),
     (
         *_NOT_READ,
+        (
+            "param_alignment_paddings",
+            "another layout than that of the run fails; without it, lengths do not fit: an error",
+        ),
         ("group_paddings", "read for elastic checkpoints alone"),
         ("param_slice_mappings", "not read; `verify` sees by it whose file it is"),
         ("partition_count, zero_stage", "not read by a resume, but by DeepSpeed's tools: a warning, an error"),

@@ -31,6 +31,7 @@ from llmtailor.formats.deepspeed.fields import (
     get,
     get_count,
     read_elementwise,
+    read_masters,
     read_names,
     read_param_group,
     read_shapes,
@@ -102,10 +103,7 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
     if isinstance(partition_count, list) or "ds_zero_partition_groups" in outer:
         raise unsupported_parallelism(where, "expert parallelism", "its partition counts differ by group")
     inner = get(outer, "optimizer_state_dict", dict, where)
-    masters = [
-        read_tensor(node, f"fp32_flat_groups[{i}]", where)
-        for i, node in enumerate(get(outer, "fp32_flat_groups", list, where))
-    ]
+    masters = read_masters(get(outer, "fp32_flat_groups", list, where), "fp32_flat_groups", where)
     groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
     ids = [flat_id for group in groups for flat_id in group.flat_ids]
     if ids != list(range(len(masters))):

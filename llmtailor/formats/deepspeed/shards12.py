@@ -33,9 +33,9 @@ from llmtailor.formats.deepspeed.fields import (
     as_dict,
     get,
     read_elementwise,
+    read_masters,
     read_param_group,
     read_step,
-    read_tensor,
 )
 from llmtailor.formats.deepspeed.files import read_shard
 from llmtailor.formats.deepspeed.resumed import ZERO12
@@ -83,10 +83,8 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
     outer = get(tree, "optimizer_state_dict", dict, where)
     base = outer.get("base_optimizer_state")
     elastic = isinstance(base, list)
-    masters = [
-        read_tensor(node, f"single_partition_of_fp32_groups[{group}]", where)
-        for group, node in enumerate(get(outer, "single_partition_of_fp32_groups", list, where))
-    ]
+    key = "single_partition_of_fp32_groups"
+    masters = read_masters(get(outer, key, list, where), key, where)
     groups: tuple[ParamGroup, ...] = ()
     states: Mapping[Any, Any]
     if elastic:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.core.extents import Contiguous, Extent, Partitioned, Sliced
@@ -63,6 +64,8 @@ class WholeModel:
     tied: Mapping[str, str]
     frozen: frozenset[str]
     """ZeRO-2 names them; in ZeRO-1 frozen is what the module has beyond the rest."""
+    fragments: Mapping[str, Tensor]
+    """ZeRO-2: the frozen params once more. A resume takes these, after the module's."""
     world_size: int
     counters: Counters
     findings: tuple[Finding, ...]
@@ -73,6 +76,7 @@ def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
     tree = as_dict(read_tree(root, path, where), "the file", where)
     refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
+    frozen = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     return WholeModel(
         param_shapes=tuple(
             read_shapes(entry, "param_shapes", where) for entry in get(tree, "param_shapes", list, where)
@@ -83,11 +87,27 @@ def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
         },
         buffer_names=read_names(tree.get("buffer_names"), "buffer_names", where),
         tied=read_tied(tree.get("shared_params"), where),
-        frozen=frozenset(read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)),
+        frozen=frozenset(frozen),
+        fragments=_fragments(tree.get("frozen_param_fragments"), frozen, where),
         world_size=get_count(tree, "dp_world_size", where),
         counters=read_counters(tree, where),
         findings=tuple(check_fields(tree, MODEL, where)),
     )
+
+
+def _fragments(node: Any, frozen: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Tensor]:
+    """Read ``frozen_param_fragments``, if they are there. Raises SourceError if they are not those of all params."""
+    if node is None:
+        return {}
+    nodes = as_dict(node, "frozen_param_fragments", where)
+    if nodes.keys() != frozen.keys():
+        what = "frozen_param_fragments and frozen_param_shapes list different params"
+        raise SourceError.at(where, what, FIX, Code.FIELD_CONFLICT)
+    fragments = {name: read_tensor(one, f"frozen_param_fragments[{name}]", where) for name, one in nodes.items()}
+    if other := [name for name, fragment in fragments.items() if fragment.shape != frozen[name]]:
+        what = f"the fragments of the frozen {some(other)} have other shapes than frozen_param_shapes"
+        raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+    return fragments
 
 
 def read_zero12(root: Path, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
@@ -237,13 +257,13 @@ def _hold(
             held[State(name, BUFFER)] = Held(tensor.dtype, (model.world_size, *tensor.shape), place_of_copies)
         elif name not in params and name not in model.tied:
             params[name] = Param(name, tensor.shape, "frozen")
-            held[State(name, FROZEN)] = _whole(tensor)
+            held[State(name, FROZEN)] = _whole(model.fragments.get(name, tensor))
     return params, held
 
 
 def _hold_module(model: WholeModel) -> dict[str, Held]:
-    """Return where the trainable params and tied names lie in the module."""
-    names = {name for shapes in model.param_shapes for name in shapes} | set(model.tied)
+    """Return where what is held elsewhere lies in the module, too: trainable params, tied names, frozen fragments."""
+    names = {name for shapes in model.param_shapes for name in shapes} | set(model.tied) | set(model.fragments)
     return {name: _whole(tensor) for name, tensor in model.module.items() if name in names}
 
 

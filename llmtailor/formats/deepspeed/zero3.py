@@ -196,8 +196,8 @@ def _check_modules(
         wrong = []
         for param, piece in shard.frozen_fragments.items() if shard else ():
             length = part_size(Param("", told.frozen_shapes.get(param, ()), "").numel, told.world_size)
-            if piece.numel != length:
-                wrong.append(f"the fragment of frozen {param} has {piece.numel} elements where {length} belong")
+            if piece.shape != (length,):
+                wrong.append(f"the fragment of frozen {param} has shape {list(piece.shape)} where [{length}] belongs")
         if shard and (lacking := sorted(known.difference(shard.module_names))):
             wrong.append(f"module lacks {some(lacking)}; a resume would fail")
         if (
