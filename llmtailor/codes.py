@@ -29,6 +29,7 @@ class Code(Enum):
     # files
     FILE_MISSING = "file-missing", "a file is missing"
     FILE_DAMAGED = "file-damaged", "a file is cut short, or not of the format that its name says"
+    COMPRESSED = "compressed", "a torch file is compressed: a resume reads it, and it can't be looked into here"
     FILE_UNREADABLE = "file-unreadable", "the operating system won't read a file"
     FILE_CHANGED = "file-changed", "a file changed while it was read"
     NOT_A_FILE = "not-a-file", "a folder, pipe, socket or device is in the place of a file"

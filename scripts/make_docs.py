@@ -20,6 +20,9 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
+from llmtailor.formats.deepspeed.resumed import TABLES as DEEPSPEED  # noqa: E402
+from llmtailor.formats.deepspeed.twins import CONTRADICTIONS  # noqa: E402
+from llmtailor.formats.resumed.model import WAYS, Says, Table  # noqa: E402
 
 NOTE = "<!-- made by scripts/make_docs.py: change the code, and run it -->"
 BEGIN, END = "<!-- scripts/make_docs.py -->\n\n", "\n<!-- end -->"
@@ -147,10 +150,45 @@ def finding_codes() -> str:
     return table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
 
 
+FIELD_TABLES = DEEPSPEED
+"""The tables of what a stock resume reads, in the order of docs/verify.md"""
+
+
+def fields() -> str:
+    """Return what stock does about every field that it reads, and `verify` with it."""
+    return "\n".join(map(field_table, FIELD_TABLES))
+
+
+def field_table(one: Table) -> str:
+    head = ("field", "holds", *WAYS, "read by")
+    rows: list[tuple[object, ...]] = [
+        (
+            f"`{field.name}`{f' ({field.only})' if field.only else ''}",
+            f"a {field.kind.name}",
+            *(_said(field.says(way)) for way in WAYS),
+            f"`{field.read_by}`" if "." in field.read_by else field.read_by,
+        )
+        for field in one.fields
+    ]
+    beside = "".join(f"- {name}: {why}.\n" for name, why in one.unchecked)
+    rest = f"\nNot checked there:\n\n{beside}" if beside else ""
+    return f"**{one.title}**, `{one.file}`\n\n{table(head, rows)}{rest}"
+
+
+def _said(says: Says | None) -> str:
+    return f"{says.severity}: {says.stock}{' (read)' if says.read else ''}" if says else "-"
+
+
+def contradictions() -> str:
+    """Return what must agree in DeepSpeed's files, and what stock does if it does not."""
+    rows: list[tuple[object, ...]] = [(one.title, one.severity, one.stock) for one in CONTRADICTIONS]
+    return table(("contradiction", "`verify`", "stock"), rows)
+
+
 PAGES = {
     "docs/errors.md": errors_page,
     "README.md": lambda: between_marks("README.md", exit_codes()),
-    "docs/verify.md": lambda: between_marks("docs/verify.md", finding_codes()),
+    "docs/verify.md": lambda: between_marks("docs/verify.md", contradictions(), fields(), finding_codes()),
 }
 
 

@@ -21,11 +21,11 @@ from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
 from llmtailor.core.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Segment
 from llmtailor.core.states import ITEMSIZE
-from llmtailor.errors import SourceError
+from llmtailor.errors import SourceError, UnsupportedCheckpoint
 from llmtailor.formats.pickle_nodes import Storage
 from llmtailor.formats.pickle_reader import read_pickle
 from llmtailor.formats.pickle_writer import write_pickle
-from llmtailor.formats.zip_directory import BadZip, read_records
+from llmtailor.formats.zip_directory import BadZip, Compressed, read_records
 from llmtailor.io.sources import SourceFile, open_source
 
 ALIGNMENT = 64
@@ -36,6 +36,7 @@ _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _SMALL = 4096
 """Bytes of a record that is no tensor and not the pickle: versions and the like."""
 _U32 = 0xFFFFFFFF
+_SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
 _COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
 
 
@@ -70,6 +71,9 @@ def read_torch_file(root: Path, path: str, where: str) -> TorchFile:
                 raise BadZip("it does not say its version, without which torch does not load it")
             if tree.stop - tree.start > MAX_PICKLE_BYTES:
                 raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes, a pickle bomb by any measure")
+        except Compressed as error:
+            what = f"{error}, which torch.load reads, but nothing can be said about, or taken from, the file here"
+            raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
         except (BadZip, UnicodeDecodeError) as error:
             raise SourceError.at(where, _why_no_zip(file, error), _COPY_AGAIN, Code.FILE_DAMAGED) from error
         order = records.get(f"{prefix}/byteorder")

@@ -34,6 +34,7 @@ from llmtailor.formats.safetensors_files import (
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.formats.torchzip import lay_out_torch_file, read_torch_file
 from llmtailor.formats.trees import read_tree
+from llmtailor.io.sources import check_regular
 
 MANIFEST = "llmtailor.json"
 CARD = "README.md"
@@ -44,6 +45,7 @@ CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """What a run of PEFT saves instead of the model's weights and config"""
 _RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
+_OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _COPY_AGAIN = "copy the file again, or leave this checkpoint out"
@@ -72,6 +74,7 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
     files = {path: fact for path, fact in found if fact is not None}
     inside = open_partial(root, name).tree_of if is_partial(root) else {}
+    _tell_what_is_no_file(root, name, problems)
     findings: list[Finding] = []
     weights: dict[State, Held] = {}
     global_step = scheduler = None
@@ -109,6 +112,21 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
                 fix = "give it its own name back, to repeat dropout exactly"
                 findings.append(Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING))
     return TrainerFiles(files, frozenset(inside), weights, global_step, scheduler, tuple(findings), has_all_weights)
+
+
+def _tell_what_is_no_file(root: Path, name: str, problems: Problems) -> None:
+    """Tell of folders, pipes and the like in the place of files that a resume opens, and may wait for."""
+    for path in sorted(root.iterdir()):
+        if (path.name in _OPENED or is_rng_file(path.name)) and path.exists():
+            try:
+                check_regular(path.stat().st_mode, PathIn(name, path.name))
+            except SourceError as error:
+                problems.add(error)
+
+
+def is_rng_file(path: str) -> bool:
+    """Whether a file in the root holds the random number states of a rank."""
+    return bool(_RNG.fullmatch(path))
 
 
 def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Finding]:

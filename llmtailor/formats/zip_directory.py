@@ -24,11 +24,16 @@ _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
+_STORED, _DEFLATED = 0, 8
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 
 
 class BadZip(ValueError):
     """The file is no zip of stored records, or one that readers could see differently."""
+
+
+class Compressed(BadZip):
+    """The file has deflated records. ``torch.load`` reads them; here bytes are moved as they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,14 @@ class Record:
     start: int
     stop: int
     crc: int
+    """0 for a record that is deflated: it is the checksum of other bytes"""
 
 
-def read_records(file: SourceFile) -> dict[str, Record]:
-    """Return the records by name, in the order of the directory. Raises BadZip, or SourceError if reading fails."""
+def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
+    """Return the records by name, in the order of the directory.
+
+    Raises BadZip, `Compressed` for deflated records unless they may be, or SourceError if reading fails.
+    """
     start, stop, count = _find_directory(file)
     if count > MAX_RECORDS:
         raise BadZip(f"it has {count:,} records, more than {MAX_RECORDS:,}")
@@ -49,14 +58,16 @@ def read_records(file: SourceFile) -> dict[str, Record]:
         raise BadZip(f"its directory of {count:,} records takes {stop - start:,} bytes")
     records: dict[str, Record] = {}
     spans = []
-    for name, size, at, crc in _entries(file.read(start, stop), count):
+    for name, size, at, crc, is_deflated in _entries(file.read(start, stop), count):
+        if is_deflated and not may_be_deflated:
+            raise Compressed(f"record {_shown(name)} is compressed")
         begin = _data_start(file, name, at, start)
         if begin + size > start:
             raise BadZip(f"record {_shown(name)} is not where the directory says")
         text = name.decode()
         if text in records:
             raise BadZip(f"record {_shown(name)} occurs twice")
-        records[text] = Record(begin, begin + size, crc)
+        records[text] = Record(begin, begin + size, 0 if is_deflated else crc)
         spans.append((at, begin + size))
     spans.sort()
     if spans and spans[0][0] != 0:
@@ -101,8 +112,8 @@ def _find_directory(file: SourceFile) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, int]]:
-    """Yield (name, size, offset of the local header, CRC-32) of each entry."""
+def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, int, bool]]:
+    """Yield (name, size in the file, offset of the local header, CRC-32, whether it is deflated) of each entry."""
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(directory):
@@ -117,9 +128,9 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, in
             raise BadZip("an entry of its directory is damaged")
         if _U32 in (size, packed, offset):
             size, packed, offset = _wide(extra, size, packed, offset)
-        if method or flags & 1 or packed != size:
-            raise BadZip(f"record {_shown(name)} is compressed or encrypted")
-        yield name, size, offset, crc
+        if method not in (_STORED, _DEFLATED) or flags & 1 or (method == _STORED and packed != size):
+            raise BadZip(f"record {_shown(name)} is encrypted, or compressed otherwise than torch reads")
+        yield name, packed, offset, crc, method == _DEFLATED
     if at != len(directory):
         raise BadZip("its directory has more entries than the end record says")
 
@@ -143,7 +154,13 @@ def _data_start(file: SourceFile, name: bytes, at: int, stop: int) -> int:
         raise BadZip(f"record {_shown(name)} is not where the directory says")
     header = file.read(at, end)
     signature, _, flags, method, *_, name_len, extra_len = _LOCAL.unpack_from(header)
-    if signature != b"PK\x03\x04" or method or flags & 1 or name_len != len(name) or header[_LOCAL.size :] != name:
+    if (
+        signature != b"PK\x03\x04"
+        or method not in (_STORED, _DEFLATED)
+        or flags & 1
+        or name_len != len(name)
+        or header[_LOCAL.size :] != name
+    ):
         raise BadZip(f"record {_shown(name)} is not where the directory says")
     return end + int(extra_len)
 

@@ -21,14 +21,14 @@ class Record:
     start: int
     stop: int
     crc: int | None
-    """CRC-32; None for a record that was written without."""
+    """CRC-32; None for a record that was written without, or deflated."""
 
 
 def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
     """List the records of ``root/path`` in the order of their bytes. Raises SourceError for what is no whole zip."""
     with open_source(root / path, where) as file:
         try:
-            found = read_records(file)
+            found = read_records(file, may_be_deflated=True)
         except (BadZip, UnicodeDecodeError) as error:
             raise SourceError.at(
                 where, f"the file is truncated or damaged ({error})", _FIX, Code.FILE_DAMAGED

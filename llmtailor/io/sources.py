@@ -56,7 +56,7 @@ class SourceFile:
 def open_source(path: Path, where: str) -> Iterator[SourceFile]:
     """Open a regular file to read it; messages call it ``where``. Raises SourceError for anything else."""
     try:
-        _check_regular(path.stat().st_mode, where)
+        check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise SourceError.at(where, "the file is missing", _COPY_AGAIN, Code.FILE_MISSING) from error
@@ -68,7 +68,7 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
         raise _unreadable(where, error) from error
     try:
         status = os.fstat(fd)
-        _check_regular(status.st_mode, where)
+        check_regular(status.st_mode, where)
         yield SourceFile(fd, status.st_size, where)
     finally:
         os.close(fd)
@@ -83,7 +83,8 @@ def read_source(path: Path, where: str, max_bytes: int) -> bytes:
         return file.read(0, file.num_bytes)
 
 
-def _check_regular(mode: int, where: str) -> None:
+def check_regular(mode: int, where: str) -> None:
+    """Raise SourceError unless a file's mode is that of a regular one; it says what it is instead."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
         raise SourceError.at(where, f"this is {kind}, where a file belongs", _COPY_AGAIN, Code.NOT_A_FILE)

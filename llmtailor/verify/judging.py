@@ -6,23 +6,25 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.compose import absent_parts, dissect_checkpoint
 from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, Survey
 from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.verdict import Damage, Holding, Verdict, by_severity
-from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.base import display_name, survey_checkpoint
 from llmtailor.formats.manifest import ManifestFacts, read_manifest
 from llmtailor.formats.partial.container import looks_partial
 from llmtailor.formats.plain.indexing import is_plain
-from llmtailor.formats.trainer import CONFIG, MANIFEST, is_weight_file
+from llmtailor.formats.trainer import CONFIG, MANIFEST, is_rng_file, is_weight_file
 from llmtailor.verify.beside import check_files_beside
 from llmtailor.verify.blemishes import join, lost_elements
 from llmtailor.verify.composite import check_manifest
 from llmtailor.verify.partial import check_partial
 from llmtailor.verify.structure import check_index
 
+_MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
 logger = logging.getLogger(__name__)
 
 
@@ -46,9 +48,7 @@ def verify_checkpoint(
     if not looks_partial(root):  # these are of a kind that the saver takes, or else damaged
         _refuse_unsupported(survey)
     findings = [
-        Finding.of(problem, _severity(problem.path, root))
-        for error in survey.problems.errors
-        for problem in error.problems
+        Finding.of(problem, _severity(problem, root)) for error in survey.problems.errors for problem in error.problems
     ]
     index, states, holding = survey.index, {}, None
     values: list[Finding] = []
@@ -67,11 +67,19 @@ def verify_checkpoint(
             findings, values, states = [*findings, *found.findings], [*found.values], found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
+    findings = _without_doubles(findings)
     damage = Damage(_damaged_files(findings, root), states)
     verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
     logger.info("judged %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
     return verdict
+
+
+def _without_doubles(findings: Iterable[Finding]) -> list[Finding]:
+    """Drop that a file is missing where a folder, a pipe or the like is in its place."""
+    findings = [*findings]
+    in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
+    return [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
 
 
 def _log_damage(damage: Damage) -> None:
@@ -87,14 +95,20 @@ def _log_damage(damage: Damage) -> None:
 def _refuse_unsupported(survey: Survey) -> None:
     """Raise if nothing is wrong but the kind of checkpoint: it may well be resumable."""
     errors = survey.problems.errors
-    if errors and survey.index is None and all(isinstance(error, UnsupportedCheckpoint) for error in errors):
+    if not errors or not all(isinstance(error, UnsupportedCheckpoint) for error in errors):
+        return
+    paths = {problem.path for error in errors for problem in error.problems if problem.code is Code.COMPRESSED}
+    if survey.index is None or paths & survey.unreadable:
         survey.problems.raise_if_any()
 
 
-def _severity(path: str | None, root: Path) -> str:
+def _severity(problem: Problem, root: Path) -> str:
     """What a resume does not read can't keep it from working; without DeepSpeed it reads weights and config.json."""
+    path = problem.path
     if looks_partial(root):
         return ERROR
+    if problem.code is Code.COMPRESSED or (problem.code is Code.NOT_A_FILE and path and is_rng_file(path)):
+        return WARNING
     if path == MANIFEST or (path is not None and not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
         return WARNING
     return ERROR

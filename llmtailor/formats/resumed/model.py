@@ -152,10 +152,10 @@ def has(tree: Any, *path: Any) -> bool:
 
 def spell(path: Iterable[Any]) -> str:
     """Return a path in words: ``param_groups[0].lr``."""
-    text = ""
-    for key in path:
-        if not text and key in _WRAPPERS:
-            continue
+    text, keys = "", [*path]
+    while len(keys) > 1 and keys[0] in _WRAPPERS:
+        keys.pop(0)
+    for key in keys:
         if isinstance(key, int) or key == EACH:
             text += f"[{key}]"
         else:

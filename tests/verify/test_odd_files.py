@@ -1,0 +1,115 @@
+"""What is no file, and what is compressed, is called that; a resume's files are never waited for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtailor.codes import Code
+from llmtailor.core.findings import ERROR, WARNING
+from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.verify.judging import verify_checkpoint
+from verify.damages import STEP
+
+OPTIM = f"global_step{STEP}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = f"global_step{STEP}/zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(autouse=True)
+def impatient() -> Iterator[None]:
+    """Whoever opens a pipe here waits for ever."""
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def checkpoint(runs, tmp_path) -> Path:
+    path = tmp_path / f"checkpoint-{STEP}"
+    shutil.copytree(runs["llama"].checkpoint(STEP), path)
+    return path
+
+
+def bind(path: Path) -> None:
+    where = os.open(path.parent, os.O_RDONLY)
+    try:
+        socket.socket(socket.AF_UNIX).bind(f"/proc/self/fd/{where}/{path.name}")  # a path of 108 bytes at most
+    finally:
+        os.close(where)
+
+
+@pytest.mark.parametrize(
+    ("path", "severity"),
+    [
+        ("latest", ERROR),
+        ("trainer_state.json", ERROR),
+        ("scheduler.pt", ERROR),
+        ("rng_state_1.pth", WARNING),
+        ("config.json", WARNING),
+        ("model.safetensors", WARNING),
+        (OPTIM, ERROR),
+        (MODEL, ERROR),
+    ],
+)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(os.mkfifo, "a named pipe"), (os.mkdir, "a folder"), (bind, "a socket")],
+    ids=lambda one: str(one),
+)
+def test_what_is_no_file_is_told_as_what_it_is(
+    checkpoint: Path, path: str, severity: str, make: Callable[[Path], None], kind: str
+):
+    (checkpoint / path).unlink()
+    make(checkpoint / path)
+    verdict = verify_checkpoint(checkpoint, name="x")
+    told = [finding for finding in verdict.findings if finding.path == path]
+    assert [(one.code, one.severity) for one in told] == [(Code.NOT_A_FILE, severity)], verdict.findings
+    assert kind in told[0].what
+    assert verdict.is_resumable == (severity == WARNING)
+
+
+def deflate(path: Path) -> None:
+    with zipfile.ZipFile(path) as source:
+        content = [(info.filename, source.read(info)) for info in source.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, data in content:
+            target.writestr(name, data)
+    torch.load(path, weights_only=False)  # stock reads it
+
+
+@pytest.mark.parametrize("path", ["scheduler.pt", "rng_state_0.pth"])
+def test_a_compressed_file_of_the_trainer_is_no_damage(checkpoint: Path, path: str):
+    deflate(checkpoint / path)
+    verdict = verify_checkpoint(checkpoint, name="x", deep=True)
+    assert [(one.code, one.path, one.severity) for one in verdict.findings] == [(Code.COMPRESSED, path, WARNING)]
+    assert verdict.is_resumable
+
+
+def test_a_compressed_file_that_no_resume_reads_is_not_even_told(checkpoint: Path):
+    deflate(checkpoint / "training_args.bin")
+    assert not verify_checkpoint(checkpoint, name="x", deep=True).findings
+
+
+@pytest.mark.parametrize("paths", [[OPTIM], [MODEL], [OPTIM, OPTIM.replace("rank_1", "rank_0")]])
+def test_compressed_states_can_not_be_judged(checkpoint: Path, paths: list[str]):
+    for path in paths:
+        deflate(checkpoint / path)
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        verify_checkpoint(checkpoint, name="x")
+    assert {(one.code, one.path) for one in refused.value.problems} == {(Code.COMPRESSED, path) for path in paths}
+
+
+def test_compressed_states_beside_a_damage_are_not_called_damaged(checkpoint: Path):
+    deflate(checkpoint / OPTIM)
+    (checkpoint / "latest").unlink()
+    verdict = verify_checkpoint(checkpoint, name="x")
+    found = {(one.code, one.severity) for one in verdict.findings}
+    assert found == {(Code.COMPRESSED, WARNING), (Code.FILE_NAME, ERROR)}
