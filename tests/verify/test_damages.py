@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import verify.shard_damages  # noqa: F401  (adds to CASES)
 from llmtailor.core.findings import SEVERITIES
 from llmtailor.verify.judging import verify_checkpoint
 from verify.damages import CASES, OTHER_STEP, STEP

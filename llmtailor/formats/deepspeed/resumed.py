@@ -23,6 +23,9 @@ _OWN_SCALE = Says(ERROR, "silent: gradients of different scales are added up")
 _SCALES_WRONG = Says(ERROR, "silent: gradients overflow or vanish")
 
 
+_LATER = Says(ERROR, "silent, or a resume fails when the scale is next updated", read=True)
+
+
 def is_dynamic(tree: Any) -> bool:
     """Whether the loss scaler is one that adapts."""
     found = [value for _, value in find(tree, (_OUTER, "loss_scaler"))]
@@ -56,14 +59,21 @@ VERSION = Kind(
 _CLIP = number("number from 0 up", lambda value: value >= 0, (-1.0,), lambda value: value / 2 + 0.1)
 
 
-def _scaler(key: str, kind: Kind, only_dynamic: bool = True, beyond: Says | None = None) -> Field:
+def _scaler(
+    key: str,
+    kind: Kind,
+    only_dynamic: bool = True,
+    beyond: Says = _LATER,
+    missing: Says = FAILS_AT_STEP,
+    mistyped: Says = FAILS_AT_STEP,
+) -> Field:
     return Field(
         (_OUTER, "loss_scaler", key),
         kind,
         "deepspeed.runtime.fp16.loss_scaler",
-        missing=FAILS_AT_STEP,
-        mistyped=FAILS_AT_STEP,
-        beyond=beyond or Says(ERROR, "silent, or a resume fails when the scale is next updated", read=True),
+        missing=missing,
+        mistyped=mistyped,
+        beyond=beyond,
         unlike=_OWN_SCALE,
         only="fp16 with a dynamic scale" if only_dynamic else "",
         applies=is_dynamic if only_dynamic else lambda tree: True,
@@ -77,10 +87,10 @@ _SCALER_FIELDS = (
     _scaler("scale_factor", number("number above 1", lambda value: value > 1, (1.0, 0.5))),
     _scaler("scale_window", count("count from 1 up", least=1)),
     _scaler("min_scale", POSITIVE),
-    _scaler("delayed_shift", count("count from 1 up", least=1)),
-    _scaler("cur_hysteresis", count("count from 1 up", least=1)),
-    _scaler("consecutive_hysteresis", FLAG),
-    _scaler("raise_error_at_min_scale", FLAG),
+    _scaler("delayed_shift", count("count from 1 up", least=1), mistyped=_LATER),
+    _scaler("cur_hysteresis", count("count from 1 up", least=1), missing=_LATER, mistyped=_LATER),
+    _scaler("consecutive_hysteresis", FLAG, mistyped=_LATER),
+    _scaler("raise_error_at_min_scale", FLAG, missing=_LATER, mistyped=_LATER),
 )
 
 

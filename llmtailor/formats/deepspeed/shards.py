@@ -23,6 +23,7 @@ from llmtailor.codes import Code
 from llmtailor.core.findings import Finding
 from llmtailor.core.index import ParamGroup
 from llmtailor.core.states import MASTER
+from llmtailor.core.words import some
 from llmtailor.errors import SourceError
 from llmtailor.formats.deepspeed.fields import (
     FIX,
@@ -242,6 +243,10 @@ def check_alike(flats: Sequence[Mapping[str, Tensor]], where: str) -> tuple[Mapp
 
 def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict[str, Tensor]:
     """The persistent buffers; params are empty placeholders of shape (0,) in ZeRO-3."""
+    if lost := sorted(listed - module.keys()):
+        raise SourceError.at(
+            where, f"module lacks the buffers {some(lost)}; a resume would fail", FIX, Code.FIELD_MISSING
+        )
     buffers = {}
     for name, node in module.items():
         check_name(name, "module", where)
