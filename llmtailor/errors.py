@@ -48,12 +48,14 @@ def _printable(character: str) -> str:
 class PathIn(str):
     """A path in a checkpoint as messages have it, with the checkpoint's name; code takes the `path` itself."""
 
+    checkpoint: str
+    """What messages call it"""
     path: str
-    """Relative to the checkpoint's root"""
+    """Relative to its root"""
 
     def __new__(cls, checkpoint: str, path: str) -> PathIn:
         place = super().__new__(cls, f"{checkpoint}/{path}")
-        place.path = path
+        place.checkpoint, place.path = checkpoint, path
         return place
 
 

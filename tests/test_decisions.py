@@ -22,6 +22,8 @@ def is_text(node: ast.AST) -> bool:
     """Whether this is a problem's text, or all texts of an error at once: ``x.what``, ``x["what"]``, ``str(error)``."""
     if isinstance(node, ast.Attribute):
         return node.attr in TEXTS
+    if isinstance(node, ast.Name):
+        return node.id == "where"
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value in TEXTS
     is_str = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
@@ -52,6 +54,7 @@ def test_nothing_is_decided_by_the_text_of_a_message(path):
     "source",
     [
         "problem.where.removeprefix(name)",
+        "where.removesuffix(path)",
         "finding.what in told",
         "one.where == name",
         "{notice.what for notice in notices}",

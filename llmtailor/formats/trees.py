@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmtailor.errors import PathIn
 from llmtailor.formats.partial.container import is_partial, open_partial
 from llmtailor.formats.torchzip import read_torch_file
 
@@ -16,5 +17,5 @@ def read_tree(root: Path, path: str, where: str) -> Any:
     on the allow-list.
     """
     if is_partial(root):
-        return open_partial(root, where.removesuffix(f"/{path}")).tree(path)
+        return open_partial(root, where.checkpoint if isinstance(where, PathIn) else str(root)).tree(path)
     return read_torch_file(root, path, where).tree
