@@ -24,7 +24,6 @@ class Code(Enum):
     UNSUPPORTED = "unsupported", "a whole checkpoint of a kind that can't be read"
     DAMAGED = "damaged", "the content contradicts itself in a way that has no code of its own"
     FOLDER_STEP = "folder-step", "the folder is named after another step than its content is of"
-    OTHER_ATTEMPT = "other-attempt", "the checkpoint is of an attempt that the run was not resumed from, or may be"
     LINKS_OUTSIDE = "links-outside", "files are symbolic links out of the folder"
 
     # files

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, Finding
 from llmtailor.core.verdict import Damage, Verdict
 from llmtailor.errors import SourceError
