@@ -20,14 +20,16 @@ from llmtailor.core.states import WEIGHT
 from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.target import Target
 from llmtailor.errors import MismatchError, PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
-from llmtailor.execute.commit import check_target, free_bytes
+from llmtailor.execute.commit import check_target, free_bytes, old_output
 from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.base import display_name, index_checkpoint
 from llmtailor.formats.composite import lay_out_composite, model_order
 from llmtailor.formats.json_files import read_json
+from llmtailor.formats.known_files import check_replaceable
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import CONFIG, TRAINER_STATE
+from llmtailor.io.listing import Entries
 from llmtailor.plan.checks import check_fit, check_held, check_one_step, differing_hyperparameters
 from llmtailor.plan.explain import file_rows, part_rows, source_rows, step_notices, step_rows
 from llmtailor.plan.groups import Regrouping, regroup
@@ -54,7 +56,7 @@ class Options:
     stage: int | None = None
     """ZeRO stage of the output, 0 for the plain Trainer's form without DeepSpeed; None keeps the base's."""
     replace: bool = False
-    """Whether the output may exist; it is then replaced, once the new one is complete."""
+    """Whether the output may be a checkpoint that is there; it is replaced once the new one is complete."""
     reuse: bool = False
     """Whether the output may exist if it is what would be written; see `continuing.find_reusable`."""
     copy_tokenizer: bool = True
@@ -83,6 +85,8 @@ class Composition:
     steps: tuple[StepChoice, ...]
     plan: Plan
     report: Report
+    replaces: Entries | None = None
+    """What lies where the output will, all of it replaceable; None: nothing may be there."""
 
     @property
     def is_copy(self) -> bool:
@@ -104,6 +108,7 @@ def plan_merge(
     Raises a TailorError with every problem found; its class is that of the earliest stage that failed.
     """
     options = options or Options()
+    read = [recipe] if isinstance(recipe, Path) else []
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
@@ -111,7 +116,9 @@ def plan_merge(
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
     anatomy = dissect_checkpoint(reference)
-    _attempt(problems, lambda: check_target(out, [index.root for index in indexes], options.replace or options.reuse))
+    replaces: Entries | None = _attempt(
+        problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
+    )
     _attempt(problems, lambda: _check_base(reference))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
@@ -166,7 +173,13 @@ def plan_merge(
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    return Composition(recipe, out, options, indexes, base, anatomy, target, steps, plan, report)
+    return Composition(recipe, out, options, indexes, base, anatomy, target, steps, plan, report, replaces)
+
+
+def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
+    """Return what the output may take the place of, None if it must be new. Raises TargetError."""
+    check_target(out, sources, options.replace or options.reuse)
+    return check_replaceable(old_output(out), display_name(out)) if options.replace else None
 
 
 def _default_out(base: CheckpointIndex) -> Path:

@@ -69,7 +69,7 @@ def write(
     complete. After StorageError and Interrupted the same call goes on where it ended.
     """
     identity, watch = identify_merge(composition), Stopwatch()
-    with stoppable() as stop, Staging(composition.out, composition.options.replace) as staging:
+    with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
         try:
             check_room(composition)
             kept, before = take_up(composition, identity, staging, tell)
@@ -80,9 +80,10 @@ def write(
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, observe, stop)
             logger.info("compared the sources with what they were, in %s", watch.lap())
-            content = _manifest(composition, identity.plan, results, digests)
+            readme = card(composition.report, __version__, composition.target.stage).encode()
+            content = _manifest(composition, identity.plan, results, digests, readme)
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
-            write_durably(staging.path / CARD, card(composition.report, __version__, composition.target.stage).encode())
+            write_durably(staging.path / CARD, readme)
             _check_written(composition, staging.path)
             logger.info("verified what was written in %s", watch.lap())
             stop.check()
@@ -146,7 +147,11 @@ def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[Sourc
 
 
 def _manifest(
-    composition: Composition, plan: str, results: Sequence[FileResult], digests: Mapping[SourceFile, str]
+    composition: Composition,
+    plan: str,
+    results: Sequence[FileResult],
+    digests: Mapping[SourceFile, str],
+    readme: bytes,
 ) -> dict[str, Any]:
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
     # the same elements may be written more than once (a buffer on every rank): count them once, in order
@@ -170,6 +175,7 @@ def _manifest(
             result.path: {"crc32": f"{result.crc:08x}"} | ({DIGEST: result.digest} if result.digest else {})
             for result in results
         },
+        card=readme,
     )
 
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "lineage": {"errors", "formats", "history", "store"},
     "training": {"core", "arch", "plan"},
     "saving": {"core", "errors", "arch", "io", "formats", "policies", "history", "store"},
-    "compose": {"core", "errors", "arch", "recipe", "plan", "formats", "execute"},
+    "compose": {"core", "errors", "arch", "io", "recipe", "plan", "formats", "execute"},
     "verify": {"core", "errors", "formats", "io", "compose", "history", "lineage"},
     "continuing": {"core", "errors", "compose", "execute", "formats"},
     "publish": {"core", "errors", "compose", "continuing", "formats", "execute", "io", "verify"},

@@ -59,7 +59,7 @@ def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
 
 
 def _show(plan: GcPlan, as_json: bool) -> None:
-    for problem in plan.scan.skipped:
+    for problem in plan.left_alone:
         click.echo(f"note: left alone: {problem}", err=True)
     for path in plan.in_use:
         click.echo(f"note: left alone: {path}: another process is writing there", err=True)
@@ -76,7 +76,7 @@ def _to_json(plan: GcPlan) -> dict[str, Any]:
         "run": str(plan.run),
         "removed": [{"path": str(one.path), "why": one.why, "step": one.step} for one in plan.removals],
         "in_use": [str(path) for path in plan.in_use],
-        "skipped": [problem.to_json() for problem in plan.scan.skipped],
+        "skipped": [problem.to_json() for problem in plan.left_alone],
         "composable_before": list(plan.needs.before),
         "composable_after": list(plan.needs.kept),
         "freed_bytes": plan.freed,
@@ -87,10 +87,11 @@ def _to_text(plan: GcPlan) -> str:
     from llmtailor.cli.tables import size, steps_text, table
     from llmtailor.retain.places import files_in, freed_bytes
 
+    removed = {removal.path for removal in plan.removals}
     rows: list[tuple[str, str, str]] = []
     for one in plan.scan.usable:
         if one.is_partial:
-            goes = one not in plan.needs.needed
+            goes = one.path in removed
             rows.append(
                 (one.name, "removed: no step needs it" if goes else "stays", size(freed_bytes(files_in(one.path))))
             )

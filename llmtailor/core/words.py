@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_SHOWN = 3
 
-
-def some(names: Iterable[str]) -> str:
+def some(names: Iterable[str], shown: int = 3) -> str:
     """Return the first few names, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,7 +1,7 @@
 """The staging folder beside the output, and the one rename that publishes it.
 
-Until the rename the output does not exist (or, with ``replace``, is the old one, whole). What an interrupted merge
-leaves is a hidden folder with a journal, which the same merge goes on with.
+Until the rename the output does not exist (or is the old one, whole, if that may be replaced). What an interrupted
+merge leaves is a hidden folder with a journal, which the same merge goes on with.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError
 from llmtailor.execute.identity import Identity
 from llmtailor.execute.journal import Journal, Unfinished, read_journal
 from llmtailor.execute.lock import Held, acquire
+from llmtailor.execute.placing import check_old, replace_old
 from llmtailor.io.files import fsync_folder, make_folder
-from llmtailor.io.rename import rename_new, replace_folder
+from llmtailor.io.listing import Entries
+from llmtailor.io.rename import rename_new
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD = "journal", "owner", "old"
@@ -29,12 +31,15 @@ _ATTEMPTS = 100
 
 
 def check_target(out: Path, sources: list[Path], replace: bool) -> None:
-    """Raise TargetError if ``out`` exists or replacing it would destroy a source."""
+    """Raise TargetError if ``out`` exists or replacing it would destroy a source: a checkpoint, or the recipe."""
     for source in sources:
         inner, outer = out.resolve(), source.resolve()
         if inner == outer or outer.is_relative_to(inner) or inner.is_relative_to(outer):
             relation = "is" if inner == outer else "contains" if outer.is_relative_to(inner) else "lies in"
-            raise TargetError.at(out, f"the output {relation} the source {source}", "choose another output folder")
+            what = f"the output {relation} {source}, which is read"
+            raise TargetError.at(out, what, "choose another output folder")
+    if out.name in ("", ".."):
+        raise TargetError.at(out, "the output has no name of its own", "name the new folder itself")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise TargetError.at(out, "the output exists and is no folder", "choose another output, or remove it")
     if out.exists() and not replace:
@@ -46,6 +51,12 @@ def already_there(out: Path) -> TargetError:
     if (left := staging_folder(out)).exists():
         fix += f"; {left} is what an interrupted merge has left, and may be removed"
     return TargetError.at(out, "the output exists already", fix)
+
+
+def old_output(out: Path) -> Path:
+    """Return where the output that is to be replaced lies: at ``out``, unless a merge was cut off right then."""
+    old = staging_folder(out) / OLD
+    return old if old.exists() and not out.exists() else out
 
 
 def staging_folder(out: Path) -> Path:
@@ -113,9 +124,10 @@ class Staging:
     with. Otherwise it is removed.
     """
 
-    def __init__(self, out: Path, replace: bool = False):
+    def __init__(self, out: Path, replaces: Entries | None = None):
+        """``replaces`` is all that ``out`` may hold if it is there; None: it must not be there."""
         self.out = out.absolute()
-        self.replace = replace
+        self.replaces = replaces
         self.folder = staging_folder(self.out)
         self.path = self.folder / "out"
         self.unfinished: Unfinished | None = None
@@ -177,8 +189,10 @@ class Staging:
             old.rename(self.out)
             logger.info("put %s back: an earlier merge was cut off while it was being replaced", self.out)
             fsync_folder(self.out.parent)
-        if self.out.exists() and not self.replace:
-            raise already_there(self.out)
+        if self.out.exists():
+            if self.replaces is None:
+                raise already_there(self.out)
+            check_old(self.out, self.out, self.replaces)
 
     @property
     def kept_bytes(self) -> int:
@@ -219,8 +233,8 @@ class Staging:
             with self._faults("can't publish the output"):
                 for folder, _, _ in os.walk(self.path):
                     fsync_folder(Path(folder))
-                if self.replace and self.out.exists():
-                    replace_folder(self.path, self.out, self.folder / OLD)
+                if self.replaces is not None and self.out.exists():
+                    replace_old(self.path, self.out, self.folder / OLD, self.replaces)
                 else:
                     rename_new(self.path, self.out)
         except StorageError as error:

@@ -6,8 +6,10 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmtailor.core.words import some
 from llmtailor.errors import StorageError, TargetError
 from llmtailor.io.files import fsync_folder
+from llmtailor.io.listing import Entries, added_since
 from llmtailor.io.rename import rename_new, replace_folder
 
 
@@ -38,3 +40,26 @@ def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
     except OSError as error:
         fix = "check the disk and the permissions"
         raise StorageError.at(target, f"can't rename: {error.strerror}", fix) from error
+
+
+def check_old(folder: Path, out: Path, replaces: Entries) -> None:
+    """Raise TargetError for what has come into an old output since all of it was found to be replaceable."""
+    if added := added_since(folder, replaces):
+        what = f"the output is not replaced: {some(added, 8)} appeared or changed in the meantime"
+        raise TargetError.at(out, what, "move that away, and run this again; or choose another output")
+
+
+def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
+    """Put a finished output in the place of the old one, which is then at ``new``, or else at ``aside``.
+
+    The old one is looked into before, and once more where nobody else finds it. Raises TargetError if something has
+    come into it, and puts it back; or OSError.
+    """
+    check_old(out, out, replaces)
+    replace_folder(new, out, aside)
+    old = new if new.exists() else aside
+    try:
+        check_old(old, out, replaces)
+    except TargetError:
+        replace_folder(old, out, new)
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from llmtailor.formats.json_files import read_json
 from llmtailor.formats.names import check_name, is_count
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
-from llmtailor.formats.trainer import MANIFEST
+from llmtailor.formats.trainer import CARD, MANIFEST
 
 _LAYER = re.compile(r"layer ([0-9]+)")
 
@@ -32,12 +33,13 @@ def manifest(
     source_facts: Sequence[Mapping[str, Any]],
     digests: Mapping[str, str],
     checksums: Mapping[str, Mapping[str, str]],
+    card: bytes,
 ) -> dict[str, Any]:
     """Return the content of ``llmtailor.json``.
 
     ``plan`` is the digest of the plan (see `execute.identity.plan_digest`), ``digests`` are those of the parts (see
     `io.checksums.part_digest`), ``checksums`` the CRC-32 of every file and what else was taken of it, by the name of
-    the checksum.
+    the checksum; ``card`` is the README, so that an edited one can be told.
     """
     return {
         "schema": SCHEMA_MANIFEST,
@@ -52,6 +54,7 @@ def manifest(
         "parts": [{**asdict(row), "digest": digests.get(row.part)} for row in report.parts],
         "optimizer_steps": [asdict(row) for row in report.steps],
         "files": [{"path": row.path, "num_bytes": row.num_bytes, **checksums[row.path]} for row in report.files],
+        "card": {"path": CARD, "num_bytes": len(card), "crc32": f"{zlib.crc32(card):08x}"},
         "notices": [notice.to_json() for notice in report.notices],
     }
 

@@ -10,7 +10,7 @@ from llmtailor.policies.bound import IN_NO_SAVE, MAX_STALENESS, OLDEST, choose
 from llmtailor.policies.check import check_policy, restore_state, state_of
 from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin
 from llmtailor.policies.situation import Choice, Policy, Situation, Stateful
-from llmtailor.policies.spec import POLICIES, make_policy
+from llmtailor.policies.spec import POLICIES, make_policy, named_policy
 from llmtailor.policies.update import Update
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "check_policy",
     "choose",
     "make_policy",
+    "named_policy",
     "restore_state",
     "state_of",
 ]

@@ -60,8 +60,13 @@ def _read(text: str) -> object:
     return text
 
 
+def named_policy(spec: str) -> type[Full | Parity | Filter | RoundRobin | Update] | None:
+    """Return the policy that a spec names, whatever is wrong with its options."""
+    return POLICIES.get(spec.partition(":")[0].strip().lower().replace("-", "_"))
+
+
 def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
-    kind = POLICIES.get(name.strip().lower().replace("-", "_"))
+    kind = named_policy(name)
     if kind is None:
         raise UsageError.at(WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
     where = f"policy {kind.name}"

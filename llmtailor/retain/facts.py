@@ -9,8 +9,10 @@ from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.run import THINNED, RunCheckpoint
 from llmtailor.core.states import WEIGHT
+from llmtailor.core.words import some
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.json_files import read_json
+from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.layout import check_can_be_partial, trained_states
 from llmtailor.formats.partial.manifest import read_manifest
@@ -18,8 +20,6 @@ from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
 from llmtailor.history.ledger import Ledger
 from llmtailor.history.thinned import Thinned, read_losses
 from llmtailor.retain.fates import FullFacts
-
-_SHOWN = 3
 
 
 def read_facts(
@@ -59,13 +59,11 @@ def _losses(root: Path) -> dict[int, float]:
 def _obstacle(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
         return "it is a link to another place"
-    known = set(index.files)
-    entries = (path for path in sorted(index.root.rglob("*")) if path.is_symlink() or not path.is_dir())
-    unknown = [name for path in entries if (name := str(path.relative_to(index.root))) not in known]
-    if unknown:
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-        return f"it holds files that are no part of a checkpoint: {', '.join(unknown[:_SHOWN])}{more}"
-    return ""
+    contents = survey_contents(index.root)
+    lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]
+    if contents.unknown:
+        return f"it holds files of unknown making: {some(contents.unknown)}"
+    return f"it holds files that would be lost: {some(lost)}" if lost else ""
 
 
 def _no_weights(index: CheckpointIndex) -> str:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.core.words import some
 from llmtailor.errors import Problem, SourceError
 from llmtailor.execute.left_over import left_over
 from llmtailor.formats.base import display_name
+from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.history.retention import SaveRecord
@@ -48,6 +50,8 @@ class GcPlan:
     removals: tuple[Removal, ...]
     in_use: tuple[Path, ...]
     """Left alone: another process is writing there"""
+    left_alone: tuple[Problem, ...]
+    """What can't be used, or must not be removed, and why"""
     freed: int
 
 
@@ -69,9 +73,19 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
         logger.info("%s: %s", one.name, "needed" if one in needs.needed else "no step needs it")
     unneeded = [Removal(one.path, "no step needs it", one.step) for one in partial if one not in needs.needed]
     left, in_use = _leftovers(run)
-    removals = (*unneeded, *left)
+    found = {removal: _unknown(removal.path) for removal in (*unneeded, *left)}
+    removals = tuple(removal for removal, unknown in found.items() if not unknown)
+    kept = [
+        Problem(display_name(removal.path), f"it holds what no save has written: {some(unknown)}", "move that away")
+        for removal, unknown in found.items()
+        if unknown
+    ]
     freed = freed_bytes(path for removal in removals for path in files_in(removal.path))
-    return GcPlan(run, scan, needs, removals, tuple(in_use), freed)
+    return GcPlan(run, scan, needs, removals, tuple(in_use), (*scan.skipped, *kept), freed)
+
+
+def _unknown(folder: Path) -> tuple[str, ...]:
+    return () if _STAGING.fullmatch(folder.name) else survey_contents(folder).unknown
 
 
 def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None) -> None:
@@ -79,6 +93,9 @@ def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None
     folder = Folder(plan.run)
     with carrying_out(plan.run, "can't remove it", "check the permissions; run this again"):
         for removal in plan.removals:
+            if unknown := _unknown(removal.path):
+                logger.info("left %s alone: %s appeared there", removal.path, some(unknown))
+                continue
             if removal.step is not None:
                 folder.remove(removal.step)
             elif _STAGING.fullmatch(removal.path.name):

@@ -14,6 +14,7 @@ from llmtailor.core.states import WEIGHT, State
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.execute.runner import num_workers
 from llmtailor.execute.stopping import Stop, run_all
+from llmtailor.io.listing import added_since
 from llmtailor.verify.reading import Reader, crc_of_range
 
 Observe = Callable[[int], None]
@@ -93,8 +94,13 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe
 
 
 def check_unchanged(index: CheckpointIndex) -> None:
-    """Raise SourceError for every file that is no longer as it was when it was indexed."""
-    changed = []
+    """Raise SourceError for every file that is no longer as it was when it was indexed, or was not there then."""
+    folders = {f"{folder}/": None for path in index.files for folder in Path(path).parents if folder.name}
+    changed = [
+        Problem(f"{index.name}/{path}", "it appeared in the meantime, so nothing here is removed", "run this again")
+        for path in added_since(index.root, {**index.files, **folders})
+        if path not in index.files
+    ]
     for path, fact in index.files.items():
         try:
             same = FileFact.of((index.root / path).stat()).is_like(fact)

@@ -24,7 +24,7 @@ from llmtailor.retain.facts import read_facts, read_thinned
 from llmtailor.retain.fates import PARTIAL, WEIGHTS, Deciding, Decision, Fate, FullFacts, replaced
 from llmtailor.retain.places import files_in, freed_bytes, left_behind, remove_replaced
 from llmtailor.retain.proof import check_composable, check_on_disk
-from llmtailor.retain.readback import check_same, compared
+from llmtailor.retain.readback import check_same, check_unchanged, compared
 from llmtailor.retain.reduce import is_kept, reduce_to_weights
 from llmtailor.retain.watch import carrying_out, check_newest
 from llmtailor.retain.ways import Chooser, Thinning, make_chooser
@@ -156,6 +156,7 @@ def _replace(
         if step.conversion is not None:
             Folder(plan.run).remove(full.step)
         raise
+    check_unchanged(plan.scan.indexes[full.path])
     logger.info("removing %s: step %d can be composed without it", full.name, full.step)
     remove_replaced(full.path)
 

@@ -9,7 +9,7 @@ from typing import Any
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.errors import Problem, UsageError
 from llmtailor.history.ledger import Ledger
-from llmtailor.policies import Policy, Situation, choose, make_policy
+from llmtailor.policies import Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.words import condense
 
@@ -60,11 +60,12 @@ def make_chooser(thinning: Thinning, anatomy: Anatomy, trained: Sequence[str]) -
     """
     policy: Policy
     if thinning.strategy is not None:
+        if (kind := named_policy(thinning.strategy)) and kind.needs_drift:  # before it is asked for its options
+            what = f"{kind.name} goes by how much the parts change, which only the training itself can measure"
+            raise UsageError.at("--strategy", what, "take full, parity, filter or round_robin:4")
         policy = make_policy(thinning.strategy)
         bound = policy.worst_staleness(anatomy, trained)
-        if policy.needs_drift or bound is None:
-            what = f"{policy.name} goes by how much the parts change, which only the training itself can measure"
-            raise UsageError.at("--strategy", what, "take full, parity, filter or round_robin:4")
+        assert bound is not None, "only what goes by the change of parts has no bound"
         return Chooser(policy, bound, anatomy, tuple(trained))
     policy = Selected(_whole_parts(thinning.selectors, anatomy, trained), thinning.selectors)
     return Chooser(policy, UNBOUNDED, anatomy, tuple(trained))

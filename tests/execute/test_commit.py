@@ -13,11 +13,12 @@ import pytest
 
 from llmtailor.core.index import FileFact
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
-from llmtailor.execute import commit
+from llmtailor.execute import commit, placing
 from llmtailor.execute.commit import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.execute.identity import Identity
 from llmtailor.execute.journal import Mark
 from llmtailor.io import rename
+from llmtailor.io.listing import list_entries
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 
@@ -158,10 +159,10 @@ def test_file_systems_without_locks(tmp_path, monkeypatch, code):
 
     owner.parent.mkdir()
     owner.touch()  # its holder was killed before it could even write its name
-    with pytest.raises(TargetError, match="unknown process"), Staging(tmp_path / "out", replace=True):
+    with pytest.raises(TargetError, match="unknown process"), Staging(tmp_path / "out", {}):
         pass
     owner.unlink()
-    with Staging(tmp_path / "out", replace=True) as staging:
+    with Staging(tmp_path / "out", list_entries(tmp_path / "out")) as staging:
         begun(staging)
         staging.publish()
 
@@ -206,7 +207,7 @@ def test_replacing_swaps_whole_folders(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
-    with Staging(out, replace=True) as staging:
+    with Staging(out, list_entries(out)) as staging:
         begun(staging, "new")
         assert (out / "old").exists()
         staging.publish()
@@ -218,10 +219,61 @@ def test_replacing_keeps_the_old_one_if_it_fails(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
-    with pytest.raises(RuntimeError), Staging(out, replace=True) as staging:
+    with pytest.raises(RuntimeError), Staging(out, list_entries(out)) as staging:
         begun(staging)
         raise RuntimeError
     assert (out / "old").read_text() == "old"
+
+
+NEWS = {
+    "a file": lambda out: (out / "notes.md").write_text("mine"),
+    "a folder": lambda out: (out / "eval").mkdir(),
+    "a link": lambda out: (out / "link").symlink_to("/"),
+    "a file in a folder": lambda out: (out / "old" / "notes.md").write_text("mine"),
+    "a file changed": lambda out: (out / "old" / "old").write_text("edited"),
+}
+
+
+@pytest.mark.parametrize("news", NEWS)
+@pytest.mark.parametrize("moment", ["before it begins", "before the exchange", "after the last look"])
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_what_comes_into_the_old_output_meanwhile_is_not_lost(tmp_path, monkeypatch, news, moment, can_exchange):
+    out = tmp_path / "out"
+    (out / "old").mkdir(parents=True)
+    (out / "old" / "old").write_text("old")
+    replaces = {"old/": None, "old/old": FileFact.of((out / "old" / "old").stat())}
+    if not can_exchange:
+        monkeypatch.setattr(rename, "_renameat2", lambda *_: False)
+    really = placing.replace_folder
+
+    def replace_folder(*folders):
+        if not calls:
+            NEWS[news](out)
+        calls.append(folders)
+        really(*folders)
+
+    calls = []
+    if moment == "before it begins":
+        NEWS[news](out)
+    with pytest.raises(TargetError, match="in the meantime") as told, Staging(out, replaces) as staging:
+        begun(staging, "new").journal.add("new", Mark(1, 1))
+        if moment == "before the exchange":
+            NEWS[news](out)
+        else:
+            monkeypatch.setattr(placing, "replace_folder", replace_folder)
+        staging.publish()
+    assert str(out) in str(told.value)
+    expected = tmp_path / "expected"
+    (expected / "old").mkdir(parents=True)
+    (expected / "old" / "old").write_text("old")
+    NEWS[news](expected)
+    assert list_names(out) == list_names(expected)
+    assert (out / "old" / "old").read_text() == (expected / "old" / "old").read_text()
+    assert (peek(out) is not None) == (moment != "before it begins"), "hours of work need not be lost"
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def test_an_output_that_appears_meanwhile_is_not_overwritten(tmp_path):
@@ -245,7 +297,7 @@ def test_file_systems_without_renameat2(tmp_path, monkeypatch, replace):
     if replace:
         out.mkdir()
         (out / "old").write_text("old")
-    with Staging(out, replace=replace) as staging:
+    with Staging(out, list_entries(out) if replace else None) as staging:
         begun(staging, "new")
         staging.publish()
     assert names(out) == ["new"]
@@ -295,13 +347,13 @@ def test_replacing_takes_back_the_first_of_two_renames_if_the_second_fails(tmp_p
 def test_the_target_may_not_be_or_hold_or_lie_in_a_source(tmp_path):
     source = tmp_path / "run" / "checkpoint-1"
     source.mkdir(parents=True)
-    for out, told in [(source, "is the source"), (source.parent, "contains"), (source / "x", "lies in")]:
+    for out, told in [(source, "the output is .*read"), (source.parent, "contains"), (source / "x", "lies in")]:
         with pytest.raises(TargetError, match=told):
             check_target(out, [source], replace=True)
     check_target(source.parent / "checkpoint-2", [source], replace=False)
     link = tmp_path / "link"
     link.symlink_to(source)
-    with pytest.raises(TargetError, match="is the source"):
+    with pytest.raises(TargetError, match="which is read"):
         check_target(link, [source], replace=True)
 
 

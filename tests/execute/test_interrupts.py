@@ -101,8 +101,8 @@ def test_a_polite_signal_says_how_to_go_on(run, wanted, number):
 
 def test_kill_9_while_replacing_keeps_the_old_output(run, wanted):
     (run / "out").mkdir()
-    (run / "out" / "mine").write_text("old")
+    (run / "out" / "trainer_state.json").write_text("old")
     code, _ = interrupt(run, signal.SIGKILL, 50 << 20, "--force")
     assert code == -signal.SIGKILL
-    assert set(contents(run / "out")) == {"mine"}
+    assert set(contents(run / "out")) == {"trainer_state.json"}
     go_on(run, wanted, "--force")

@@ -22,7 +22,7 @@ COMMANDS = {
     "force": ["merge", "recipe.yaml", "out", "--quiet", "--force"],
 }
 """Under ``force`` there is an old output."""
-OLD = {"mine": xxh3_128(b"old").hexdigest()}
+OLD = {"trainer_state.json": xxh3_128(b"old").hexdigest()}
 
 
 class Scene:
@@ -51,7 +51,7 @@ class Scene:
             shutil.rmtree(path, ignore_errors=True)
         if self.kind == "force":
             self.out.mkdir()
-            (self.out / "mine").write_text("old")
+            (self.out / "trainer_state.json").write_text("old")
 
     def run(self, *options: str, **fault: object) -> int:
         """Run the command, with more options and a fault; return its exit code."""

@@ -153,6 +153,22 @@ def test_what_was_never_finished_goes(run, tmp_path):
     assert folders(run) == ["other", *(f"partial/step-00000{step}" for step in (100, 200, 300, 400, 500))]
 
 
+def test_what_people_have_put_there_stays(run, monkeypatch):
+    """Also into saves that are not needed, given up, or did not finish."""
+    partial = run / "partial"
+    for name in ("step-00000600", "step-00000450.abandoned"):
+        shutil.copytree(partial / "step-00000500", partial / name)
+    (partial / "step-00000600" / "manifest.json").unlink()
+    names = ("step-00000100", "step-00000600", "step-00000450.abandoned")
+    for name in names:
+        (partial / name / "notes.md").write_text("mine")
+    told = call("gc", run, "--keep", 1, "--yes")
+    assert removed(told) == ["step-00000200", "step-00000300"]
+    reasons = {Path(row["where"]).name: row["what"] for row in told["skipped"]}
+    assert reasons == dict.fromkeys(names, "it holds what no save has written: notes.md")
+    assert all((partial / name / "notes.md").read_text() == "mine" for name in names)
+
+
 def test_what_a_merge_left_goes_unless_one_is_at_work(tmp_path):
     run = make_run(tmp_path / "run", (100, 200))
     (run / "recipe.yaml").write_text("base_model: checkpoint-200\nparts: [{from: checkpoint-100, select: odd}]\n")

@@ -184,7 +184,7 @@ def test_what_is_not_ours_stays(tmp_path):
     told = call("thin", run, "--strategy", "full", "--yes")
     whys = {row["step"]: row["why"] for row in told["checkpoints"]}
     assert whys == {
-        100: "it holds files that are no part of a checkpoint: notes/mine.txt",
+        100: "it holds files of unknown making: notes/",
         200: "trainer_state.json is missing, so nothing can resume from it",
         300: "it is a link to another place",
         400: "partial/step-00000400 is in the way, which did not finish; llmtailor gc removes it",
@@ -194,6 +194,47 @@ def test_what_is_not_ours_stays(tmp_path):
     assert (told["freed_bytes"], told["composable_after"]) == (0, [100, 300, 400, 600])
     whys = {row["step"]: row["why"] for row in call("thin", run, "--keep-optimizer-last", 1)["checkpoints"]}
     assert [step for step, why in whys.items() if not why] == [200, 400, 600]
+
+
+OTHERS = ("README.md", "pytorch_model.bin", "model-ema.safetensors", "adapter_model.bin", "notes.md", "tokens.json")
+
+
+@pytest.mark.parametrize("words", [("--strategy", "full"), ("--select", "norm"), ("--keep-optimizer-last", 1)])
+def test_nobodys_files_go(tmp_path, words):
+    """What a checkpoint holds besides its own keeps it as it is, whatever it is called."""
+    run = make_run(tmp_path / "run", range(100, 900, 100))
+    for step, name in zip(range(100, 700, 100), OTHERS, strict=True):
+        (run / f"checkpoint-{step}" / name).write_text(f"mine: {name}")
+    told = call("thin", run, *words, "--yes")
+    whys = {row["step"]: row["why"] for row in told["checkpoints"]}
+    for step, name in zip(range(100, 700, 100), OTHERS, strict=True):
+        assert whys[step] == f"it holds files of unknown making: {name}"
+        assert (run / f"checkpoint-{step}" / name).read_text() == f"mine: {name}"
+    assert becomes(told)[700] != "stays", "which has nothing but its own"
+    assert ("checkpoint-700" in folders(run)) == ("--keep-optimizer-last" in words)
+
+
+def test_a_folder_of_an_adapter_stays(tmp_path):
+    """It is known, and no partial checkpoint would have it."""
+    run = make_run(tmp_path / "run", (100, 200))
+    root = run / "checkpoint-100"
+    (root / "additional_chat_templates").mkdir()
+    (root / "additional_chat_templates" / "tools.jinja").write_text("{}")
+    [first, _] = call("thin", run, "--strategy", "full", "--yes")["checkpoints"]
+    assert first["why"] == "it holds files that would be lost: additional_chat_templates/tools.jinja"
+
+
+def test_composites_are_thinned_out_unless_their_card_was_edited(tmp_path):
+    run = make_run(tmp_path / "run", (100, 200, 300))
+    for step in (100, 200):
+        composite = compose(run, step, tmp_path / f"composite-{step}")
+        shutil.rmtree(run / f"checkpoint-{step}")
+        composite.rename(run / f"checkpoint-{step}")
+    with (run / "checkpoint-200" / "README.md").open("a") as card:
+        card.write("evaluated: 0.81\n")
+    told = call("thin", run, "--strategy", "full", "--yes")
+    assert becomes(told) == {100: "partial", 200: "stays", 300: "stays"}
+    assert told["checkpoints"][1]["why"] == "it holds files of unknown making: README.md"
 
 
 @pytest.mark.parametrize("words", [("--strategy", "parity"), ("--keep-optimizer-last", "1")])
@@ -238,6 +279,8 @@ def test_a_newest_checkpoint_that_only_a_merge_can_read(tmp_path, command):
         (("--keep-optimizer-last", 2, "--keep-full-last", 2), "it goes with --strategy and --select only"),
         (("--strategy", "parrot"), "there is no policy 'parrot'"),
         (("--strategy", "update:threshold=0.1"), "only the training itself can measure"),
+        (("--strategy", "update"), "only the training itself can measure"),
+        (("--strategy", "update:threshold=no"), "only the training itself can measure"),
         (("--select", "layer 9"), "out of range"),
         (("--select", "*.mlp.*"), "they select only some of the tensors of layers 0-3"),
     ],
@@ -273,6 +316,32 @@ def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     with pytest.raises(SourceError, match=r"config\.json: the file changed"):
         service.thin(plan)
     assert folders(run) == ["checkpoint-100", "checkpoint-200"]
+
+
+@pytest.mark.parametrize("words", [("--strategy", "full"), ("--keep-optimizer-last", 1)])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
+    """Someone writes notes while gigabytes are written: they are not lost, even if the partial one was there before."""
+    from llmtailor.retain import reduce, thin
+
+    run = make_run(tmp_path / "run", (100, 200))
+    if is_there and words[0] == "--strategy":
+        call("thin", run, *words)
+        shutil.copytree(run / "checkpoint-100", tmp_path / "kept")
+        call("thin", run, *words, "--yes")
+        (tmp_path / "kept").rename(run / "checkpoint-100")
+
+    def check(*arguments):
+        (run / "checkpoint-100" / "global_step100" / "notes.md").write_text("mine")
+        return really(*arguments)
+
+    place, name = (thin, "check_composable") if words[0] == "--strategy" else (reduce, "read_weights")
+    really = getattr(place, name)
+    monkeypatch.setattr(place, name, check)
+    message = refusal("thin", run, *words, "--yes", kind=SourceError)
+    assert "global_step100/notes.md: it appeared in the meantime" in message
+    assert (run / "checkpoint-100" / "global_step100" / "notes.md").read_text() == "mine"
+    assert scan_run(run).usable[0].step == 100
 
 
 @pytest.mark.parametrize("which", ["rank-00001", "trainer_state"])

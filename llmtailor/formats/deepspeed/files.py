@@ -171,6 +171,11 @@ def read_shard(root: Path, path: str, where: str) -> Any:
     return file.tree
 
 
+def is_shard_name(name: str) -> bool:
+    """Whether a file in a tag folder is one of those that DeepSpeed saves for ZeRO."""
+    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _WHOLE_MODEL))
+
+
 def _rank(name: str) -> str | None:
     match = _OPTIM.fullmatch(name) or _MODEL.fullmatch(name)
     return match.groups()[-2] if match else None

@@ -49,6 +49,7 @@ FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume don't look for."""
 TREE = "tree:"
 LEDGER = "ledger"
+_TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _FIX = "leave this checkpoint out; its save is damaged"
 
@@ -70,6 +71,11 @@ def bundle_name(rank: int, world_size: int) -> str:
 
 def frozen_name(rank: int, world_size: int) -> str:
     return f"frozen-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def is_tensor_file(name: str) -> bool:
+    """Whether a file's name is that of a bundle, or of a file of frozen params."""
+    return bool(_TENSORS.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True)

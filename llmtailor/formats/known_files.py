@@ -1,0 +1,252 @@
+"""Which files of a checkpoint's folder are known to be made by a training or by us: only these may ever be removed.
+
+A name is known if the Trainer, DeepSpeed, transformers or PEFT saves something under it, beside what else is there:
+``pytorch_model.bin`` is the Trainer's where there are no safetensors, and somebody's own where there are. What people
+write or edit, a README.md above all, is told by its content. Everything else is unknown, whatever it looks like: links,
+too, since nobody of these makes any. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtailor.core.index import FileFact
+from llmtailor.core.words import some
+from llmtailor.errors import SourceError, TargetError
+from llmtailor.formats.deepspeed.files import LATEST, is_shard_name
+from llmtailor.formats.json_files import read_json
+from llmtailor.formats.partial.container import looks_partial
+from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
+from llmtailor.formats.partial.manifest import is_tensor_file
+from llmtailor.formats.plain.optimizer import OPTIMIZER
+from llmtailor.formats.safetensors_files import INDEX, SINGLE
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CARD, CONFIG, MANIFEST, SCALER, SCHEDULER, TRAINER_STATE
+from llmtailor.io.listing import Entries, list_entries
+from llmtailor.io.sources import open_source, read_source
+
+_TRAINING = {
+    TRAINER_STATE,
+    OPTIMIZER,
+    SCHEDULER,
+    SCALER,
+    "training_args.bin",
+    LATEST,
+    "zero_to_fp32.py",
+    "zero_to_torch.py",
+}
+_MODEL = {
+    *(CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "audio_tokenizer_config.json"),
+}
+_TOKENIZER = {
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes"),
+    *("spiece.model", "spm.model", "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model", "source.spm"),
+    *("target.spm", "tiktoken.model", "tekken.json", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json"),
+    *("normalizer.json", "prophetnet.tokenizer", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
+    *("word_pronunciation.json", "word_shape.json"),
+}
+_RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
+_SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
+_TAG = re.compile(r"global_step[0-9]+")
+_TEMPLATES = "additional_chat_templates"
+_WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json")
+_MAX_CARD_BYTES = 1 << 20
+_PEFT_CARDS = {
+    "b352b01e1abe4fa60cdd3d711655a52a604c6dc548f0fbbfb6c6bfae447c797f",  # huggingface_hub 0.17 and later
+    "549883e85dc3c2115ad098e60382df8c1b9008e4f8062ddc5f6015064a3d33bd",  # before
+}
+"""Digests of the lines that PEFT makes a card of, but for its own version"""
+_OF_PEFT = re.compile(r"### Framework versions|- PEFT \S+")
+_OF_FRONT = re.compile(r"(base_model|library_name|pipeline_tag|tags):|\s*- |\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What lies in a folder, as far as it has to be told."""
+
+    known: Entries
+    """Files and folders whose making is known"""
+    unknown: tuple[str, ...]
+    """All else, without what is in unknown folders; these end in ``/``"""
+    is_training: bool
+    """Whether something there is a training's state: weights and settings alone can be anybody's model"""
+    is_partial: bool
+    """Whether it is a partial checkpoint, finished or not"""
+
+
+def survey_contents(root: Path) -> Contents:
+    """Sort the entries of a folder; unknown folders are not looked into. Raises OSError."""
+    top = list_entries(root)
+    looking = _Looking(root, top)
+    known: dict[str, FileFact | None] = {}
+    unknown: list[str] = []
+    for path, fact in top.items():
+        if fact is None and path.endswith("/") and (is_known := looking.folder(path)):
+            known[path] = fact
+            for name, inner in list_entries(root / path).items():
+                if inner is not None and is_known(name):
+                    known[path + name] = inner
+                else:
+                    unknown.append(path + name)
+        elif fact is not None and looking.file(path):
+            known[path] = fact
+        else:
+            unknown.append(path)
+    is_training = any(path in (TRAINER_STATE, OPTIMIZER) or is_shard_name(path.rpartition("/")[2]) for path in known)
+    return Contents(known, tuple(sorted(unknown)), is_training, looking.is_partial)
+
+
+def check_replaceable(root: Path, where: str) -> Entries:
+    """Return what a folder holds that an output may take the place of; it need not exist, and may be empty.
+
+    Raises TargetError if it is anything but one checkpoint, or holds anything whose making is not known.
+    """
+    if not root.exists():
+        return {}
+    here = Path.cwd().resolve()
+    if here.is_relative_to(root.resolve()) or root.is_mount():
+        what = "it is a mount point" if root.is_mount() else "the current folder lies in it"
+        raise TargetError.at(where, f"the output can't be replaced: {what}", "choose another output")
+    try:
+        contents = survey_contents(root)
+    except OSError as error:
+        what = f"the output can't be read ({error.strerror}), so it is not replaced"
+        raise TargetError.at(where, what, "choose another output") from error
+    reason = ""
+    if contents.unknown:
+        reason = f"it holds what is no part of a checkpoint, or was not made by a training: {some(contents.unknown, 8)}"
+    elif contents.is_partial:
+        reason = "it is a partial checkpoint, on which other steps of its run may build"
+    elif contents.known and not contents.is_training:
+        reason = "it is no checkpoint: it has weights or settings only, and nothing of a training"
+    if reason:
+        fix = "move these away, or choose another output" if contents.unknown else "choose another output"
+        what = f"{reason}; --force replaces one checkpoint, and nothing else"
+        raise TargetError.at(where, f"the output is not replaced: {what}", fix)
+    return contents.known
+
+
+class _Looking:
+    """Knows the rest of the folder that a file is in."""
+
+    def __init__(self, root: Path, top: Entries):
+        self.root, self.top = root, top
+        self.is_partial = looks_partial(root)
+        self.weights = frozenset() if self.is_partial else frozenset(self._weights())
+        self.code = frozenset(self._code())
+        self.tag = self._find_tag()
+        self.written = self._written()
+
+    def file(self, path: str) -> bool:
+        names = (*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST)
+        if path in names or path in self.weights or path in self.code or _RNG.fullmatch(path):
+            return True
+        if self.is_partial and (path == PARTIAL_MANIFEST or is_tensor_file(path)):
+            return True
+        return self._is_as_written(path) or (path == CARD and _is_of_peft(self.root / path))
+
+    def folder(self, path: str) -> Callable[[str], bool] | None:
+        """Return what knows the files of a folder; None for an unknown one."""
+        if path == f"{self.tag}/":
+            return is_shard_name
+        if path == f"{_TEMPLATES}/":
+            return lambda name: name.endswith(".jinja")
+        if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one that is not `default`
+            inner = _Looking(self.root / path, list_entries(self.root / path))
+            return lambda name: name == ADAPTER_CONFIG or name in inner.weights or (name == CARD and inner.file(name))
+        return None
+
+    def _weights(self) -> Iterator[str]:
+        if ADAPTER_CONFIG in self.top:
+            yield ADAPTER if ADAPTER in self.top else "adapter_model.bin"
+        elif SINGLE in self.top:  # transformers reads nothing else then
+            yield SINGLE
+        elif INDEX in self.top:
+            yield INDEX
+            listed = self._json(INDEX).get("weight_map")
+            shards = set(listed.values()) if isinstance(listed, dict) else None
+            yield from (path for path in self.top if _SHARD.fullmatch(path) and (shards is None or path in shards))
+        elif orphans := [path for path in self.top if _SHARD.fullmatch(path)]:
+            yield from orphans
+        else:
+            yield from (path for path in self.top if _BIN.fullmatch(path))
+
+    def _code(self) -> Iterator[str]:
+        """Modules that the checkpoint's own model, config or tokenizer consists of, as ``auto_map`` names them."""
+        for path in _WITH_CODE:
+            mapped = self._json(path).get("auto_map") if path in self.top else None
+            for name in _texts(mapped):
+                yield f"{name.rpartition('--')[2].partition('.')[0]}.py"
+
+    def _find_tag(self) -> str | None:
+        tags = [path[:-1] for path in self.top if _TAG.fullmatch(path[:-1]) and path.endswith("/")]
+        if LATEST in self.top:
+            try:
+                tag = read_source(self.root / LATEST, LATEST, 4096).decode("utf-8", "replace").strip()
+            except SourceError:
+                tag = ""
+            if f"{tag}/" in self.top:
+                return tag
+        return tags[0] if len(tags) == 1 else None
+
+    def _written(self) -> Mapping[str, tuple[int, int]]:
+        """What we have written by whatever name, by the manifest of a composite: path -> size and CRC-32."""
+        content = self._json(MANIFEST) if MANIFEST in self.top else {}
+        rows = content.get("files")
+        rows = [*(rows if isinstance(rows, list) else []), content.get("card")]
+        try:
+            return {str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in rows if row}
+        except (KeyError, TypeError, ValueError):
+            return {}
+
+    def _is_as_written(self, path: str) -> bool:
+        fact = self.top[path]
+        if path not in self.written or fact is None or fact.num_bytes != self.written[path][0]:
+            return False
+        try:
+            return _crc_of(self.root / path) == self.written[path][1]
+        except SourceError:
+            return False
+
+    def _json(self, path: str) -> Mapping[str, Any]:
+        try:
+            return read_json(self.root / path, path)
+        except SourceError:
+            return {}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _crc_of(path: Path) -> int:
+    crc, step = 0, 1 << 20
+    with open_source(path, path.name) as file:
+        for start in range(0, file.num_bytes, step):
+            crc = zlib.crc32(file.read(start, min(start + step, file.num_bytes)), crc)
+    return crc
+
+
+def _is_of_peft(path: Path) -> bool:
+    """Whether a model card is the empty form that PEFT saves with every adapter."""
+    try:
+        text = read_source(path, path.name, _MAX_CARD_BYTES).decode()
+    except (SourceError, UnicodeDecodeError):
+        return False
+    front, _, body = text.removeprefix("---\n").partition("\n---\n")
+    if not all(_OF_FRONT.match(line) for line in front.splitlines()):
+        return False
+    lines = [line.strip() for line in body.splitlines() if line.strip() and not _OF_PEFT.fullmatch(line.strip())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() in _PEFT_CARDS
