@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 
 from llmtailor import __version__
 from llmtailor.compose import Composition
 from llmtailor.core.index import FileFact
-from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError
+from llmtailor.errors import Interrupted, StorageError, TargetError
 from llmtailor.execute.commit import Staging, already_there, peek, staging_folder
 from llmtailor.execute.identity import Identity, identify, is_another, why_not
 from llmtailor.execute.journal import Mark, Unfinished
-from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.manifest import read_merge
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,14 @@ def find_reusable(composition: Composition) -> str | None:
         return composition.report.base
     if not composition.out.exists() or composition.options.replace:
         return None
-    with suppress(SourceError):
-        made = read_manifest(composition.out, composition.report.out)
-        if made is not None and made.plan == identify_merge(composition).plan:
-            return composition.report.out
+    if is_written(composition):
+        return composition.report.out
     raise already_there(composition.out)
+
+
+def is_written(composition: Composition) -> bool:
+    """Whether the output is there already, written by the same merge of the same sources."""
+    return read_merge(composition.out) == identify_merge(composition).digest()
 
 
 def now() -> str:

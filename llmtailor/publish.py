@@ -81,7 +81,7 @@ def write(
             digests = _check_sources(composition, results, before, observe, stop)
             logger.info("compared the sources with what they were, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.target.stage).encode()
-            content = _manifest(composition, identity.plan, results, digests, readme)
+            content = _manifest(composition, results, digests, readme, identity.digest())
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
             write_durably(staging.path / CARD, readme)
             _check_written(composition, staging.path)
@@ -148,10 +148,10 @@ def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[Sourc
 
 def _manifest(
     composition: Composition,
-    plan: str,
     results: Sequence[FileResult],
     digests: Mapping[SourceFile, str],
     readme: bytes,
+    merge: str,
 ) -> dict[str, Any]:
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
     # the same elements may be written more than once (a buffer on every rank): count them once, in order
@@ -168,7 +168,6 @@ def _manifest(
         tool_version=__version__,
         created=now(),
         recipe_text=composition.recipe.text,
-        plan=plan,
         source_facts=[_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
         digests={part: part_digest(states.values()) for part, states in crcs.items()},
         checksums={
@@ -176,6 +175,7 @@ def _manifest(
             for result in results
         },
         card=readme,
+        merge=merge,
     )
 
 

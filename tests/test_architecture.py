@@ -38,8 +38,20 @@ MAY_IMPORT = {
     "inspection": {"core", "errors", "arch", "formats", "compose"},
     "explain": {"errors", "recipe", "compose"},
     "salvage": {
-        *("core", "errors", "io", "recipe", "plan", "formats", "execute", "compose", "history", "lineage", "runs"),
-        "verify",
+        *(
+            "core",
+            "errors",
+            "io",
+            "recipe",
+            "plan",
+            "formats",
+            "execute",
+            "compose",
+            "continuing",
+            "history",
+            "lineage",
+        ),
+        *("runs", "verify"),
     },
     "cli": {
         *("core", "errors", "io", "recipe", "plan", "formats", "verify"),

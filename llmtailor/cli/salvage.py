@@ -13,6 +13,7 @@ from llmtailor.cli.options import TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
+    from llmtailor.salvage.replacing import Replacement
     from llmtailor.salvage.service import Salvage
 
 
@@ -68,11 +69,16 @@ def command(
     from llmtailor.cli.progress import progress_bar
     from llmtailor.publish import check_room, write
     from llmtailor.salvage.explain import to_json
-    from llmtailor.salvage.replacing import plan_replacement, put_salvaged_in_place
+    from llmtailor.salvage.replacing import plan_replacement, unfinished_replacement
     from llmtailor.salvage.service import plan_salvage
 
     if replace and out is not None:
         raise UsageError.at("--replace", "it decides where the output goes", "leave -o out")
+    if (left := unfinished_replacement(run.absolute())) is not None:
+        if replace and not dry_run:
+            _put_in_place(left, as_json)
+        else:
+            click.echo("note: an earlier --replace was interrupted; salvage --replace goes on with it", err=True)
     with progress_bar(None, quiet=quiet or not deep, label="reading") as observe:
         salvage = plan_salvage(
             run,
@@ -81,6 +87,7 @@ def command(
             deep=deep,
             fragments=fragments,
             replace_out=force,
+            in_place=replace,
             trust_unrecorded=trust_unrecorded,
             observe=observe,
         )
@@ -97,15 +104,21 @@ def command(
             check_room(composition)
         click.echo("dry run: nothing was written", err=True)
         return
-    if composition is not None:
+    if composition is not None and not salvage.is_written:
         with progress_bar(composition.report.num_bytes, quiet=quiet) as observe:
             write(composition, observe, lambda sentence: click.echo(f"note: {sentence}", err=True))
         click.echo(f"wrote {composition.report.out}", err=as_json)
     if replacement is not None:
-        put_salvaged_in_place(salvage, replacement)
-        for folder, name in replacement.aside.items():
-            click.echo(f"{folder.name} is now {name.name}", err=as_json)
+        _put_in_place(replacement, as_json)
     _say_how_to_resume(salvage, resume_from, replace, as_json)
+
+
+def _put_in_place(replacement: Replacement, as_json: bool) -> None:
+    from llmtailor.salvage.replacing import put_salvaged_in_place
+
+    put_salvaged_in_place(replacement)
+    for folder, name in replacement.aside.items():
+        click.echo(f"{folder.name} is now {name.name}", err=as_json)
 
 
 def _show(salvage: Salvage) -> None:

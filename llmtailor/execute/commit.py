@@ -47,6 +47,7 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
 
 
 def already_there(out: Path) -> TargetError:
+    """Build the refusal of an output that exists."""
     fix = "choose another one, or say --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
         fix += f"; {left} is what an interrupted merge has left, and may be removed"

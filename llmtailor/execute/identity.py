@@ -25,6 +25,11 @@ class Identity:
     begun: str
     num_bytes: int
 
+    def digest(self) -> str:
+        """Return the SHA-256 of what decides the bytes of the output, and of the states that the sources were in."""
+        facts = [(path, fact.num_bytes, fact.mtime_ns) for path, fact in sorted(self.sources.items())]
+        return hashlib.sha256(repr((self.tool_version, self.plan, facts)).encode()).hexdigest()
+
 
 def identify(
     plan: Plan,

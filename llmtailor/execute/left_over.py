@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,3 +39,10 @@ def left_over(out: Path) -> Iterator[bool]:
         if owner_is_ours:
             (folder / OWNER).unlink(missing_ok=True)
         os.close(fd)
+
+
+def remove_left_over(out: Path) -> None:
+    """Remove what the merge that has published an output was killed before it could remove. Raises OSError."""
+    with left_over(out) as is_unused:
+        if is_unused and staging_folder(out).exists():
+            shutil.rmtree(staging_folder(out))

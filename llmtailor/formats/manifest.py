@@ -29,27 +29,27 @@ def manifest(
     tool_version: str,
     created: str,
     recipe_text: str,
-    plan: str,
     source_facts: Sequence[Mapping[str, Any]],
     digests: Mapping[str, str],
     checksums: Mapping[str, Mapping[str, str]],
     card: bytes,
+    merge: str,
 ) -> dict[str, Any]:
     """Return the content of ``llmtailor.json``.
 
-    ``plan`` is the digest of the plan (see `execute.identity.plan_digest`), ``digests`` are those of the parts (see
-    `io.checksums.part_digest`), ``checksums`` the CRC-32 of every file and what else was taken of it, by the name of
-    the checksum; ``card`` is the README, so that an edited one can be told.
+    ``digests`` are those of the parts (see `io.checksums.part_digest`), ``checksums`` the CRC-32 of every file and what
+    else was taken of it, by the name of the checksum; ``card`` is the README, so that an edited one can be told;
+    ``merge`` is a digest of what was merged, so that the same merge can be told.
     """
     return {
         "schema": SCHEMA_MANIFEST,
         "llmtailor_version": tool_version,
+        "merge": merge,
         "created": created,
         "base": report.base,
         "global_step": report.global_step,
         "world_size": report.world_size,
         "recipe": {"name": report.recipe, "text": recipe_text},
-        "plan": plan,
         "sources": list(source_facts),
         "parts": [{**asdict(row), "digest": digests.get(row.part)} for row in report.parts],
         "optimizer_steps": [asdict(row) for row in report.steps],
@@ -150,6 +150,15 @@ def _alike(above: PartRow, row: PartRow) -> bool:
     return (above.is_whole, above.source, above.step) == (True, row.source, row.step)
 
 
+def read_merge(root: Path) -> str | None:
+    """Return the digest of the merge that has written a composite; None if that is not told."""
+    try:
+        found = read_json(root / MANIFEST, MANIFEST).get("merge")
+    except SourceError:
+        return None
+    return found if isinstance(found, str) else None
+
+
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
     """What its manifest says of a checkpoint of ours. A partial one has no more than files: those of tensors."""
@@ -162,8 +171,6 @@ class ManifestFacts:
     """Path -> size in bytes and CRC-32, as they were written."""
     digests: Mapping[str, str]
     """Part -> digest of its states; see `io.checksums.part_digest`."""
-    plan: str
-    """Digest of the plan that it was made by; empty if it does not tell."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as asked for."""
 
@@ -176,7 +183,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
     if is_partial(root):  # it may carry the manifest of the composite that it was made of
         saved = read_partial_manifest(root, name)
         files = {bundle.path: (bundle.num_bytes, bundle.crc32) for bundle in saved.bundles}
-        return ManifestFacts(saved.step, saved.world_size, {}, files, {}, plan="", is_split=False)
+        return ManifestFacts(saved.step, saved.world_size, {}, files, {}, is_split=False)
     if not (root / MANIFEST).is_file():
         return None
     where = PathIn(name, MANIFEST)
@@ -188,7 +195,6 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             steps={int(row["flat_id"]): float(row["step"]) for row in content["optimizer_steps"]},
             files={str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in content["files"]},
             digests={str(row["part"]): str(row["digest"]) for row in content["parts"] if row["digest"]},
-            plan=str(content.get("plan", "")),
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -43,3 +43,14 @@ def added_since(folder: Path, before: Entries) -> list[str]:
 
 def _is_like(fact: FileFact | None, other: FileFact | None) -> bool:
     return fact is other if fact is None or other is None else fact.is_like(other)
+
+
+def list_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of change of every file at any depth, links as they are, by relative path."""
+    found = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = Path(where) / name
+            status = path.lstat()
+            found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
+    return found

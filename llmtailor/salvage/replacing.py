@@ -1,21 +1,36 @@
-"""Puts a salvaged composite where the Trainer's auto-resume looks, and what it must not find aside."""
+"""Puts a salvaged composite where the Trainer's auto-resume looks, and what it must not find aside.
+
+Several renames are needed, so they are recorded first, in a file in the run's folder: whoever is killed between two of
+them is followed by one who knows which folder is which. Folders are told by their files, not by their names.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtailor.errors import TargetError
+from llmtailor.errors import StorageError, TargetError
+from llmtailor.execute.left_over import remove_left_over
 from llmtailor.execute.placing import put_in_place
+from llmtailor.formats.json_files import read_json
 from llmtailor.formats.run_folder import list_checkpoints
+from llmtailor.io.files import fsync_folder, replace_durably
+from llmtailor.io.listing import list_files
 from llmtailor.salvage.service import Salvage
+
+RECORD = ".llmtailor-replacing"
+_SCHEMA = "llmtailor.replacing/1"
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
     """Renames to be made, all in the run's folder. Nothing is deleted."""
 
+    new: Path
+    """Becomes `target`; is there already if nothing was composed."""
     target: Path
     """``checkpoint-STEP``, to be resumed from."""
     aside: Mapping[Path, Path]
@@ -35,10 +50,61 @@ def plan_replacement(salvage: Salvage) -> Replacement:
         if name.exists():
             fix = "move it away, or leave --replace out and name the output when you resume"
             raise TargetError.at(name, "the name is taken by what was put aside before", fix)
-    return Replacement(target, aside)
+    return Replacement(target if salvage.composition is None else salvage.composition.out, target, aside)
 
 
-def put_salvaged_in_place(salvage: Salvage, replacement: Replacement) -> None:
-    """Make the renames; a crash between two of them leaves every folder whole, under one name or the other."""
-    new = replacement.target if salvage.composition is None else salvage.composition.out
-    put_in_place(new, replacement.target, replacement.aside)
+def unfinished_replacement(run: Path) -> Replacement | None:
+    """Return what is left to do of a replacement that was cut off, as far as its folders are still what they were.
+
+    Raises SourceError if its record can't be read.
+    """
+    path = run / RECORD
+    if not path.exists():
+        return None
+    record = read_json(path, str(path))
+    try:
+        new, target = str(record["new"]["files"]), run / str(record["target"])
+        aside = {str(row["files"]): run / str(row["to"]) for row in record["aside"]}
+        names = {target, run / str(record["new"]["from"]), *(run / str(row["from"]) for row in record["aside"])}
+    except (KeyError, TypeError) as error:
+        fix = "see which folder is which, and remove this file"
+        raise StorageError.at(path, f"the record of the renames is damaged ({error!r})", fix) from error
+    now = {_fingerprint(folder): folder for folder in (*names, *aside.values()) if folder.is_dir()}
+    left = {now[files]: to for files, to in aside.items() if files in now and now[files] != to}
+    source = now.get(new, target)
+    if source != target and target.exists() and target not in left:
+        source = target  # somebody has put another checkpoint there
+    if source == target:
+        left.pop(target, None)
+    return Replacement(source, target, left)
+
+
+def put_salvaged_in_place(replacement: Replacement) -> None:
+    """Make the renames; a crash between two of them leaves every folder whole, under one name or another.
+
+    `unfinished_replacement` then says what is left to do. Raises TargetError or StorageError.
+    """
+    run = replacement.target.parent
+    try:
+        remove_left_over(replacement.new)
+    except OSError as error:
+        raise StorageError.at(run, f"can't remove what a merge has left: {error.strerror}", "check the disk") from error
+    record = {
+        "schema": _SCHEMA,
+        "new": {"from": replacement.new.name, "files": _fingerprint(replacement.new)},
+        "target": replacement.target.name,
+        "aside": [
+            {"from": folder.name, "to": name.name, "files": _fingerprint(folder)}
+            for folder, name in replacement.aside.items()
+        ],
+    }
+    replace_durably(run / RECORD, json.dumps(record, indent=2).encode() + b"\n")
+    fsync_folder(run)
+    put_in_place(replacement.new, replacement.target, replacement.aside)
+    (run / RECORD).unlink()
+    fsync_folder(run)
+
+
+def _fingerprint(folder: Path) -> str:
+    """Return a digest of the names, sizes and times of a folder's files; renaming the folder does not change it."""
+    return hashlib.sha256(repr(sorted(list_files(folder).items())).encode()).hexdigest()

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.compose import Composition, Options, dissect_checkpoint, plan_merge
+from llmtailor.continuing import is_written
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.layout import FileLayout, Literal
 from llmtailor.core.opened import Opened
 from llmtailor.core.run import Assignment, Past
 from llmtailor.core.states import State
 from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.execute.commit import already_there
 from llmtailor.formats.base import display_name
 from llmtailor.formats.json_files import MAX_BYTES
 from llmtailor.formats.run_folder import list_checkpoints
@@ -29,6 +31,7 @@ from llmtailor.recipe.write import write_recipe
 from llmtailor.runs import find_checkpoints, of_another_chain, past_of, why_not
 from llmtailor.salvage.choosing import Choice, choose
 from llmtailor.salvage.holders import Holder, judge, without_weights
+from llmtailor.verify.judging import verify_checkpoint
 
 logger = logging.getLogger(__name__)
 Observe = Callable[[int], None]
@@ -57,6 +60,8 @@ class Salvage:
     """What taking each element by itself would choose; None if that is no gain, or was asked for."""
     composition: Composition | None
     """None: the base is whole, and nothing newer is of use."""
+    is_written: bool = False
+    """Whether the output is there already."""
 
     @property
     def base(self) -> Holder:
@@ -78,13 +83,15 @@ def plan_salvage(
     fragments: bool = False,
     replace_out: bool = False,
     trust_unrecorded: bool = False,
+    in_place: bool = False,
     observe: Observe = lambda num_bytes: None,
 ) -> Salvage:
     """Plan the composite that loses least of a run: every part from the newest checkpoint that has it intact.
 
     ``out`` is ``salvaged-checkpoint-STEP`` in the run's folder if left out. With ``fragments`` a part that is damaged
     in the newest checkpoint comes from several, element by element. With ``deep`` tensors are read, too, and
-    ``observe`` is told of it. Nothing later than ``at`` is used.
+    ``observe`` is told of it. Nothing later than ``at`` is used. ``in_place`` says that the output will be put in the
+    place of a checkpoint: it may be there already, if it is of the same salvage.
     Raises SourceError with all that is in the way if there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
@@ -100,8 +107,14 @@ def plan_salvage(
     assert base is not None
     composition = None
     if choice.used != (base,) or not holders[base].is_whole or holders[base].index.is_partial:
-        composition = _plan(scan, choice, anatomy, out, replace_out)
-    return Salvage(scan, choice, fragments, deeper, composition)
+        composition = _plan(scan, choice, anatomy, out, replace_out or in_place)
+    salvage = Salvage(scan, choice, fragments, deeper, composition)
+    if composition is None or replace_out or not in_place or not composition.out.exists():
+        return salvage
+    if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
+        raise already_there(composition.out)
+    logger.info("%s is there already, of the same salvage", composition.out)
+    return replace(salvage, is_written=True)
 
 
 def scan_run(

@@ -21,7 +21,7 @@ PLAN_KEYS = {
 PART_KEYS = {"part", "source", "step", "staleness", "num_bytes", "num_tensors", "is_whole"}
 MANIFEST_KEYS = {
     *("schema", "llmtailor_version", "created", "base", "global_step", "world_size", "recipe", "sources", "parts"),
-    *("optimizer_steps", "files", "card", "notices"),
+    *("optimizer_steps", "files", "card", "merge", "notices"),
 }
 INSPECT_KEYS = {
     *("schema", "name", "format", "zero_stage", "world_size", "global_step", "skipped_steps", "tag", "precision"),

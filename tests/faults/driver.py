@@ -238,7 +238,9 @@ def serve() -> None:
 
     import llmtailor.cli.convert
     import llmtailor.cli.merge
-    import llmtailor.cli.running  # noqa: F401
+    import llmtailor.cli.running
+    import llmtailor.salvage.explain
+    import llmtailor.salvage.replacing  # noqa: F401
 
     del isal, numpy, yaml
     for line in sys.stdin:

@@ -17,6 +17,7 @@ from helpers.checkpoints import edit, make, model_states, optim_states
 from llmtailor.errors import StorageError, TargetError
 from llmtailor.io import rename
 from llmtailor.publish import write
+from llmtailor.salvage import replacing
 from llmtailor.salvage.replacing import plan_replacement, put_salvaged_in_place
 from llmtailor.salvage.service import plan_salvage
 from llmtailor.verify.judging import verify_checkpoint
@@ -157,6 +158,46 @@ def test_replace_keeps_a_whole_base_under_another_name(run: Path) -> None:
     assert find_latest(run).path == run / "checkpoint-200"
 
 
+def test_replace_takes_what_the_same_salvage_has_written(run: Path) -> None:
+    """Nobody waits twice for the same output; one of another salvage is not touched."""
+    assert llmtailor("salvage", damaged(run), "--fragments").returncode == 0
+    there = (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino
+    other = llmtailor("salvage", run, "--replace")
+    assert other.returncode == 0, "it would be that of step 200, which is there as it is"
+    for folder in ("checkpoint-300", "damaged-checkpoint-300"):
+        shutil.rmtree(run / folder, ignore_errors=True)
+    make(run, 300)
+    refused = llmtailor("salvage", damaged(run), "--fragments", "--replace")
+    assert refused.returncode == 6 and "exists already" in refused.stderr
+    assert (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino == there
+
+
+def test_replace_does_not_write_twice(run: Path) -> None:
+    assert llmtailor("salvage", damaged(run), "--fragments").returncode == 0
+    there = (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino
+    done = llmtailor("salvage", run, "--fragments", "--replace")
+    assert done.returncode == 0, done.stderr
+    assert (run / "checkpoint-300" / "llmtailor.json").stat().st_ino == there
+
+
+def test_an_interrupted_replace_leaves_alone_what_has_changed_since(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone trained on, and saved another checkpoint-300 over the old one in the meantime."""
+    for step in (200, 300):
+        (run / f"checkpoint-{step}" / "scheduler.pt").unlink()
+        truncate(optim_states(run / f"checkpoint-{step}", 1))
+    replacement = plan_replacement(plan_salvage(run))
+    assert {path.name for path in replacement.aside} == {"checkpoint-200", "checkpoint-300"}
+    monkeypatch.setattr(replacing, "put_in_place", lambda *_: sys.exit())
+    with pytest.raises(SystemExit):
+        put_salvaged_in_place(replacement)
+    monkeypatch.undo()
+    (run / "checkpoint-300" / "scheduler.pt").write_bytes(b"new")
+    left = replacing.unfinished_replacement(run)
+    assert left is not None and {path.name for path in left.aside} == {"checkpoint-200"}
+    put_salvaged_in_place(left)
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-300", "damaged-checkpoint-200"]
+
+
 def test_replace_refuses_a_name_that_is_taken(run: Path) -> None:
     (damaged(run) / "damaged-checkpoint-300").mkdir()
     with pytest.raises(TargetError, match="taken"):
@@ -191,7 +232,7 @@ def test_a_crash_between_two_renames_loses_nothing(
 
     monkeypatch.setattr(rename, "_renameat2", rename_until)
     try:
-        put_salvaged_in_place(found, plan_replacement(found))
+        put_salvaged_in_place(plan_replacement(found))
         assert stop == 2
     except Killed:
         assert len(renames) == stop
@@ -202,7 +243,11 @@ def test_a_crash_between_two_renames_loses_nothing(
 
 def _contents_of_all(run: Path) -> list[str]:
     """Tell the folders of a run apart by what is in them, whatever they are called."""
-    return [str(sorted((name, hash(data)) for name, data in contents(path).items())) for path in run.iterdir()]
+    return [
+        str(sorted((name, hash(data)) for name, data in contents(path).items()))
+        for path in run.iterdir()
+        if path.is_dir()
+    ]
 
 
 def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +257,7 @@ def test_a_rename_that_fails_is_told(run: Path, monkeypatch: pytest.MonkeyPatch)
     found = plan_salvage(damaged(run), fragments=True)
     monkeypatch.setattr(rename, "_renameat2", refuse)
     with pytest.raises(StorageError, match="Read-only"):
-        put_salvaged_in_place(found, plan_replacement(found))
+        put_salvaged_in_place(plan_replacement(found))
 
 
 def test_replace_on_a_file_system_without_exchange(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +265,7 @@ def test_replace_on_a_file_system_without_exchange(run: Path, monkeypatch: pytes
     found = plan_salvage(damaged(run), fragments=True)
     assert found.composition is not None
     write(found.composition)
-    put_salvaged_in_place(found, plan_replacement(found))
+    put_salvaged_in_place(plan_replacement(found))
     names = ["checkpoint-100", "checkpoint-200", "checkpoint-300", "damaged-checkpoint-300"]
     assert sorted(path.name for path in run.iterdir()) == names
     assert find_latest(run).path == run / "checkpoint-300"
