@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import StorageError
+from llmtailor.saving.names import is_adapted
 from llmtailor.store import link_or_copy, sync
 
 
@@ -42,10 +43,20 @@ def owners_of(model: Any, processing_class: Any = None) -> list[Any]:
     """Return what the Trainer would call ``save_pretrained`` of, beside the model itself."""
     config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
     can_generate = generation is not None and getattr(model, "can_generate", lambda: False)()
-    adapters = getattr(model, "peft_config", None)  # of PEFT, by the name of the adapter
-    if isinstance(adapters, dict):
-        return [*adapters.values(), processing_class]
+    if is_adapted(model):
+        return [_adapter_as_saved(model), processing_class]
     return [_as_saved(config, model), generation if can_generate else None, processing_class]
+
+
+def _adapter_as_saved(model: Any) -> Any:
+    """Return the config of the adapter in the root, with what PEFT's own ``save_pretrained`` writes into it."""
+    adapters, base = model.peft_config, model.get_base_model()
+    config = copy.deepcopy(adapters.get("default") or next(iter(adapters.values())))
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
+    if config.task_type is None:
+        config.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    return config
 
 
 def _as_saved(config: Any, model: Any) -> Any:

@@ -44,7 +44,7 @@ class TrainedModel:
 def dissect_training(training: Training, ranks: Ranks) -> TrainedModel:
     """Find the parts of a model, by its names and its config, and weigh them; all ranks take part."""
     anatomy, params_of = _dissect(training.model, training.params, training.tied)
-    names = saved_names(training.model, training.params)
+    names = saved_names(training.model, training.params, training.tied)
     return weigh(TrainedModel(anatomy, params_of, {}, names), training, ranks)
 
 

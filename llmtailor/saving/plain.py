@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 
+from llmtailor.core.index import Param
 from llmtailor.core.states import MASTER
 from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.formats.adapters import NAMING
+from llmtailor.formats.disk_names import on_disk
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER
 from llmtailor.formats.trainer import SCALER
+from llmtailor.saving.names import Names, is_adapted, saved_names
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Fragment, Left, describe, dominant, persistent_buffers, tied_names
 
-_WHERE = "the optimizer"
+_WHERE, _PEFT = "the optimizer", "PEFT"
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _FREEZE = "freeze it (requires_grad_(False)) and leave it out of the optimizer, or use AdamW"
 _FIX = "use AdamW or another optimizer with an element of state for each of the params'"
@@ -34,8 +38,8 @@ class PlainTraining:
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
         self._groups: list[list[str]] = []
+        self.tied: Mapping[str, str] = {}
         self.look_again()
-        self.tied: Mapping[str, str] = tied_names(self.model)
         self.precision = dominant([param.dtype for param in self.model.parameters()])
         self._num_steps = 0
         self.optimizer.register_step_post_hook(self._count)
@@ -48,7 +52,12 @@ class PlainTraining:
             raise UnsupportedCheckpoint.at(_WHERE, "it has params that are not the model's", "give it the model's own")
         has_changed, self._groups = known != self._groups, known
         if has_changed:
-            self.params = describe(self.model, {name for group in known for name in group})
+            params = describe(self.model, {name for group in known for name in group})
+            self.params, self.tied = params, tied_names(self.model)
+            if is_adapted(self.model):  # a resume reads the adapter, and nothing of the model below it
+                saved = saved_names(self.model, params, self.tied)
+                self.params = _check_adapter(self.model, params, saved)
+                self.tied = {}
         return has_changed
 
     def has_stepped(self) -> bool:
@@ -151,6 +160,20 @@ class PlainTraining:
                 {**group, NAME_KEYS[0]: list(names)} for group, names in zip(groups, self._groups, strict=True)
             ],
         }
+
+
+def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | None) -> dict[str, ParamFact]:
+    """Return what PEFT saves of the params. Raises UnsupportedCheckpoint unless all that is trained can be found again
+    in the file by its name."""
+    if others := [name for name in model.peft_config if name != "default"]:
+        what = f"a resume without DeepSpeed needs files of the adapters {', '.join(others)}, which are not written"
+        raise UnsupportedCheckpoint.at(_PEFT, what, "train one adapter, by the name default; or use DeepSpeed ZeRO")
+    kept = {name: fact for name, fact in params.items() if saved and saved[name]}
+    by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), NAMING)] for name, fact in kept.items()}
+    if not saved or any([*saved[name]] != tensors for name, tensors in by_rule.items()):
+        what = "what this kind of adapter calls its params on disk is not known"
+        raise UnsupportedCheckpoint.at(_PEFT, what, "use LoRA or a relative of it, or DeepSpeed ZeRO")
+    return kept
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

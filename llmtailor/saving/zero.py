@@ -18,6 +18,7 @@ from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed.files import WHOLE_MODEL
 from llmtailor.formats.deepspeed.zero3 import part_size
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
+from llmtailor.saving.names import is_adapted
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Fragment, Kept, Left, describe, persistent_buffers, tied_names
 
@@ -43,8 +44,15 @@ class ZeroTraining:
             {name: tuple(shape) for name, shape in shapes.items()} for shapes in engine._get_zero_param_shapes()
         ]
         trained = {name for shapes in self._shapes for name in shapes}
-        self.params: Mapping[str, ParamFact] = describe(self.model, trained)
-        self.tied: Mapping[str, str] = tied_names(self.model)
+        params = describe(self.model, trained)
+        # of a model that PEFT wraps the Trainer saves nothing that is frozen
+        self.has_frozen = not is_adapted(self.model)
+        self.params: Mapping[str, ParamFact] = {
+            name: fact for name, fact in params.items() if self.has_frozen or fact.role != "frozen"
+        }
+        self.tied: Mapping[str, str] = {
+            name: stored for name, stored in tied_names(self.model).items() if stored in self.params
+        }
 
         self._steps_before: int = engine.global_steps - engine.skipped_steps
 
@@ -165,7 +173,7 @@ class ZeroTraining:
         engine = self.engine
         frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
         fragments, shapes = None, None
-        if self.stage >= 2:  # as DeepSpeed does; ZeRO-1 has them in `module` only
+        if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 has them in `module` only
             fragments = OrderedDict((name, Kept(self.frozen_file(), name)) for name in frozen)
             shapes = OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items())
         return {
@@ -204,6 +212,8 @@ class ZeroTraining:
         module: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in state.items():
             fact = self.params.get(self.tied.get(name, name))
+            if fact is None and name not in buffers:  # PEFT leaves out what is frozen
+                continue
             if name in buffers:
                 module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{name}")
             elif self.stage < 3 and fact is not None and fact.role == "frozen":

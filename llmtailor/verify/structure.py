@@ -10,6 +10,7 @@ from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.core.words import some
 from llmtailor.formats.run_folder import step_of
+from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them; evaluation and inference do"
@@ -96,7 +97,7 @@ def _step_in_name(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
-    if "config.json" not in index.files:
+    if not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         what = "config.json is missing"
         yield Finding(
             index.name, what, "a resume does without; from_pretrained does not: copy it back", Code.CONFIG_MISSING, NOTE

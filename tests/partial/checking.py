@@ -90,21 +90,27 @@ def compare_with_truth(done: Done, held: dict[str, int], at: int, composite: Pat
             assert not differ(tensor[0], truth["buffer"][state.param]), state
     kinds = [state.kind for state in snapshot.states]
     assert kinds.count(MASTER) == kinds.count("exp_avg") == kinds.count("exp_avg_sq") == len(part_of)
-    assert kinds.count(FROZEN) == len(truths[at]["frozen"])
+    assert kinds.count(FROZEN) == (0 if done.job.arch.endswith("+lora") else len(truths[at]["frozen"]))
 
 
 def compare_plain(done: Done, held: dict[str, int], at: int, composite: Path) -> None:
     """Without DeepSpeed all states lie in two files, under numbers, which the process has told the order of."""
-    changing = {"optimizer.pt", "model.safetensors"}
+    is_adapter = done.job.arch.endswith("+lora")
+    weights_file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
+    changing = {"optimizer.pt", weights_file}
     compare_files(composite, done.stock(at), files(composite) - changing)
     truths = {step: done.truth(step) for step in {at, *held.values()}}
     part_of = {param: part["part"] for part in done.manifest(done.saves[0])["parts"] for param in part["params"]}
     now = truths[at]
-    weights = {name: truths[held[part_of[name]]][MASTER][name] for name in now[MASTER]} | now["frozen"]
+    weights = {name: truths[held[part_of[name]]][MASTER][name] for name in now[MASTER]}
+    if is_adapter:  # saved under the names of PEFT, and without the model below
+        weights = {name.replace(".modules_to_save", "").replace(".default", ""): one for name, one in weights.items()}
+    else:
+        weights |= now["frozen"]
     for name in now["buffer"]:
         weights[name] = truths[held.get(f"layer {layer_of(name)}", at)]["buffer"][name]
-    stored = load_file(composite / "model.safetensors")
-    tied = json.loads((composite / "config.json").read_text()).get("tie_word_embeddings")
+    stored = load_file(composite / weights_file)
+    tied = not is_adapter and json.loads((composite / "config.json").read_text()).get("tie_word_embeddings")
     assert stored.keys() == weights.keys() - ({"lm_head.weight"} if tied else set())
     assert not [name for name, tensor in stored.items() if differ(tensor, weights[name])]
     optimizer, base = (torch.load(folder / "optimizer.pt") for folder in (composite, done.stock(at)))

@@ -28,6 +28,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from peft import get_peft_model
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -44,6 +45,7 @@ from partial.composing import compose
 from partial.jobs import Job, from_json
 from real.models import add_extras, build, tokenizer
 from real.train import DECAY, PR_SET_PDEATHSIG, RATE, LayerGroups, Tokens, deepspeed_config, end
+from real.train_more import LORA
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HOLD_LOCK = (
@@ -197,7 +199,10 @@ def arguments(job: Job, folder: Path) -> TrainingArguments:
 
 def make_model(job: Job) -> Any:
     set_seed(job.seed)
-    model = build(job.arch, job.layers, job.tied)
+    arch, _, more = job.arch.partition("+")
+    model = build(arch, job.layers, job.tied)
+    if more == "lora":
+        model = get_peft_model(model, LORA)
     if job.extras:
         add_extras(model)
     for name, param in model.named_parameters():

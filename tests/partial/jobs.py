@@ -10,7 +10,10 @@ from real.spec import Spec
 
 @dataclass(frozen=True)
 class Job(Spec):
-    """One training, alone or going on from what another has saved. Steps count from 1; see `Spec` for the rest."""
+    """One training, alone or going on from what another has saved. Steps count from 1; see `Spec` for the rest.
+
+    ``arch`` may end in ``+lora``: PEFT trains an adapter, and the head whole.
+    """
 
     stage: int = 3
     """0: the Trainer without DeepSpeed"""

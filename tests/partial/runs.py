@@ -24,6 +24,8 @@ CHECKED_2 = [
     Job("z3-ds-adamw", optimizer="ds_adamw"),
     Job("z3-ds-both", optimizer="ds_adamw", scheduler="ds"),
     Job("z3-mixtral", "mixtral"),
+    Job("z3-lora", "llama+lora"),
+    Job("z2-lora", "qwen2+lora", tied=True, stage=2),
     Job("z2", stage=2),
     Job("z2-layer", stage=2, groups="layer"),
     Job("z2-rr", stage=2, round_robin=True),
@@ -35,6 +37,8 @@ CHECKED_2 = [
     Job("z1-extras", stage=1, extras=True, frozen=FROZEN, groups="layer"),
     Job("ddp", stage=0, dtype="fp32", arguments={"gradient_accumulation_steps": 2}),
     Job("ddp-bf16", "qwen2", tied=True, stage=0),
+    Job("ddp-lora", "qwen2+lora", tied=True, stage=0, dtype="fp32"),
+    Job("ddp-mixtral", "mixtral", stage=0, dtype="fp32"),
     Job("ddp-extras", stage=0, dtype="fp32", extras=True, frozen=FROZEN, groups="layer"),
 ]
 """Composites of these are held against the truth."""

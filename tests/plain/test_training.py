@@ -10,9 +10,14 @@ pytestmark = pytest.mark.real
 
 from safetensors.torch import load_file  # noqa: E402
 
+import llmtailor  # noqa: E402
+from llmtailor.core.findings import ERROR  # noqa: E402
+from llmtailor.core.recipe import Recipe  # noqa: E402
 from llmtailor.core.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
+from llmtailor.core.verdict import RESUMABLE  # noqa: E402
 from llmtailor.formats.base import index_checkpoint  # noqa: E402
 from llmtailor.formats.plain.indexing import is_plain  # noqa: E402
+from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
 from plain.composing import read, to_plain  # noqa: E402
 from plain.training import NamedGroups, live_states, train  # noqa: E402
 
@@ -90,6 +95,18 @@ def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(trained
     )
     assert [group.hyper for group in again.groups] == [group.hyper for group in first.groups]
     resumed = train(tmp_path / "resumed", resume_from=out, **RUNS[name])
+    assert resumed.losses == {step: run.losses[step] for step in (3, 4)}
+
+
+def test_a_composite_has_the_names_that_a_resume_looks_for(tmp_path):
+    """transformers saves the head of GPT-NeoX by another name than it has in memory, and a resume does not find it."""
+    run = train(tmp_path / "run", "gpt_neox")
+    source = run.checkpoint(2)
+    (finding,) = [one for one in index_checkpoint(source, "x").findings if one.severity == ERROR]
+    assert "a resume does not find them" in finding.what and "llmtailor convert" in finding.fix
+    llmtailor.merge(Recipe("x", "", source, (), None, None), tmp_path / "checkpoint-2")
+    assert verify_checkpoint(tmp_path / "checkpoint-2", deep=True).level == RESUMABLE
+    resumed = train(tmp_path / "resumed", "gpt_neox", resume_from=tmp_path / "checkpoint-2")
     assert resumed.losses == {step: run.losses[step] for step in (3, 4)}
 
 

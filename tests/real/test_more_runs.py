@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import llmtailor
 from llmtailor.core.report import Report
+from llmtailor.core.states import MASTER
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.base import index_checkpoint
+from llmtailor.verify.judging import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import assert_same, compose, differ
 from real.harness import Run, Train
@@ -38,7 +40,7 @@ NOISE = 5e-4
 RUNS = [
     Spec("ddp", "llama+dropout", stage=0, dtype="fp32"),
     Spec("lora3", "llama+lora"),
-    Spec("lora2", "llama+lora", stage=2),
+    Spec("lora2", "qwen2+lora", tied=True, stage=2),
 ]
 ADAPTERS = [spec.name for spec in RUNS if spec.stage]
 CROSSED = {"lora3": 2, "lora2": 3}
@@ -174,7 +176,7 @@ def test_an_adapter_is_composed_with_its_masters(stock: dict[str, Run], tmp_path
     assert found.keys() == files["6"].keys()
     assert not any(differ(tensor, files[choose(name)][name]) for name, tensor in found.items())
     assert any(differ(tensor, files["6"][name]) for name, tensor in found.items())
-    model = PeftModel.from_pretrained(build("llama", 3, tied=False), out)
+    model = PeftModel.from_pretrained(build("qwen2", 3, tied=True), out)
     loaded = get_peft_model_state_dict(model)
     assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in found.items())
 
@@ -204,9 +206,29 @@ def test_an_adapter_by_other_names_is_carried_or_left_out(stock: dict[str, Run],
     assert any(f"{ADAPTER} is left out" in notice.what for notice in report.notices)
 
 
-def test_adapters_stay_with_deepspeed(stock: dict[str, Run], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="a run of PEFT"):
-        merge(stock["lora3"].checkpoint(6), tmp_path / "out", stage=0)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_without_deepspeed_has_the_masters(stock: dict[str, Run], name: str, tmp_path: Path) -> None:
+    source = stock[name].checkpoint(6)
+    out, _ = merge(source, tmp_path / "out", stage=0)
+    rounded, found = load_file(source / ADAPTER), load_file(out / ADAPTER)
+    masters = {
+        state.param.replace(".modules_to_save", "").replace(".default", ""): tensor
+        for state, tensor in load(source).states.items()
+        if state.kind == MASTER
+    }
+    assert found.keys() == rounded.keys() == masters.keys()
+    assert not any(differ(found[param], tensor) for param, tensor in masters.items())
+    again, _ = merge(out, tmp_path / "again")
+    assert (again / ADAPTER).read_bytes() == (out / ADAPTER).read_bytes()
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.is_resumable and not [finding for finding in verdict.findings if finding.severity == "error"]
+    with pytest.raises(UnsupportedCheckpoint, match="does not tell in which precision"):
+        merge(out, tmp_path / "back", stage=2)
+
+
+def test_what_the_trainer_itself_saves_of_an_adapter_without_deepspeed_is_refused(
+    stock: dict[str, Run], tmp_path: Path
+) -> None:
     plain = copy(stock["ddp"].checkpoint(6), tmp_path / "plain")
     (plain / "model.safetensors").unlink()
     shutil.copy(stock["lora3"].checkpoint(6) / "adapter_config.json", plain)

@@ -82,10 +82,11 @@ def model_tree(tree: Any, base: CheckpointIndex, target: Target) -> Any:
             kind, dtype = MODULE, base.precision
         slots = (Slot(State(name, kind), dtype, 0, param.numel),) if param.numel else ()
         module[name] = make_tensor(dtype, param.shape, slots) if slots else node
-    ordered = Ordered((name, module[base.tied.get(name, name)]) for name in tree["module"])
+    stored = {name: base.tied.get(name, name) for name in tree["module"]}
+    ordered = Ordered((name, module[own]) for name, own in stored.items() if own in module)
     ordered.attributes = getattr(tree["module"], "attributes", None)
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]
-    has_frozen = target.stage == 2 and (bool(frozen) or not excludes_frozen(tree, base))
+    has_frozen = target.stage == 2 and not excludes_frozen(tree, base)
     return {
         **tree,
         "module": ordered,

@@ -54,6 +54,8 @@ def model_tree(tree: Any, base: CheckpointIndex, target: Target, rank: int) -> A
     module = Ordered()
     for name, node in tree["module"].items():
         param = base.params.get(name)
+        if param is None and name not in base.tied:  # PEFT left out what it is another name of
+            continue
         if param is None or param.role != "buffer":  # params live in the optimizer's files
             module[name] = make_tensor(base.precision, (0,), ())
         elif param.numel:
@@ -72,7 +74,7 @@ def model_tree(tree: Any, base: CheckpointIndex, target: Target, rank: int) -> A
             held = base.held[state]
             content = tuple(_slice(state, held, rank, target.world_size))
             fragments[param.name] = make_tensor(held.dtype, (part_size(held.numel, target.world_size),), content)
-    has_fragments = bool(fragments) or not (frozen or excludes_frozen(tree, base))
+    has_fragments = not excludes_frozen(tree, base) and (bool(fragments) or not frozen)
     return {
         **tree,
         "module": module,

@@ -49,6 +49,7 @@ from llmtailor.formats.deepspeed.shards12 import PartitionShard, read_partition_
 from llmtailor.formats.deepspeed.swapped import check_ranks, is_dealt_out
 from llmtailor.formats.names import check_name
 from llmtailor.formats.resumed.model import check_fields
+from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.trees import read_tree
 
 
@@ -77,6 +78,11 @@ def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
     refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
     frozen = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
+    tied = read_tied(tree.get("shared_params"), where)
+    if (root / ADAPTER_CONFIG).exists():  # leaves out what is frozen, but not its other names
+        lost = {name for name, stored in tied.items() if stored not in module}
+        module = {name: node for name, node in module.items() if name not in lost}
+        tied = {name: stored for name, stored in tied.items() if name not in lost}
     return WholeModel(
         param_shapes=tuple(
             read_shapes(entry, "param_shapes", where) for entry in get(tree, "param_shapes", list, where)
@@ -86,7 +92,7 @@ def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
             for name, node in module.items()
         },
         buffer_names=read_names(tree.get("buffer_names"), "buffer_names", where),
-        tied=read_tied(tree.get("shared_params"), where),
+        tied=tied,
         frozen=frozenset(frozen),
         fragments=_fragments(tree.get("frozen_param_fragments"), frozen, where),
         world_size=get_count(tree, "dp_world_size", where),

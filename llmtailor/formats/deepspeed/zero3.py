@@ -31,6 +31,7 @@ from llmtailor.formats.deepspeed.common import (
 )
 from llmtailor.formats.deepspeed.files import ShardFiles, fit_world_size
 from llmtailor.formats.deepspeed.shards import ModelShard, OptimShard, read_model_shard, read_optim_shard
+from llmtailor.formats.trainer import ADAPTER_CONFIG
 
 
 def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
@@ -61,7 +62,8 @@ def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> 
     if model[0]:  # only rank 0 names what is tied
         place, tied = PathIn(name, files.model[0]), model[0].tied
         trainable = [param for shapes in told.param_shapes for param in shapes]
-        attempt(lambda: check_tied(tied, told.module_names, place), problems)
+        if not (root / ADAPTER_CONFIG).exists():  # PEFT leaves out what is frozen, but not its other names
+            attempt(lambda: check_tied(tied, told.module_names, place), problems)
         attempt(
             lambda: check_params(trainable, told.frozen_shapes, told.buffers, told.module_names, tied, place), problems
         )

@@ -19,6 +19,7 @@ from llmtailor.core.index import CheckpointIndex, FlatId, Held, ParamGroup, Surv
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.core.words import some
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.adapters import read_adapter
 from llmtailor.formats.deepspeed.common import attempt
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.plain.fit import Fitted, fit
@@ -56,22 +57,37 @@ def is_plain(root: Path) -> bool:
 def survey_plain(root: Path, name: str) -> Survey:
     """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read but the 4 bytes of each ``step``.
 
-    Raises UnsupportedCheckpoint for a run of PEFT.
+    Raises UnsupportedCheckpoint for a run of PEFT whose param groups don't list names.
     """
-    if (root / ADAPTER_CONFIG).exists():
-        what = "this is a run of PEFT without DeepSpeed, and its optimizer.pt does not tell which params it holds"
-        raise UnsupportedCheckpoint.at(name, what, "leave it out; with DeepSpeed such runs can be composed")
     problems = Problems()
     trainer = read_trainer_files(root, name, problems)
     optimizer = attempt(lambda: read_optimizer(root, PathIn(name, OPTIMIZER)), problems)
-    attempt(lambda: _check_complete(trainer, name), problems)
-    if optimizer is None or not trainer.weights or not trainer.has_all_weights:
+    if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
+        what = "this is a run of PEFT without DeepSpeed, and its optimizer.pt does not tell which params it holds"
+        fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
+        raise UnsupportedCheckpoint.at(name, what, fix)
+    weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
+    attempt(lambda: _check_complete(trainer, weights, name), problems)
+    if optimizer is None or not weights or not trainer.has_all_weights:
         return Survey(None, problems)
-    return Survey(attempt(lambda: _index(root, name, optimizer, trainer, problems), problems), problems)
+    return Survey(attempt(lambda: _index(root, name, optimizer, trainer, weights, problems), problems), problems)
+
+
+def _weights(root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles) -> Mapping[State, Held]:
+    """Return the weights of the model, or of the adapter that is trained on it. Raises SourceError."""
+    if ADAPTER_CONFIG not in trainer.files:
+        return trainer.weights
+    trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
+    return {State(param, WEIGHT): held for param, held in read_adapter(root, name, trained).items()}
 
 
 def _index(
-    root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, problems: Problems
+    root: Path,
+    name: str,
+    optimizer: SavedOptimizer,
+    trainer: TrainerFiles,
+    stored: Mapping[State, Held],
+    problems: Problems,
 ) -> CheckpointIndex:
     """Raises SourceError where optimizer, weights and model don't fit together."""
     where = PathIn(name, OPTIMIZER)
@@ -82,7 +98,7 @@ def _index(
     else:
         assert model is not None
         groups = derived_names(optimizer, model, where)
-    weights = {state.param: held for state, held in trainer.weights.items()}
+    weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
@@ -91,8 +107,14 @@ def _index(
             Finding(where, f"it has no state of {some(frozen)}: taken to be frozen", fix, Code.STATE_MISSING)
         )
     if renamed := [param for param in known.params if param not in weights]:
-        what = f"the weights' files have other names for {some(renamed)} than the model"
-        fix = "compare the losses after a resume: transformers 5.23 keeps the initial values there, with a warning"
+        what = (
+            f"the weights' files have other names for {some(renamed)} than the model, and a resume does not find them"
+        )
+        fix = (
+            "save with llmtailor.saving, or under DeepSpeed; from this one, transformers 5.23 keeps the initial values"
+        )
+        if all(param in known.weight_of for param in renamed):
+            fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
     steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
     attempt(lambda: _check_steps(name, steps, trainer, findings), problems)
@@ -101,8 +123,8 @@ def _index(
         findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), rates, None)
     world_size = _world_size(trainer.files)
     findings += find_lost_rng(trainer, world_size, name)
-    held = _hold(groups, optimizer, trainer.weights, known, world_size)
-    dtypes = Counter(weight.dtype for weight in trainer.weights.values())
+    held = _hold(groups, optimizer, stored, known, world_size)
+    dtypes = Counter(weight.dtype for weight in stored.values())
     return CheckpointIndex(
         root=root,
         name=name,
@@ -130,7 +152,7 @@ def _index(
     )
 
 
-def _check_complete(trainer: TrainerFiles, name: str) -> None:
+def _check_complete(trainer: TrainerFiles, weights: Mapping[State, Held] | None, name: str) -> None:
     """Raise SourceError for what a resume does not do without, or silently drops the optimizer without."""
     problems = []
     if SCHEDULER not in trainer.files:
@@ -138,7 +160,7 @@ def _check_complete(trainer: TrainerFiles, name: str) -> None:
         problems.append(
             Problem(PathIn(name, SCHEDULER), what, "copy it back, or leave this checkpoint out", Code.FILE_MISSING)
         )
-    if not trainer.weights:
+    if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
     if problems:
@@ -151,6 +173,8 @@ def _ask_model(
     """Have the model described if need be. Where the names are known without it, a failure is only a finding."""
     if not has_names(optimizer):
         return describe_model(root, name)
+    if ADAPTER_CONFIG in trainer.files:  # has nothing tied, and its model is not here
+        return None
     named = {param for group in optimizer.groups for param in group.names or ()}
     config = read_json(root / CONFIG, PathIn(name, CONFIG)) if CONFIG in trainer.files else {}
     # the class's own default counts where the config is silent, so it must say that nothing is tied

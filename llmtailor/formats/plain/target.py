@@ -2,7 +2,8 @@
 
 From a ZeRO base the weights are the fp32 masters, for nothing else would keep them: the Trainer should build the
 model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They go by the params' own names, which is
-what a resume looks for. From a plain base the files keep their names, order and dtypes.
+what a resume looks for, and so do they from a partial base. From a plain base the files keep their names, order and
+dtypes, unless a resume would not find a param by its name there.
 
 The groups list the names of their params, so that the checkpoint can be read again whatever its groups; the Trainer
 keeps the key and saves it again.
@@ -20,13 +21,14 @@ from llmtailor.core.layout import FileLayout, Literal, Slot
 from llmtailor.core.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.core.target import Target
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.adapters import adapter_file
 from llmtailor.formats.new_weights import new_weights
 from llmtailor.formats.pickle_nodes import make_tensor
 from llmtailor.formats.plain.indexing import BUFFERS_KEY
 from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER, without_names
-from llmtailor.formats.safetensors_files import WeightFile, lay_out_weight_files, read_weights
+from llmtailor.formats.safetensors_files import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.formats.torchzip import lay_out_torch_file
-from llmtailor.formats.trainer import ADAPTER_CONFIG, SCALER, SCHEDULER
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCALER, SCHEDULER
 
 _NOT_OF_THE_OPTIMIZER = {WEIGHT, MASTER, FROZEN, MODULE, BUFFER}
 _DEEPSPEED_FILES = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
@@ -55,9 +57,6 @@ def left_out(base: CheckpointIndex, stage: int) -> Callable[[str], bool]:
 
 
 def _check_base(base: CheckpointIndex) -> None:
-    if ADAPTER_CONFIG in base.files:
-        what = "it is a run of PEFT, whose checkpoints without DeepSpeed do not tell which params they hold"
-        raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: say --stage 1, 2 or 3")
     problems = []
     if not base.offers(SCHEDULER):
         what = "there is no scheduler state; without DeepSpeed a resume then drops the optimizer's as well"
@@ -101,8 +100,15 @@ def _tensor(state: State, held: Held, base: CheckpointIndex) -> Any:
 
 
 def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
-    if base.stage == 0 and base.is_partial:
-        files = _with_buffers_named(new_weights(base), base)
+    if ADAPTER_CONFIG in base.files:
+        file = adapter_file(base)
+        if file is None:
+            what = f"{ADAPTER} has its masters without DeepSpeed, but what it calls the trained params is not known"
+            raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: say --stage 1, 2 or 3")
+        file = replace(file, filled_by=_originals(file.filled_by, base))
+        return [lay_out_weights(file, "F32" if base.stage else None)]
+    if base.stage == 0 and (base.is_partial or _is_renamed(base)):  # a resume looks for the params' own names
+        files = _with_buffers_named(new_weights(replace(base, saved_as=None)), base)
         return lay_out_weight_files(
             tuple(replace(file, filled_by=_originals(file.filled_by, base)) for file in files), None
         )
@@ -110,6 +116,13 @@ def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
     if base.stage:
         files = _with_buffers_named(files, base)
     return lay_out_weight_files(tuple(replace(file, filled_by=_copies(file.tensors, base)) for file in files), None)
+
+
+def _is_renamed(base: CheckpointIndex) -> bool:
+    """Whether the weights' files have other names than the params, and it is known which is which."""
+    params = [param.name for param in base.params.values() if param.role != "buffer"]
+    unnamed = [name for name in params if State(name, WEIGHT) not in base.held]
+    return bool(unnamed) and all({State(name, MASTER), State(name, FROZEN)} & base.held.keys() for name in unnamed)
 
 
 def _copies(names: Iterable[str], base: CheckpointIndex) -> dict[str, tuple[State, int]]:

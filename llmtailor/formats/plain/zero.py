@@ -21,6 +21,7 @@ from llmtailor.formats.deepspeed.carried import Carried
 from llmtailor.formats.deepspeed.files import LATEST, WHOLE_MODEL
 from llmtailor.formats.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.formats.torchzip import lay_out_torch_file
+from llmtailor.formats.trainer import ADAPTER_CONFIG
 
 DS_VERSION = "0.19.8"
 _SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
@@ -58,6 +59,9 @@ def _check(base: CheckpointIndex, precision: str) -> None:
     if precision == "F16":
         what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
         raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
+    if ADAPTER_CONFIG in base.files:
+        what = "it is an adapter of PEFT, and does not tell in which precision the model below it was trained"
+        raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
     unnamed = [param for group in base.group_params for param in group if State(param, MASTER) not in base.held]
     if unnamed:
         what = (
