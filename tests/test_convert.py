@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import llmtailor
+import oracle.any
 from helpers.checkpoints import SMALL, make
 from helpers.strategies import shapes
 from llmtailor.core.recipe import Recipe
@@ -29,6 +30,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def convert(source: Path, out: Path, **options) -> Path:
     llmtailor.merge(Recipe("convert", "", source, (), None, None), out, llmtailor.Options(**options))
     return out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_of_another_dtype_are_rounded_once_from_the_masters(tmp_path, stage):
+    """Also those of a composite whose weights are in a third dtype."""
+    at = convert(make(tmp_path / "run", 100, shape=SMALL), tmp_path / "source", stage=stage)
+    for number, dtype in enumerate([torch.float16, torch.float32, torch.bfloat16, torch.float16]):
+        out = tmp_path / str(number)
+        told = {torch.float16: "F16", torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+        llmtailor.merge(Recipe("x", "", at, (), told, None), out)
+        with pickled_as_deepspeed():
+            masters = oracle.any.load(out).kind(MASTER)
+        weights = load_file(out / "model.safetensors")
+        assert masters
+        assert not [name for name, master in masters.items() if zero3.differ(weights[name], master.to(dtype))]
+        at = out
 
 
 def load(checkpoint: Path) -> zero3.Snapshot:

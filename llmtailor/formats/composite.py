@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.layout import FileLayout
+from llmtailor.core.states import WEIGHT
 from llmtailor.core.target import Target
+from llmtailor.core.words import some
 from llmtailor.errors import PathIn, Problem
 from llmtailor.formats.deepspeed.target import lay_out_shards, read_model_order
 from llmtailor.formats.missing_weights import lay_out_missing_weights
@@ -15,7 +17,7 @@ from llmtailor.formats.plain.target import lay_out_plain, left_out
 from llmtailor.formats.plain.zero import lay_out_shards_from_plain
 from llmtailor.formats.scheduler import lay_out_scheduler
 from llmtailor.formats.tokenizer import is_tokenizer_file
-from llmtailor.formats.trainer import SCHEDULER, is_weight_file, lay_out_trainer_files
+from llmtailor.formats.trainer import SCHEDULER, is_weight_file, lay_out_trainer_files, params_on_disk
 
 
 def lay_out_composite(
@@ -45,6 +47,7 @@ def lay_out_composite(
         else:
             made += lay_out_shards(base, target, steps, from_group)
         weights, notices = lay_out_missing_weights(base, target, weights_dtype, is_alone)
+        notices += _rounded_twice(base, dtype)
         made += weights
     if from_group is not None and base.offers(SCHEDULER):
         where = PathIn(base.name, SCHEDULER)
@@ -61,6 +64,20 @@ def lay_out_composite(
     if target.stage == 0:  # `lay_out_plain` has made the weights
         others = [layout for layout in others if not is_weight_file(layout.path)]
     return [*others, *made], notices
+
+
+def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
+    """Tell of weights that can't be rounded to a dtype from their masters, as it is not known which these are."""
+    if not dtype or not base.stage:
+        return []
+    weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
+    known = params_on_disk(base)
+    unknown = [name for name in weights if name not in known]
+    if not unknown:
+        return []
+    what = f"{some(unknown)} are rounded a second time, from the weights: which masters are theirs is not known"
+    fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+    return [Problem("dtype", what, fix)]
 
 
 def model_order(base: CheckpointIndex) -> list[str]:

@@ -6,17 +6,18 @@ import json
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.core.extents import Extent
 from llmtailor.core.findings import ERROR, WARNING, Finding
-from llmtailor.core.index import CheckpointIndex, FileFact, Held
+from llmtailor.core.index import CheckpointIndex, FileFact, Held, SavedAs
 from llmtailor.core.layout import Carry, FileLayout, Literal
 from llmtailor.core.states import WEIGHT, State
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError
+from llmtailor.formats.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.names import is_count
 from llmtailor.formats.partial.container import is_partial, open_partial
@@ -219,10 +220,31 @@ def lay_out_trainer_files(
         weights = read_weights(root, str(root))
     if retie is not None:
         weights = list_tied(weights, *retie)
+    if dtype and base.stage:
+        originals = params_on_disk(base)
+        weights = tuple(replace(file, filled_by=originals) for file in weights)
     layouts += [lay_out_weights(file, dtype) for file in weights]
     if weights and weights[0].path != SINGLE:
         layouts.append(lay_out_index(weights, dtype) if dtype or retie else carry(INDEX, files[INDEX]))
     return layouts
+
+
+def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
+    """Return what each tensor of the weights' files is, by its name there: elements of which param, from which on.
+
+    So that a weight can be rounded from the master, also where it has another name. Names of an unknown rule are not
+    among them.
+    """
+    config = read_json(base.root / CONFIG, f"{base.name}/{CONFIG}") if CONFIG in base.files else {}
+    naming = naming_of(str(config["model_type"]) if "model_type" in config else None) or AS_IN_MEMORY
+    found = {one.name: (param, one) for param in base.params.values() for one in on_disk(param, naming)}
+    found |= {param.name: (param, SavedAs(param.name, param.shape)) for param in base.params.values()}
+    found |= {name: found[stored] for name, stored in base.tied.items()}
+    return {
+        name: (State(param.name, WEIGHT), one.begin)
+        for name, (param, one) in found.items()
+        if (held := base.held.get(State(name, WEIGHT))) and held.shape == one.shape
+    }
 
 
 def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:

@@ -115,7 +115,7 @@ def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex]
 
 def _can_fill(slot: Slot, index: CheckpointIndex) -> bool:
     try:
-        numel = holding(index, slot.state).numel
+        numel = holding(index, slot.state, slot.dtype).numel
         return numel >= (slot.end - slot.begin if slot.state.kind == BUFFER else slot.end)
     except KeyError:
         return False

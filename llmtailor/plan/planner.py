@@ -42,7 +42,7 @@ def plan_file(
         if isinstance(segment, Slot):
             start = at
             for span in sources.spans(segment.state, segment.begin, segment.end):
-                held = holding(indexes[span.source], segment.state)
+                held = holding(indexes[span.source], segment.state, segment.dtype)
                 slot = _wrap(replace(segment, begin=span.begin, end=span.end), held)
                 pieces += _fill(slot, start, span.source, held, scales.get(segment.state, 1.0))
                 start += slot.num_bytes
@@ -82,16 +82,19 @@ def _fill(slot: Slot, at: int, source: int, held: Held, scale: float) -> Iterato
             yield Convert(start, stop, *where, held.dtype, slot.dtype, slot.state, have.begin, scale)
 
 
-def holding(index: CheckpointIndex, state: State) -> Held:
-    """Return where a checkpoint holds a state.
+def holding(index: CheckpointIndex, state: State, dtype: str) -> Held:
+    """Return where a checkpoint holds a state that shall be written in a dtype.
 
-    A weight that is not in a safetensors file is made from the master, of which it is the rounded copy, or is
-    the frozen param or buffer of the model states. Raises KeyError if there is none of these.
+    A weight that is not in a safetensors file, or in another dtype there, is made from the master, of which it is the
+    rounded copy, or is the frozen param or buffer of the model states: a second rounding would not give the same.
+    Raises KeyError if there is none of these.
     """
-    kinds = {WEIGHT: (WEIGHT, MASTER, FROZEN, BUFFER), MODULE: (MASTER,)}.get(state.kind, (state.kind,))
-    for name in (state.param, index.tied.get(state.param)):
-        for kind in kinds:
-            held = index.held.get(State(name, kind)) if name else None
-            if held is not None and held.is_here:
-                return held
+    kinds = {WEIGHT: (MASTER, FROZEN, BUFFER), MODULE: (MASTER,)}.get(state.kind, (state.kind,))
+    names = [name for name in (state.param, index.tied.get(state.param)) if name]
+    copies = [index.held.get(State(name, WEIGHT)) for name in names] if state.kind == WEIGHT else []
+    originals = [index.held.get(State(name, kind)) for name in names for kind in kinds]
+    alike = [held for held in copies if held and held.dtype == dtype]
+    for held in (*alike, *originals, *copies):
+        if held is not None and held.is_here:
+            return held
     raise KeyError(state)

@@ -202,6 +202,22 @@ def test_a_schedule_that_can_not_be_written_is_refused_before_training(tmp_path)
     assert run.trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "adapter", "words"),
+    [
+        ({"target_modules": ["q_proj"]}, "mine", "files of the adapters mine"),
+        ({"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}, "default", "this kind of adapter"),
+    ],
+)
+def test_an_adapter_that_could_not_be_composed_is_refused_before_training(tmp_path, config, adapter, words):
+    peft = pytest.importorskip("peft")
+    kind = peft.LoraConfig if "target_modules" in config else peft.PromptTuningConfig
+    run = Alone(tmp_path / "run", FULL, prepare=lambda model: peft.get_peft_model(model, kind(**config), adapter))
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        run.train()
+    assert run.trainer.state.global_step == 0
+
+
 def test_another_attempt_in_the_same_process(tmp_path):
     """The folder is free again after an error; an attempt from the start is refused, one that resumes is not."""
 

@@ -241,18 +241,25 @@ def test_weights_that_were_not_saved_are_rounded_from_the_masters(runs: Runs, tm
     assert_same(load(out), load(wanted))
 
 
+@pytest.mark.parametrize("name", ["llama-sharded", "mixtral"])
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("float16", torch.float16)])
 def test_dtype_casts_the_weights_and_nothing_else(
-    runs: Runs, tmp_path: Path, dtype: str, torch_dtype: torch.dtype
+    runs: Runs, tmp_path: Path, dtype: str, torch_dtype: torch.dtype, name: str
 ) -> None:
-    run = runs["llama-sharded"]
+    """They are rounded once: from the masters."""
+    run = runs[name]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"base_model": str(run.checkpoint(6)), "dtype": dtype}))
-    llmtailor.merge(recipe, tmp_path / "out")
+    report = llmtailor.merge(recipe, tmp_path / "out")
+    assert not [notice for notice in report.notices if notice.where == "dtype"]
     wanted, found = load(run.checkpoint(6)), load(tmp_path / "out")
-    wanted.states = {
-        state: tensor.to(torch_dtype) if state.kind == "weight" else tensor for state, tensor in wanted.states.items()
-    }
+    whole = {state: tensor for state, tensor in wanted.states.items() if state.kind != "weight"}
+    weights = with_weights(Snapshot(whole, {}, (), {}), torch_dtype, run.spec.arch).kind("weight")
+    weights = {param: tensor.to(torch_dtype) for param, tensor in weights.items()}
+    twice = {state: tensor.to(torch_dtype) for state, tensor in wanted.states.items() if state.kind == "weight"}
+    assert {state.param for state in twice} == weights.keys()
+    assert any(differ(tensor, weights[state.param]) for state, tensor in twice.items())
+    wanted.states |= {State(param, "weight"): tensor for param, tensor in weights.items()}
     assert_same(found, wanted)
     assert yaml.safe_load((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
