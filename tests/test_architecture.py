@@ -96,7 +96,7 @@ def test_rooms_import_only_what_they_may(path):
 
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_files_can_be_read_in_one_sitting(path):
-    assert len((PACKAGE / path).read_text().splitlines()) <= 300
+    assert len((PACKAGE / path).read_text().splitlines()) <= 400
 
 
 def loaded_by(program: str) -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from attempts import campaign
 from attempts.world import World, step_of
 
 
@@ -75,10 +76,10 @@ ACTIONS = {
 }
 
 
-def play(world, moves):
+def play(world, moves, actions=ACTIONS):
     world.start(None, 0, None)
     for _ in range(moves):
-        action = world.random.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        action = world.random.choices(list(actions), list(actions.values()))[0]
         try:
             action(world)
         except Exception as error:
@@ -91,4 +92,11 @@ def test_no_composite_mixes_attempts(tmp_path, seed):
     world = World(tmp_path / "run", seed)
     play(world, 24)
     assert world.outputs
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_nothing_promised_is_lost_whatever_is_done_to_the_folder(tmp_path, seed):
+    world = World(tmp_path / "run", seed)
+    play(world, 24, ACTIONS | campaign.ACTIONS)
     shutil.rmtree(tmp_path)

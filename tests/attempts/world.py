@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerState
 
@@ -38,6 +40,9 @@ CONFIG = LlamaConfig(
 PARTS = ("embed_tokens", "layer 0", "layer 1", "layer 2", "norm", "lm_head")
 STEPS = 4096
 """More than any attempt has"""
+
+DAMAGE = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError)
+"""What reading a checkpoint raises that is cut short, or has no weights any more"""
 
 Made = tuple[int, int]
 """Attempt and step that made a state"""
@@ -115,10 +120,12 @@ class World:
 
     def holdings(self) -> dict[Path, Holding]:
         """Read what is in place from the bytes alone: every complete checkpoint under a name that is looked for."""
-        found = {path: read_full(path) for path in self.run.glob("checkpoint-*") if path.name[11:].isdigit()}
-        for path in self.run.glob("partial/step-*"):
-            if path.name[5:].isdigit() and (path / "manifest.json").is_file():
-                found[path] = read_partial(path)
+        found = {}
+        for path in [*self.run.glob("checkpoint-*"), *self.run.glob("partial/step-*")]:
+            is_partial = path.parent != self.run
+            if path.name.split("-")[1].isdigit() and (not is_partial or (path / "manifest.json").is_file()):
+                with suppress(*DAMAGE):
+                    found[path] = read_partial(path) if is_partial else read_full(path)
         return found
 
     def own(self, at: int | None = None, attempt: Attempt | None = None) -> dict[Path, Holding]:
@@ -131,9 +138,17 @@ class World:
         }
 
     def expected(self, at: int | None) -> list[Holding]:
-        """What a composite may be. An attempt without the saver may go unnoticed, but never be mixed with others."""
+        """What a composite may be.
+
+        An attempt without the saver may go unnoticed, but never be mixed with others. What `thin` has made of full
+        checkpoints need not be used beside what the saver wrote.
+        """
         recorded = next(one for one in reversed(self.attempts) if one.saver is not None)
-        made = [newest(self.own(at, attempt)) for attempt in (self.present, recorded)]
+        made = []
+        for attempt in (self.present, recorded):
+            own = self.own(at, attempt)
+            made += [newest(own), newest({path: held for path, held in own.items() if not is_thinned(path)})]
+            made += [newest({path: held for path, held in own.items() if is_thinned(path) or path.parent == self.run})]
         return [one for one in made if one is not None]
 
     # --- what people do -----------------------------------------------------------------------------------------------
@@ -253,6 +268,11 @@ def call(*words: object) -> Any:
         return CliRunner().invoke(cli, list(map(str, words)), catch_exceptions=False)
     except TailorError as error:
         return SimpleNamespace(exit_code=error.exit_code, stdout="", stderr=str(error))
+
+
+def is_thinned(path: Path) -> bool:
+    manifest = path / "manifest.json"
+    return manifest.is_file() and json.loads(manifest.read_text())["ledger"]["lineage"].startswith("thin-")
 
 
 def step_of(path: Path) -> int:

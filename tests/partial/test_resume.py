@@ -104,7 +104,7 @@ def test_the_record_of_saves_is_taken_up(trained, name, taken_up):
     else:
         assert parts[8] == ["embed_tokens", "layer 0", "layer 2", "norm", "lm_head"]
     given_up = [step for step in (6, 8) if step > taken_up[-1]]
-    moved = sorted(path.name for path in (done.folder / "partial").glob("*.abandoned*"))
+    moved = sorted(path.name for path in (done.folder / "partial").glob("step-*.abandoned*"))
     assert [name for name in moved if int(name[5:13]) in given_up]
     [warning] = done.messages
     assert all(f"step-{step:08}" in warning for step in given_up)

@@ -1,0 +1,138 @@
+"""Everything that people do to a run's folder, in random order; after each step nothing promised is lost or mixed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from attempts.world import DAMAGE, Holding, World, call, read_full, step_of
+
+
+def composites(world: World, steps: list[int]) -> dict[int, Holding]:
+    """Compose steps, elsewhere, and read what came out; it must be of one attempt."""
+    made = {}
+    for step in steps:
+        out = world.run.parent / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        result = call("merge", "--run", world.run, "--at", step, out)
+        assert result.exit_code == 0, world.story(f"step {step} was promised", result)
+        made[step] = read_full(out)
+        assert any(all(one.owns(made) for made in made[step].values()) for one in world.attempts), world.story(made)
+        shutil.rmtree(out)
+    return made
+
+
+def promised(world: World) -> list[int]:
+    """The steps that can be composed, as gc says."""
+    result = call("gc", world.run, "--json")
+    return json.loads(result.stdout)["composable_after"] if result.exit_code == 0 else []
+
+
+def same(before: Mapping[int, Holding], after: Mapping[int, Holding]) -> bool:
+    return all(after.get(step) == holding for step, holding in before.items())
+
+
+def thin(world: World) -> None:
+    strategy = world.random.choice(["full", "parity", "round_robin:2"])
+    before = promised(world)
+    if not before:
+        return
+    result = call("thin", world.run, "--strategy", strategy, "--yes", "--json")
+    world.note("thin", f"{strategy}: exit {result.exit_code}")
+    assert result.exit_code in (0, 4, 7), world.story(result)
+    sample = world.random.sample(before, min(2, len(before)))
+    composites(world, sample)
+
+
+def gc(world: World) -> None:
+    before = promised(world)
+    if not before:
+        return
+    keep = world.random.choice([None, 1, 2, 3])
+    kept = before[-keep:] if keep else before
+    sample = world.random.sample(kept, min(2, len(kept)))
+    was = composites(world, sample)
+    words = ["--keep", keep] if keep else []
+    result = call("gc", world.run, *words, "--yes", "--json")
+    world.note("gc", f"keep {keep}: exit {result.exit_code}")
+    assert result.exit_code == 0, world.story(result)
+    assert same(was, composites(world, sample)), world.story("gc changed a composite", was)
+
+
+def rotate(world: World) -> None:
+    """The Trainer deletes an old full checkpoint."""
+    full = sorted((path for path in world.run.glob("checkpoint-*") if path.name[11:].isdigit()), key=step_of)
+    if len(full) > 1:
+        shutil.rmtree(full[0])
+        world.note("rotate", full[0].name)
+
+
+def lose_full(world: World) -> None:
+    """All full checkpoints are gone: what gc promised must stand on the partial ones."""
+    kept = {path: holding for path, holding in world.own().items() if path.parent != world.run}
+    if kept and world.present.saver is not None:
+        for path in world.run.glob("checkpoint-*"):
+            shutil.rmtree(path)
+        world.note("lose_full")
+
+
+def copy_away(world: World) -> None:
+    """The run moves to another folder."""
+    world.stop()
+    elsewhere = world.run.with_name(f"run-{len(world.notes)}")
+    shutil.copytree(world.run, elsewhere)
+    shutil.rmtree(world.run)
+    world.run = elsewhere
+    world.note("copy_away")
+    source = world.compose()
+    if source is not None:
+        world.resume_from(source, step_of(source))
+    else:
+        shutil.rmtree(world.run)
+        world.run.mkdir()
+        world.start(None, 0, None)
+
+
+def damage(world: World) -> None:
+    """The newest checkpoint is cut short, and salvaged."""
+    there = sorted(world.own().items(), key=lambda item: step_of(item[0]))
+    if not there:
+        return
+    path, _ = there[-1]
+    file = path / ("model.safetensors" if path.parent == world.run else "rank-00000-of-00001.safetensors")
+    file.write_bytes(file.read_bytes()[:-40])
+    result = call("salvage", world.run, "--replace")
+    world.note("damage", f"{path.name}: salvage exit {result.exit_code}")
+    assert result.exit_code in (0, 4), world.story(result)
+    if result.exit_code == 0:
+        full = sorted((one for one in world.run.glob("checkpoint-*") if one.name[11:].isdigit()), key=step_of)
+        made = {read(one): one for one in full[-1:]}
+        for holding in made:
+            assert any(all(one.owns(part) for part in holding) for one in world.attempts), world.story(result, made)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def read(path: Path) -> frozenset[tuple[int, int]]:
+    try:
+        return frozenset(read_full(path).values())
+    except DAMAGE as error:
+        raise AssertionError(f"{path} was left damaged where auto-resume looks") from error
+
+
+def replace(world: World) -> None:
+    """``merge --force`` over a composite of before."""
+    out = world.compose()
+    if out is not None and (out / "llmtailor.json").is_file() and not any(one.is_dir() for one in out.iterdir()):
+        copy = world.run.parent / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(out, copy)
+        result = call("merge", "--run", world.run, copy, "--force")
+        world.note("replace", f"exit {result.exit_code}")
+        assert result.exit_code == 0, world.story(result)
+        assert read_full(copy) == read_full(out), world.story(result)
+
+
+ACTIONS = {thin: 1, gc: 2, rotate: 1, lose_full: 0.3, copy_away: 0.3, damage: 0.7, replace: 0.7}
