@@ -12,6 +12,7 @@
     ├── TargetError                  6  the output exists, is in use, was begun otherwise, or would destroy a source
     ├── VerificationError            7  a checkpoint is not resumable, or what was written does not read back as planned
     ├── StorageError                 8  no space, or the operating system refused to read or write
+    ├── Unanswered                   9  a process that was asked about a checkpoint gave no answer, in time or at all
     └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
 An error carries *problems*, in the plural: a refusal names everything that is wrong at once.
@@ -172,6 +173,17 @@ class StorageError(TailorError):
     afterwards = "Free space, or mend the disk or the permissions. Then run the same command again: it goes on."
 
 
+class Unanswered(TailorError):
+    """No SourceError: nobody may take an older checkpoint because of it."""
+
+    exit_code = 9
+    meaning = "a process that was asked about a checkpoint gave no answer, in time or at all"
+    afterwards = (
+        "It says nothing about the checkpoint, so no other one was taken in its place. Run the same command again when "
+        "the machine is less busy, or with a higher limit: `LLMTAILOR_TIMEOUT`, in seconds."
+    )
+
+
 class Interrupted(TailorError):
     exit_code = 130
     meaning = "interrupted by Ctrl-C or SIGTERM"
@@ -180,7 +192,7 @@ class Interrupted(TailorError):
 
 BRANCHES: tuple[type[TailorError], ...] = (
     *(TailorError, UsageError, RecipeError, SourceError, MismatchError),
-    *(TargetError, VerificationError, StorageError, Interrupted),
+    *(TargetError, VerificationError, StorageError, Unanswered, Interrupted),
 )
 """The classes with an exit code of their own, by exit code"""
 

@@ -18,7 +18,7 @@ from llmtailor.core.recipe import Recipe
 from llmtailor.core.report import Report
 from llmtailor.core.states import MODULE, WEIGHT
 from llmtailor.core.stopwatch import Stopwatch
-from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TailorError, VerificationError
+from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, VerificationError
 from llmtailor.execute.commit import Staging, check_space, occupied_bytes
 from llmtailor.execute.runner import Context, FileResult, execute
 from llmtailor.execute.sources import SourceFile, Stated, files_read, read_again
@@ -66,7 +66,7 @@ def write(
     bytes moved, from several threads; ``tell`` gets a sentence now and then. Raises TargetError if the output is being
     written by someone else or what is there is of another recipe, StorageError, SourceError (also if a source changed
     meanwhile), VerificationError or Interrupted; whatever happens, the output is absent (or the old one) until it is
-    complete. After StorageError and Interrupted the same call goes on where it ended.
+    complete. After StorageError, Unanswered and Interrupted the same call goes on where it ended.
     """
     identity, watch = identify_merge(composition), Stopwatch()
     with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
@@ -210,7 +210,7 @@ def _check_written(composition: Composition, staging: Path) -> None:
     told = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}
     try:
         verdict = verify_checkpoint(staging, name=out)
-    except TailorError as error:
+    except SourceError as error:
         raise VerificationError(error.problems) from error
     if errors := [finding for finding in verdict.of_severity(ERROR) if _kind(finding) not in told]:
         raise VerificationError(errors)

@@ -110,7 +110,7 @@ def scan_run(
         try:
             index = index_checkpoint(folder)
             mine = past_of(index)
-        except TailorError as error:
+        except SourceError as error:  # not that there was no answer
             refused[folder] = error.problems
             logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
             continue

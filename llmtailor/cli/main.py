@@ -57,7 +57,7 @@ class _LazyGroup(click.Group):
         write_exit_codes(formatter, "Exit codes", EXIT_CODES)
         formatter.write_paragraph()
         formatter.write_text(
-            f"After 8 and 130 the same command goes on where it was. {DEBUG}=1 in the environment adds a Python "
+            f"After 8, 9 and 130 the same command goes on where it was. {DEBUG}=1 in the environment adds a Python "
             "traceback to every error."
         )
 

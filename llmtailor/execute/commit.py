@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError
+from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered
 from llmtailor.execute.identity import Identity
 from llmtailor.execute.journal import Journal, Unfinished, read_journal
 from llmtailor.execute.lock import Held, acquire
@@ -252,7 +252,8 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_refused = isinstance(error, TailorError) and not isinstance(error, (Interrupted, StorageError, TargetError))
+        goes_on = (Interrupted, StorageError, TargetError, Unanswered)
+        is_refused = isinstance(error, TailorError) and not isinstance(error, goes_on)
         if is_refused or not self.kept_bytes:
             self._remove()
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from llmtailor.compose import plan_merge
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.run import Assignment, RunCheckpoint, newest_resumable, sources_at, usable_at
-from llmtailor.errors import Problem, TailorError, VerificationError
+from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
 from llmtailor.formats.base import index_checkpoint
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.write import write_recipe
@@ -39,5 +39,7 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, anatom
     try:
         parsed = parse_recipe(recipe, name=title, folder=run, environ=os.environ)
         plan_merge(parsed, run / f".checkpoint-{step}.llmtailor-never-written")
+    except Unanswered:
+        raise
     except TailorError as error:
         raise VerificationError((*error.problems, Problem(str(run), f"step {step} can't be composed", _FIX))) from error

@@ -31,6 +31,7 @@ from llmtailor.formats.deepspeed.files import find_shard_files
 from llmtailor.formats.trees import read_tree
 from llmtailor.io.casts import cast
 from llmtailor.io.checksums import crc32
+from llmtailor.io.time_limit import time_limit, too_slow
 from llmtailor.verify.blemishes import held_of
 from llmtailor.verify.reading import CHUNK_ELEMENTS, Reader
 from llmtailor.verify.smoke_compare import compare
@@ -62,7 +63,7 @@ def resume_smoke(index: CheckpointIndex) -> list[Finding]:
     """Resume a checkpoint for a try, and return what the engine then holds otherwise than the files say.
 
     Raises UsageError where that can't be done here: packages or memory are lacking, there are too many ranks, or the
-    model is not one of transformers'. Raises Interrupted on Ctrl-C.
+    model is not one of transformers'. Raises Unanswered if it was not done in time, and Interrupted on Ctrl-C.
     """
     check_possible(index)
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
@@ -186,9 +187,9 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
             command, cwd=folder, env=_environment(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
+            process.wait(time_limit(TIMEOUT_S))
+        except subprocess.TimeoutExpired as error:
+            raise too_slow("--resume-smoke", "resuming it for a try", error.timeout) from error
         except KeyboardInterrupt:
             raise Interrupted.at("", "interrupted", "run the same command again") from None
         finally:

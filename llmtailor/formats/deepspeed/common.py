@@ -15,7 +15,7 @@ from llmtailor.core.findings import Finding
 from llmtailor.core.index import FileFact, FlatId, Held, Param, ParamGroup, ZeroSettings
 from llmtailor.core.states import State
 from llmtailor.core.words import some
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError
+from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.formats.deepspeed.fields import Tensor
 from llmtailor.formats.deepspeed.shards import Counters
 from llmtailor.formats.trainer import file_fact
@@ -74,9 +74,10 @@ def read_all(
 
 
 def attempt(call: Callable[[], _Shard], problems: Problems) -> _Shard | None:
+    """Make a call; what it says of the checkpoint is put to ``problems``. What says nothing of it is raised."""
     try:
         return call()
-    except TailorError as error:
+    except SourceError as error:
         problems.add(error)
         return None
 

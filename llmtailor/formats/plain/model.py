@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.errors import PathIn, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Unanswered, UnsupportedCheckpoint
 from llmtailor.formats.json_files import read_json
 from llmtailor.formats.trainer import CONFIG
+from llmtailor.io.time_limit import time_limit, too_slow
 
 TIMEOUT_S = 300
 _IRRELEVANT = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|auto_map|.*_implementation(_internal)?")
@@ -86,7 +87,8 @@ class ModelFacts:
 def describe_model(root: Path, where: str) -> ModelFacts:
     """Return the facts of a checkpoint's model; takes seconds the first time, nothing for the same config again.
 
-    Raises UnsupportedCheckpoint if transformers can't build it: that says nothing about the checkpoint.
+    Raises UnsupportedCheckpoint if transformers can't build it, and Unanswered if it was not done in time or killed.
+    Neither says anything about the checkpoint.
     """
     if not (root / CONFIG).exists():
         raise UnsupportedCheckpoint.at(
@@ -94,7 +96,13 @@ def describe_model(root: Path, where: str) -> ModelFacts:
         )
     config = read_json(root / CONFIG, PathIn(where, CONFIG))
     text = json.dumps(_relevant(config), sort_keys=True)
-    facts = _describe(text)
+    try:
+        facts = _describe(text)
+    except subprocess.TimeoutExpired as error:
+        raise too_slow(PathIn(where, CONFIG), "asking transformers how the model is made", error.timeout) from error
+    except OSError as error:
+        what = f"transformers can't be asked how the model is made: {error.strerror or error}"
+        raise Unanswered.at(error.filename or tempfile.gettempdir(), what, "check the disk and the memory") from error
     if isinstance(facts, str):
         raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), f"transformers can't build the model: {facts}", _MEND)
     return facts
@@ -109,22 +117,21 @@ def _relevant(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _describe(config: str) -> ModelFacts | str:
-    """Return the facts, or why there are none."""
+    """Return the facts, or why there are none. Raises TimeoutExpired or OSError if there is no answer."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
         Path(folder, CONFIG).write_text(config)
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM, folder, str(MAX_DATA_BYTES)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                env=environment,
-                cwd=folder,
-            )
-        except subprocess.TimeoutExpired:
-            return f"not done after {TIMEOUT_S} s"
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, folder, str(MAX_DATA_BYTES)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=time_limit(TIMEOUT_S),
+            env=environment,
+            cwd=folder,
+        )
+    if done.returncode < 0:
+        raise OSError(0, f"the process was killed by signal {-done.returncode}")
     lines = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
     if done.returncode or not lines:
         return lines[-1].replace(folder, "the checkpoint") if lines else f"the process ended with {done.returncode}"

@@ -1,0 +1,115 @@
+"""Where transformers is not done in time, nothing is known of a checkpoint, and no older one is taken in its place."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+import llmtailor  # noqa: E402
+from llmtailor.cli.main import cli  # noqa: E402
+from llmtailor.core.recipe import Recipe  # noqa: E402
+from llmtailor.errors import Unanswered, UsageError  # noqa: E402
+from llmtailor.formats.plain import model  # noqa: E402
+from llmtailor.saving import saver_for  # noqa: E402
+from plain.training import train  # noqa: E402
+from real.models import build  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """Two checkpoints: of the newer one transformers is asked, the older one lists the names of its params."""
+    root = tmp_path_factory.mktemp("pristine")
+    run = train(root / "run")
+    llmtailor.merge(Recipe("x", "", run.checkpoint(2), (), None, None), root / "named")
+    shutil.rmtree(run.checkpoint(2))
+    (root / "named").rename(run.checkpoint(2))
+    return run.folder
+
+
+@pytest.fixture
+def run(pristine, tmp_path, monkeypatch):
+    monkeypatch.chdir(shutil.copytree(pristine, tmp_path / "run"))
+    model._describe.cache_clear()
+    return Path()
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(cli, words, catch_exceptions=False)
+
+
+def everything() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+NEWEST = "checkpoint-4"
+COMMANDS = [
+    ["latest", "."],
+    ["verify", NEWEST],
+    ["inspect", NEWEST],
+    ["convert", NEWEST, "out"],
+    ["merge", "--run", "."],
+    ["merge", "--run", ".", "--strategy", "parity"],
+    ["recipe", "."],
+    ["salvage", ".", "-o", "out"],
+    ["thin", ".", "--strategy", "full", "--keep-full-last", "1", "--yes"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_command_stops_instead_of_taking_an_older_checkpoint(run, monkeypatch, command):
+    before = everything()
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
+    with pytest.raises(Unanswered, match="not done after 0 s, which says nothing about the checkpoint") as caught:
+        invoke(*command)
+    (problem,) = caught.value.problems
+    assert problem.where == f"{NEWEST}/config.json"
+    assert "LLMTAILOR_TIMEOUT" in problem.fix
+    assert everything() == before
+    monkeypatch.delenv("LLMTAILOR_TIMEOUT")
+    assert invoke(*command).exit_code == 0
+
+
+def test_a_process_that_is_killed_gives_no_answer_either(run, monkeypatch):
+    monkeypatch.setattr(model, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(Unanswered, match="killed by signal 9"):
+        invoke("latest", ".")
+
+
+def test_a_composite_that_could_not_be_verified_in_time_stays_to_be_gone_on_with(tmp_path, monkeypatch):
+    """Nothing asks for the params' order of a partial checkpoint, but for tied names of what was written."""
+    monkeypatch.chdir(tmp_path)
+    model._describe.cache_clear()
+    tied = build("qwen2", 2, tied=True)
+    optimizer = torch.optim.AdamW(tied.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    saver = saver_for("run", model=tied, optimizer=optimizer, scheduler=scheduler, policy="full")
+    saver.start(0)
+    tokens = torch.arange(8)[None]
+    tied(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    scheduler.step()
+    saver.save(1)
+    saver.close()
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
+    with pytest.raises(Unanswered, match=r"checkpoint-1/config\.json"):
+        invoke("merge", "--run", "run")
+    assert not Path("run/checkpoint-1").exists()
+    assert Path("run/.checkpoint-1.llmtailor-staging/out/optimizer.pt").exists()
+    monkeypatch.delenv("LLMTAILOR_TIMEOUT")
+    done = invoke("merge", "--run", "run")
+    assert done.exit_code == 0 and "going on" in done.output
+    assert Path("run/checkpoint-1/optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("told", ["soon", "-1", "nan", "inf"])
+def test_a_limit_that_is_none_is_refused(run, monkeypatch, told):
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", told)
+    with pytest.raises(UsageError, match="is no number of seconds"):
+        invoke("latest", ".")
