@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,14 @@ def _to_json(plan: GcPlan) -> dict[str, Any]:
         "in_use": [str(path) for path in plan.in_use],
         "skipped": [problem.to_json() for problem in plan.left_alone],
         "composable_before": list(plan.needs.before),
-        "composable_after": list(plan.needs.kept),
+        "composable_after": [age.step for age in plan.ages],
+        "ages": [asdict(age) for age in plan.ages],
         "freed_bytes": plan.freed,
     }
 
 
 def _to_text(plan: GcPlan) -> str:
-    from llmtailor.cli.tables import size, steps_text, table
+    from llmtailor.cli.tables import ages_text, size, steps_text, table
     from llmtailor.retain.places import files_in, freed_bytes
 
     removed = {removal.path for removal in plan.removals}
@@ -100,7 +102,8 @@ def _to_text(plan: GcPlan) -> str:
             rows.append((removal.path.name, f"removed: {removal.why}", size(freed_bytes(files_in(removal.path)))))
     lines = [table(("folder", "becomes", "bytes of its own"), rows, right=(2,)), ""] if rows else []
     lines.append(f"steps that can be composed now:        {steps_text(plan.needs.before)}")
-    lines.append(f"steps that can be composed afterwards: {steps_text(plan.needs.kept)}")
+    lines.append(f"steps that can be composed afterwards: {steps_text([age.step for age in plan.ages])}")
+    lines += ["", ages_text(plan.ages), ""] if plan.ages else []
     lines += [] if plan.removals else ["nothing to remove"]
     lines.append(f"{size(plan.freed)} freed ({plan.freed:,} bytes)")
     return "\n".join(lines)

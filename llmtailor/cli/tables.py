@@ -9,8 +9,10 @@ from llmtailor.core.report import Report
 from llmtailor.errors import printable
 from llmtailor.formats.manifest import fold_layers
 from llmtailor.formats.trainer import ADAPTER
+from llmtailor.recipe.words import condense
 
 if TYPE_CHECKING:
+    from llmtailor.retain.ages import Age, StepAge
     from llmtailor.salvage.service import Salvage
 
 
@@ -141,6 +143,18 @@ def size(num_bytes: int) -> str:
 def steps_text(steps: Sequence[int]) -> str:
     """Return global steps as a list."""
     return ", ".join(map(str, steps)) or "none"
+
+
+def ages_text(ages: Sequence[StepAge]) -> str:
+    """Return how old the parts of each step are that stays composable, now and afterwards."""
+    rows = [(str(one.step), _age(one.now), _age(one.afterwards)) for one in ages]
+    return table(("step", "oldest parts now", "oldest parts afterwards"), rows, right=(0,))
+
+
+def _age(age: Age | None) -> str:
+    if age is None:
+        return "can't be composed"
+    return f"{age.steps_back} steps back: {condense(age.parts)}" if age.steps_back else "all of that step"
 
 
 def _staleness(steps: int) -> str:

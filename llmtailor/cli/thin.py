@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,12 +140,13 @@ def _to_json(plan: ThinPlan) -> dict[str, Any]:
         "skipped": [problem.to_json() for problem in plan.scan.skipped],
         "composable_before": list(plan.decision.before),
         "composable_after": list(plan.decision.after),
+        "ages": [asdict(age) for age in plan.ages],
         "freed_bytes": plan.freed,
     }
 
 
 def _to_text(plan: ThinPlan) -> str:
-    from llmtailor.cli.tables import size, steps_text, table
+    from llmtailor.cli.tables import ages_text, size, steps_text, table
 
     rows = [
         (step.fate.checkpoint.name, step.kind, *_words(plan, step), size(step.num_bytes), _signed(step.freed))
@@ -155,6 +157,7 @@ def _to_text(plan: ThinPlan) -> str:
     before, after = plan.decision.before, plan.decision.after
     lines.append(f"steps that can be composed now:        {steps_text(before)}")
     lines.append(f"steps that can be composed afterwards: {steps_text(after)}")
+    lines += ["", ages_text(plan.ages), ""] if plan.ages else []
     if lost := [step for step in before if step not in after]:
         lines.append(f"nothing can resume from step {steps_text(lost)} any more: only the weights are kept")
     if not plan.decision.changes:

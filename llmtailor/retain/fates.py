@@ -129,6 +129,7 @@ class Deciding:
             parts=None if held_parts >= set(self.parts) else frozenset(held_parts),
             resumable=True,
             past=Past(step, ledger.lineage, ledger.history),
+            part_steps=checkpoint.part_steps,
         )
         return Fate(checkpoint, PARTIAL, parts=chosen, successor=successor, ledger=ledger)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.core.run import composable_steps
 from llmtailor.core.words import some
 from llmtailor.errors import Problem, SourceError
 from llmtailor.execute.left_over import left_over
@@ -17,6 +18,7 @@ from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.history.retention import SaveRecord
+from llmtailor.retain.ages import StepAge, compare_ages
 from llmtailor.retain.needs import Needs, find_needs
 from llmtailor.retain.places import files_in, freed_bytes, left_behind
 from llmtailor.retain.watch import carrying_out, check_newest
@@ -52,6 +54,8 @@ class GcPlan:
     """Left alone: another process is writing there"""
     left_alone: tuple[Problem, ...]
     """What can't be used, or must not be removed, and why"""
+    ages: tuple[StepAge, ...]
+    """Of each step that stays composable"""
     freed: int
 
 
@@ -81,7 +85,10 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
         if unknown
     ]
     freed = freed_bytes(path for removal in removals for path in files_in(removal.path))
-    return GcPlan(run, scan, needs, removals, tuple(in_use), (*scan.skipped, *kept), freed)
+    gone = {removal.path for removal in removals}
+    rest = [one for one in scan.usable if one.path not in gone]
+    ages = compare_ages(scan.usable, rest, composable_steps(rest, scan.anatomy.parts), scan.anatomy.parts)
+    return GcPlan(run, scan, needs, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
 
 
 def _unknown(folder: Path) -> tuple[str, ...]:

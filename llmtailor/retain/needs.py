@@ -1,7 +1,8 @@
 """Which partial checkpoints of a run nothing needs any more. Pure.
 
-A step needs its own partial checkpoint and those that this one builds on, as if there were no full ones: these are
-deleted by the Trainer (``save_total_limit``), and by people.
+Full checkpoints are deleted by the Trainer (``save_total_limit``), and by people. So steps count twice: those that can
+be composed of what is there, and those that partial checkpoints alone are good for, as if there were no full ones. A
+step needs its own partial checkpoint and those that this one builds on.
 """
 
 from __future__ import annotations
@@ -32,20 +33,25 @@ def find_needs(
     parts: Sequence[str],
     keep: int | None,
 ) -> Needs:
-    """Decide which partial checkpoints stay: those that the newest ``keep`` composable steps need (None: all of them).
+    """Decide which partial checkpoints stay: those that the newest ``keep`` composable steps need (None: all of them),
+    and those that the newest ``keep`` need that partial checkpoints alone are good for.
 
-    ``records`` are what the partial ones' manifests tell. Those newer than every composable step stay, too, with what
-    they build on: a later save may complete them.
+    ``records`` are what the partial ones' manifests tell. Those newer than every step that they alone are good for
+    stay, too, with what they build on: a later save may complete them.
     """
-    before = composable_steps(checkpoints, parts)
-    promised = before[-keep:] if keep else before
-    newest = promised[-1] if promised else -1
+    before, alone = composable_steps(checkpoints, parts), composable_steps(list(records), parts)
+    promised, promised_alone = (steps[-keep:] if keep else steps for steps in (before, alone))
+    newest = alone[-1] if alone else -1
     needed: set[RunCheckpoint] = set()
     for one, record in records.items():
-        if one.step in promised or one.step > newest:
+        if one.step in {*promised, *promised_alone} or one.step > newest:
             needed |= {one, *_built_on(record, records)}
+    for there, steps in ((checkpoints, promised), (list(records), promised_alone)):
+        for step in steps:
+            needed |= {one for one in (sources_at(there, step, parts) or {}).values() if one.is_partial}
     left = [one for one in checkpoints if not one.is_partial or one in needed]
     _prove(checkpoints, left, promised, parts)
+    _prove(list(records), list(needed), promised_alone, parts)
     return Needs(tuple(before), tuple(composable_steps(left, parts)), frozenset(needed))
 
 

@@ -19,6 +19,7 @@ from llmtailor.errors import Problem, VerificationError
 from llmtailor.execute.stopping import Stop, stoppable
 from llmtailor.formats.partial.layout import trained_states
 from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.retain.ages import StepAge, compare_ages
 from llmtailor.retain.convert import Contents, Conversion, plan_conversion, write_conversion
 from llmtailor.retain.facts import read_facts, read_thinned
 from llmtailor.retain.fates import PARTIAL, WEIGHTS, Deciding, Decision, Fate, FullFacts, replaced
@@ -62,6 +63,8 @@ class ThinPlan:
     left_behind: tuple[Path, ...] = field(default=())
     """By a process that was killed; removed as well"""
     freed: int = 0
+    ages: tuple[StepAge, ...] = ()
+    """Of each step that stays composable"""
 
 
 def plan_thinning(run: Path, thinning: Thinning) -> ThinPlan:
@@ -80,7 +83,11 @@ def plan_thinning(run: Path, thinning: Thinning) -> ThinPlan:
     steps = _measure(decision, scan, chooser)
     left = left_behind(run)
     freed = sum(step.freed for step in steps) + freed_bytes(path for folder in left for path in files_in(folder))
-    return ThinPlan(run, thinning, scan, decision, steps, tuple(left), freed)
+    rest = list(scan.usable)
+    for fate in decision.fates:
+        rest = replaced(rest, fate)
+    ages = compare_ages(scan.usable, rest, decision.after, scan.anatomy.parts)
+    return ThinPlan(run, thinning, scan, decision, steps, tuple(left), freed, ages)
 
 
 def bytes_to_move(plan: ThinPlan) -> int:

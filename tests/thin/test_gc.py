@@ -73,11 +73,27 @@ def test_full_checkpoints_do_not_stand_in(run, full):
     assert removed(call("gc", run, "--keep", 1)) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_a_newer_full_checkpoint_needs_nothing(run):
+def test_a_newer_full_checkpoint_takes_nothing_away(run, tmp_path):
+    """Rotation deletes it, and the newest step of the partial ones must still be there; a composite counts as full."""
     make(run, 600)
     told = call("gc", run, "--keep", 1)
-    assert removed(told) == [f"step-00000{step}" for step in (100, 200, 300, 400, 500)]
-    assert told["composable_after"] == [600]
+    assert removed(told) == ["step-00000100", "step-00000200", "step-00000300"]
+    assert told["composable_after"] == [500, 600]
+    shutil.rmtree(run / "checkpoint-600")
+    before = sources(compose(run, 500, run / "checkpoint-500"))
+    assert removed(call("gc", run, "--keep", 1, "--yes")) == ["step-00000100", "step-00000200", "step-00000300"]
+    shutil.rmtree(run / "checkpoint-500")
+    assert sources(compose(run, 500, tmp_path / "again")) == before
+
+
+def test_nothing_goes_where_only_full_checkpoints_complete_anything(run, full):
+    """As if there were no full ones, no step could be composed, and then nothing is removed."""
+    for step in (100, 300, 500):
+        shutil.rmtree(run / "partial" / f"step-00000{step}")
+    shutil.copytree(full / "checkpoint-300", run / "checkpoint-300")
+    make(run, 600)
+    told = call("gc", run, "--keep", 1)
+    assert (removed(told), told["composable_after"]) == ([], [300, 400, 600])
 
 
 def test_what_only_full_checkpoints_complete_stays(run, full):
@@ -109,6 +125,26 @@ def test_nothing_is_removed_where_nothing_can_be_composed(run):
     with pytest.raises(SourceError, match="no step of this run can be composed, so nothing is removed"):
         call("gc", run, "--keep", 1, "--yes")
     assert folders(run) == ["partial/step-00000500"]
+
+
+def test_it_says_how_old_the_parts_of_each_step_are(run):
+    told = call("gc", run, "--keep", 2)
+    old = {step: {"steps_back": 100, "parts": parts} for step, parts in ((400, EVEN), (500, ODD))}
+    assert [age["step"] for age in told["ages"]] == [400, 500]
+    for age in told["ages"]:
+        assert age["now"] == age["afterwards"]
+        assert age["now"]["steps_back"] == old[age["step"]]["steps_back"]
+        assert set(age["now"]["parts"]) == set(old[age["step"]]["parts"])
+    text = CliRunner().invoke(cli, ["gc", str(run), "--keep", "2"], catch_exceptions=False).stdout
+    assert " 400  100 steps back: embed_tokens, layers 0, 2, norm" in text
+
+
+def test_a_composite_is_as_old_as_its_parts(run, tmp_path):
+    """Step 500 is a folder of its own, and half of it is of step 400 all the same."""
+    compose(run, 500, run / "checkpoint-500")
+    [*_, newest] = call("gc", run)["ages"]
+    assert newest["step"] == 500
+    assert (newest["now"]["steps_back"], set(newest["now"]["parts"])) == (100, set(ODD))
 
 
 def test_a_damaged_newest_checkpoint(run):
@@ -218,5 +254,6 @@ def test_after_thinning(tmp_path):
     with pytest.raises(SourceError, match="newest checkpoint can't be used"):
         call("gc", run, "--keep", 1)
     (tmp_path / "kept").rename(optim)
-    assert removed(call("gc", run, "--keep", 1, "--yes")) == ["step-00000100", "step-00000200"]
-    assert folders(run) == ["checkpoint-300"]
+    assert removed(call("gc", run, "--keep", 1, "--yes")) == []
+    shutil.rmtree(run / "checkpoint-300")
+    assert call("gc", run)["composable_after"] == [100, 200]

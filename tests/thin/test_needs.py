@@ -109,31 +109,46 @@ def outcome(checkpoints: Sequence[RunCheckpoint], step: int) -> tuple[Path, Mapp
     return max(bases, key=lambda one: (one.parts is None, not one.is_partial)).path, sources
 
 
-def outcomes(disk: Disk, left: Sequence[RunCheckpoint], steps: Sequence[int]) -> list[object]:
-    """Return all that shall not change: the composites, and what partial checkpoints build on by themselves."""
+def able(checkpoints: Sequence[RunCheckpoint]) -> list[int]:
+    return [step for step in sorted({one.step for one in checkpoints}) if outcome(checkpoints, step)]
+
+
+def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> list[object]:
+    """Return all that shall not change: the composites of the newest steps, those of the newest steps if all full
+    checkpoints were gone, and what partial checkpoints build on by themselves."""
     partial = [one for one in left if one.is_partial]
-    newest = steps[-1] if steps else -1
+    promised, alone = able(disk.checkpoints), able(list(disk.records))
+    newest = alone[-1] if alone else -1
+    promised, alone = (steps[-keep:] if keep else steps for steps in (promised, alone))
     by_themselves = [
-        newest_of_each(partial, one.past, one.step) for one in disk.records if one.step in steps or one.step > newest
+        newest_of_each(partial, one.past, one.step)
+        for one in disk.records
+        if one.step in {*promised, *alone} or one.step > newest
     ]
-    return [*(outcome(left, step) for step in steps), *by_themselves]
+    return [*(outcome(left, step) for step in promised), *(outcome(partial, step) for step in alone), *by_themselves]
 
 
 @given(disks(), st.none() | st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) -> None:
     everything = disk.checkpoints
-    able = [step for step in sorted({one.step for one in everything}) if outcome(everything, step)]
-    promised = able[-keep:] if keep else able
     needs = find_needs(everything, disk.records, PARTS, keep)
-    assert list(needs.before) == able
-    before = outcomes(disk, everything, promised)
+    assert list(needs.before) == able(everything)
+    before = outcomes(disk, everything, keep)
     for lost in disk.records:
         left = [one for one in everything if one is not lost]
-        assert (lost in needs.needed) == (outcomes(disk, left, promised) != before)
+        assert (lost in needs.needed) == (outcomes(disk, left, keep) != before)
     left = [one for one in everything if not one.is_partial or one in needs.needed]
-    assert outcomes(disk, left, promised) == before
-    assert [step for step in needs.kept if step in promised] == promised
+    assert outcomes(disk, left, keep) == before
+    assert set(needs.kept) >= set(able(everything)[-keep:] if keep else able(everything))
+
+
+@given(disks(), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_full_checkpoints_never_justify_a_removal(disk: Disk, keep: int) -> None:
+    """Whatever rotation deletes afterwards, the newest steps that partial ones are good for can be composed."""
+    needs = find_needs(disk.checkpoints, disk.records, PARTS, keep)
+    assert able(list(needs.needed))[-keep:] == able(list(disk.records))[-keep:]
 
 
 @given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
@@ -142,12 +157,12 @@ def test_thinning_keeps_every_step_that_it_promises(
     disk: Disk, keep_full: int, strategy: str | None, data: st.DataObject
 ) -> None:
     everything = disk.checkpoints
-    able = [step for step in sorted({one.step for one in everything}) if outcome(everything, step)]
+    before = able(everything)
     chooser: Chooser | None = None
     if strategy is not None:
         thinning = Thinning(keep_full, *((None, ("odd", "norm")) if strategy == "select" else (strategy,)))
         chooser = make_chooser(thinning, ANATOMY, PARTS)
-    if not able:
+    if not before:
         return
     facts = {
         one.path: FullFacts(
@@ -181,13 +196,13 @@ def test_thinning_keeps_every_step_that_it_promises(
         assert not fate.successor or fate.successor.step == fate.checkpoint.step
         there = [one for one in there if one.path not in (fate.checkpoint.path, fate.successor and fate.successor.path)]
         there += [fate.successor] if fate.successor else []
-        steps = [step for step in able if outcome(there, step)]  # at each moment, not only in the end
+        steps = [step for step in before if outcome(there, step)]  # at each moment, not only in the end
         given_up = {one.checkpoint.step for one in decision.fates if one.becomes == WEIGHTS}
-        assert set(able) - given_up <= set(steps)
+        assert set(before) - given_up <= set(steps)
         if fate.ledger:
             chosen = outcome(there, fate.checkpoint.step)
             assert chosen
             assert {part for part in fate.parts if chosen[1][part] != fate.successor.path} == set()
-    assert list(decision.after) == [step for step in sorted({one.step for one in there}) if outcome(there, step)]
+    assert list(decision.after) == able(there)
     newest = sorted(disk.full)[-keep_full:]
     assert {fate.checkpoint.step for fate in decision.fates if fate.becomes == STAYS} >= set(newest)

@@ -57,6 +57,24 @@ def test_a_dry_run_tells_and_touches_nothing(tmp_path):
     assert "dry run: nothing was touched" in result.stderr
 
 
+def test_it_says_how_old_the_parts_of_each_step_become(tmp_path):
+    run = make_run(tmp_path / "run", (100, 200, 300, 400))
+    words = ("thin", run, "--strategy", "parity", "--keep-full-last", 1)
+    ages = {age["step"]: age for age in call(*words)["ages"]}
+    fresh = {"steps_back": 0, "parts": []}
+    assert all(age["now"] == fresh for age in ages.values())
+    assert ages[100]["afterwards"] == ages[400]["afterwards"] == fresh
+    for step, parts in ((200, EVEN), (300, ODD)):
+        assert ages[step]["afterwards"]["steps_back"] == 100
+        assert set(ages[step]["afterwards"]["parts"]) == parts
+    text = CliRunner().invoke(cli, [*map(str, words)], catch_exceptions=False).stdout
+    assert " 200  all of that step  100 steps back: embed_tokens, layers 0, 2, norm" in text
+    again = call(*words, "--yes") and call(*words)
+    assert [age["now"] for age in again["ages"]] == [ages[step]["afterwards"] for step in sorted(ages)]
+    older = call("thin", run, "--keep-optimizer-last", 1)
+    assert [age["step"] for age in older["ages"]] == [100, 200, 300, 400]
+
+
 def test_policies_choose_as_they_do_while_training(tmp_path):
     run = make_run(tmp_path / "run", range(100, 700, 100))
     everything = ODD | EVEN
