@@ -92,7 +92,12 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
 
 
 def _unknown(folder: Path) -> tuple[str, ...]:
-    return () if _STAGING.fullmatch(folder.name) else survey_contents(folder).unknown
+    if _STAGING.fullmatch(folder.name):
+        return ()
+    try:
+        return survey_contents(folder).unknown
+    except OSError as error:
+        return (f"something that can't be read ({error.strerror})",)
 
 
 def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None) -> None:
