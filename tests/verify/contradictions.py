@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from helpers.checkpoints import edit
 from verify.damages import inner, masters, on_models, on_ranks, optim, outer
 
 Tree = Any
@@ -53,6 +54,14 @@ def fragments_as_fp16(tree: Tree) -> None:
         tree["frozen_param_fragments"][name] = fragment.half()
 
 
+def call_it_fp32(checkpoint: Path, _: Path) -> None:
+    """Have the checkpoint say that the run was in fp32, so that what is bf16 has been rounded."""
+    for rank in (0, 1):
+        path = optim(checkpoint, rank)
+        edit(path, lambda tree: tree["ds_config"].update(bf16={"enabled": False}))
+        path.rename(path.with_name(path.name.removeprefix("bf16_")))
+
+
 def module_as_fp16(tree: Tree) -> None:
     for name, tensor in tree["module"].items():
         tree["module"][name] = tensor.half()
@@ -63,9 +72,10 @@ def keep_maxima(tree: Tree) -> None:
         state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
 
 
-def steps_as_tensors(tree: Tree) -> None:
-    for state in states(tree):
-        state["step"] = torch.tensor(float(state["step"]))
+def stop_adapting(tree: Tree) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    outer(tree)["loss_scaler"] = LossScaler(outer(tree)["loss_scaler"].cur_scale)
 
 
 def scale_for_nothing(tree: Tree) -> None:
@@ -80,7 +90,8 @@ DAMAGES: dict[str, list[tuple[tuple[str, ...], Damage]]] = {
     "Adam's steps of flat ids that differ, in no composite": [(("llama", "zero2"), on_ranks(one_step_more))],
     "masters in another dtype than fp32": [(("llama", "zero2", "zero1-bf16opt"), on_ranks(round_masters))],
     "moments that are no floating-point numbers": [(("llama", "zero2"), on_ranks(moments_as_ints))],
-    "frozen params, or the module of ZeRO-1/2, rounded otherwise than the run": [
+    "frozen params in fewer bits than the run has": [(("llama-frozen", "zero2-frozen"), call_it_fp32)],
+    "frozen params in another format, or the module of ZeRO-1/2 in another dtype": [
         (("llama-frozen", "zero2-frozen"), on_models(fragments_as_fp16)),
         (("zero2",), on_models(module_as_fp16)),
     ],
@@ -95,10 +106,7 @@ DAMAGES: dict[str, list[tuple[tuple[str, ...], Damage]]] = {
         (("llama", "zero2"), on_ranks(lambda tree: groups(tree)[0].update(eps=1e-3))),
         (("llama",), on_ranks(lambda tree: groups(tree)[1].update(betas=(0.5, 0.999)))),
     ],
-    "DeepSpeedCPUAdam with steps that are no ints": [(("llama-cpu-adam",), on_ranks(steps_as_tensors))],
-    "a loss scaler of another kind than dynamic_loss_scale says": [
-        (("llama-fp16", "zero2-fp16"), on_scalers(lambda tree: outer(tree).update(dynamic_loss_scale=False)))
-    ],
+    "a static loss scaler in a run with a dynamic one": [(("llama-fp16", "zero2-fp16"), on_scalers(stop_adapting))],
     "a loss scale other than 1 without fp16": [(("llama", "zero2"), on_ranks(scale_for_nothing))],
     "a loss scaler of another step": [(("llama-fp16", "zero2-fp16"), on_scalers(scaler_of_step_0))],
     "clip_grad other than gradient_clipping of ds_config, ZeRO-1/2": [

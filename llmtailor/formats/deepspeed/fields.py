@@ -19,6 +19,8 @@ from llmtailor.formats.pickle_nodes import TensorView, as_ints, as_shape, as_ten
 from llmtailor.io.sources import open_source
 
 FIX = "copy the file again, or leave this checkpoint out"
+_STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+"""torch writes the first; a resume takes the others as well."""
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
 
@@ -177,15 +179,15 @@ def check_kind(kind: Any, where: str) -> str:
 
 
 def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
-    """Return Adam's step, an int or a tensor of one fp32 element. Raises SourceError if it counts no steps."""
+    """Return Adam's step, an int or a tensor of one element. Raises SourceError if it counts no steps."""
     if isinstance(node, (int, float)):
         step: float = node
     else:
         tensor = read_tensor(node, f"state[{flat_id}][step]", where)
-        if tensor.dtype != "F32" or tensor.numel != 1:
-            raise SourceError.at(where, f"the step of flat id {flat_id} is no fp32 scalar", FIX, Code.FIELD_TYPE)
+        if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
+            raise SourceError.at(where, f"the step of flat id {flat_id} is no number", FIX, Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:
-            step = struct.unpack("<f", file.read(tensor.extent.start, tensor.extent.stop))[0]
+            step = struct.unpack(_STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
     if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
         raise SourceError.at(
             where, f"the step of flat id {flat_id} is {step}, and no number of steps", FIX, Code.FIELD_RANGE

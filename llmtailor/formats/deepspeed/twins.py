@@ -18,6 +18,7 @@ from llmtailor.formats.deepspeed.common import Saved, precision
 from llmtailor.formats.deepspeed.files import ShardFiles
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
+_ALL_FLOATS = (*_FLOATS, "F8_E4M3", "F8_E5M2")
 _OTHER_SAVE = "copy the checkpoint again, whole, or take another one"
 _MAX_SQ = "max_exp_avg_sq"
 
@@ -93,17 +94,28 @@ def _moment_dtype(shards: Shards) -> _Found:
         yield shards.files.tag, f"{kind} of {some(params)} is {dtype}, which is no floating-point type", tuple(params)
 
 
-def _model_dtype(shards: Shards) -> _Found:
-    """What is rounded on saving, or on loading, is not what the run had."""
+def _frozen_dtype(shards: Shards) -> _Found:
+    """A frozen param has no master: what it was rounded to is all that there is."""
     run = precision(shards.files.is_bf16, shards.saved.ds_config)
-    held = [(state.param, one.dtype) for state, one in shards.saved.held.items() if state.kind == FROZEN]
-    held += [(param, one.dtype) for param, one in shards.saved.module.items()]
-    found: dict[str, list[str]] = {}
-    for param, dtype in held:
-        if dtype in _FLOATS and dtype != run and ITEMSIZE[dtype] <= ITEMSIZE[run]:
-            found.setdefault(dtype, []).append(param)
-    for dtype, params in found.items():
-        yield shards.files.model[0], f"{some(params)} in the module is {dtype}, the run trained in {run}", tuple(params)
+    kept = {state.param: held.dtype for state, held in shards.saved.held.items() if state.kind == FROZEN}
+    lost = {param: dtype for param, dtype in kept.items() if dtype in _ALL_FLOATS and ITEMSIZE[dtype] < ITEMSIZE[run]}
+    yield from _by_dtype(shards.files.model[0], lost, f"the run trained in {run}")
+
+
+def _model_dtype(shards: Shards) -> _Found:
+    run = precision(shards.files.is_bf16, shards.saved.ds_config)
+    kept = {state.param: held.dtype for state, held in shards.saved.held.items() if state.kind == FROZEN}
+    other = {param: dtype for param, dtype in kept.items() if ITEMSIZE[dtype] == ITEMSIZE[run]}
+    module = {param: held.dtype for param, held in shards.saved.module.items() if param not in kept}
+    other |= {param: dtype for param, dtype in module.items() if ITEMSIZE[dtype] <= ITEMSIZE[run]}
+    told = {param: dtype for param, dtype in other.items() if dtype in _ALL_FLOATS and dtype != run}
+    yield from _by_dtype(shards.files.model[0], told, f"the run trained in {run}")
+
+
+def _by_dtype(path: str, dtypes: Mapping[str, str], wanted: str) -> _Found:
+    for dtype in dict.fromkeys(dtypes.values()):
+        params = tuple(param for param, one in dtypes.items() if one == dtype)
+        yield path, f"{some(params)} in the module is {dtype}, {wanted}", params
 
 
 def _amsgrad(shards: Shards) -> _Found:
@@ -132,20 +144,10 @@ def _unlike_groups(shards: Shards) -> _Found:
             yield shards.files.tag, f"the param groups differ in {key}: {shown}", ()
 
 
-def _cpu_adam(shards: Shards) -> _Found:
-    groups, flats = shards.saved.groups, shards.saved.flat_ids
-    has_states = any(state.kind == EXP_AVG for state in shards.saved.held)
-    of_torch = any("maximize" in group.hyper or "foreach" in group.hyper for group in groups)
-    of_deepspeed = not of_torch and any("bias_correction" in group.hyper for group in groups)
-    if of_deepspeed and has_states and any(flat.step_is_tensor for flat in flats):
-        yield shards.files.tag, "the hyperparameters are DeepSpeedCPUAdam's, but its steps are no ints", ()
-
-
 def _scaler_kind(shards: Shards) -> _Found:
     flag, is_dynamic = shards.saved.facts.get("dynamic_loss_scale"), "loss_scaler.cur_iter" in shards.saved.facts
-    if isinstance(flag, bool) and flag != is_dynamic:
-        kind = "dynamic" if is_dynamic else "static"
-        yield shards.files.optim[0], f"the loss scaler is {kind}, but dynamic_loss_scale is {flag}", ()
+    if flag is True and not is_dynamic:
+        yield shards.files.optim[0], "the loss scaler is static, but dynamic_loss_scale is True", ()
 
 
 def _scale_without_fp16(shards: Shards) -> _Found:
@@ -191,10 +193,17 @@ CONTRADICTIONS = (
         _moment_dtype,
     ),
     Contradiction(
-        "frozen params, or the module of ZeRO-1/2, rounded otherwise than the run",
+        "frozen params in fewer bits than the run has",
         ERROR,
-        Code.PRECISION,
+        Code.STATE_DTYPE,
         "silent: they are cast, rounded as they are",
+        _frozen_dtype,
+    ),
+    Contradiction(
+        "frozen params in another format, or the module of ZeRO-1/2 in another dtype",
+        WARNING,
+        Code.STATE_DTYPE,
+        "resumes: they are cast; what the other dtype can't hold is lost",
         _model_dtype,
     ),
     Contradiction(
@@ -211,7 +220,13 @@ CONTRADICTIONS = (
         "silent: these params move uphill",
         _direction,
     ),
-    Contradiction("maximize in all param groups", WARNING, Code.FIELD_CONFLICT, "silent: the loss goes up", _uphill),
+    Contradiction(
+        "maximize in all param groups",
+        ERROR,
+        Code.FIELD_CONFLICT,
+        "silent: the loss goes up (neither the Trainer nor DeepSpeed can be told to maximize)",
+        _uphill,
+    ),
     Contradiction(
         "param groups with different betas, eps, amsgrad or bias_correction",
         WARNING,
@@ -220,17 +235,10 @@ CONTRADICTIONS = (
         _unlike_groups,
     ),
     Contradiction(
-        "DeepSpeedCPUAdam with steps that are no ints",
+        "a static loss scaler in a run with a dynamic one",
         ERROR,
         Code.FIELD_CONFLICT,
-        "a resume fails at the first step",
-        _cpu_adam,
-    ),
-    Contradiction(
-        "a loss scaler of another kind than dynamic_loss_scale says",
-        ERROR,
-        Code.FIELD_CONFLICT,
-        "silent: the scale no longer adapts, or begins to",
+        "silent: the scale no longer adapts",
         _scaler_kind,
     ),
     Contradiction(

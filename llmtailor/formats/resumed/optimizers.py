@@ -33,7 +33,7 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
     group, state = (*at, "param_groups", EACH), (*at, "state", EACH)
     like_adam = {"only": "Adam and its kin", "applies": of_adam}
     hyper = {"missing": FAILS_AT_STEP, "mistyped": FAILS_AT_STEP, "beyond": _DIVERGES, "unlike": _EVERY_RANK_BY_ITS_OWN}
-    flag = {"mistyped": FAILS_AT_STEP, "unlike": _OTHER_RUN}
+    flag = {"mistyped": FAILS_AT_STEP, "unlike": _EVERY_RANK_BY_ITS_OWN}
     lost = Says(ERROR, "a resume fails at the first step", code=Code.STATE_MISSING)
     return (
         Field((*at, "param_groups"), LIST, "torch.optim.Optimizer.load_state_dict", FAILS, FAILS),
@@ -54,12 +54,12 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
         ),
         Field((*group, "initial_lr"), RATE, "nobody: the scheduler has base_lrs", unlike=_OTHER_RUN),
         *(
-            Field((*group, key), FLAG, _BY_DEFAULT, unlike=_EVERY_RANK_BY_ITS_OWN, **like_adam)  # type: ignore[arg-type]
-            for key in ("amsgrad", "maximize", "decoupled_weight_decay")
+            Field((*group, key), FLAG, _BY_DEFAULT, **flag, **like_adam)  # type: ignore[arg-type]
+            for key in ("amsgrad", "maximize", "differentiable")
         ),
         *(
-            Field((*group, key), FLAG, _BY_DEFAULT, **flag, **like_adam)  # type: ignore[arg-type]
-            for key in ("foreach", "capturable", "differentiable", "fused")
+            Field((*group, key), FLAG, _BY_DEFAULT, unlike=_OTHER_RUN, **like_adam)  # type: ignore[arg-type]
+            for key in ("decoupled_weight_decay", "foreach", "capturable", "fused")
         ),
         *(
             Field((*state, key), ANYTHING, _STEP, missing=lost, **like_adam)  # type: ignore[arg-type]
