@@ -34,6 +34,7 @@ class Code(Enum):
     FILE_CHANGED = "file-changed", "a file changed while it was read"
     NOT_A_FILE = "not-a-file", "a folder, pipe, socket or device is in the place of a file"
     FILE_NAME = "file-name", "a resume won't find a file or folder by the name it has, or finds the wrong one"
+    FILE_UNKNOWN = "file-unknown", "there are files of more ranks than the run had"
     FILE_SWAPPED = "file-swapped", "a file is another rank's"
     UNSAFE_PICKLE = "unsafe-pickle", "a pickle names a global that no checkpoint needs"
 

@@ -107,7 +107,9 @@ def _severity(problem: Problem, root: Path) -> str:
     path = problem.path
     if looks_partial(root):
         return ERROR
-    if problem.code is Code.COMPRESSED or (problem.code is Code.NOT_A_FILE and path and is_rng_file(path)):
+    if problem.code in (Code.COMPRESSED, Code.FILE_UNKNOWN) or (
+        problem.code is Code.NOT_A_FILE and path and is_rng_file(path)
+    ):
         return WARNING
     if path == MANIFEST or (path is not None and not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
         return WARNING

@@ -299,7 +299,7 @@ add(
     "shard 2 of 3 is missing",
     on_models(lambda tree: tree.update(dp_world_size=3)),
 )
-add("dp_world_size of fewer ranks", "error", "shards of 2 ranks", on_models(lambda tree: tree.update(dp_world_size=1)))
+add("dp_world_size of fewer ranks", "error", "elements where", on_models(lambda tree: tree.update(dp_world_size=1)))
 add("no dp_world_size", "error", "dp_world_size is missing", on_models(lambda tree: tree.pop("dp_world_size")))
 add("no mp_world_size", "error", "mp_world_size is missing", on_models(lambda tree: tree.pop("mp_world_size")))
 

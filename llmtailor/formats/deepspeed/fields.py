@@ -142,12 +142,14 @@ def read_elementwise(
         if kind == "step":
             continue
         view = as_tensor(node)
-        if kind in _OF_ADAM and (view is None or len(view.shape) != 1):
-            have = "no tensor" if view is None else f"of shape {list(view.shape)}"
-            code = Code.FIELD_TYPE if view is None else Code.STATE_SIZE
-            what = f"{kind} of flat id {flat_id} is {have}, where a flat tensor belongs"
-            raise SourceError.at(where, what, FIX, code)
-        if view is None or len(view.shape) != 1 or numel not in (None, view.numel):
+        if kind in _OF_ADAM:  # always elementwise; in more dimensions the elements are the same
+            if view is None:
+                what = f"{kind} of flat id {flat_id} is no tensor"
+                raise SourceError.at(where, what, FIX, Code.FIELD_TYPE)
+            if numel not in (None, view.numel):
+                what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"
+                raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+        elif view is None or len(view.shape) != 1 or numel not in (None, view.numel):
             have = f"has shape {list(view.shape)}" if view else "is no tensor"
             if view is not None and len(view.shape) == 1:
                 what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"

@@ -190,7 +190,7 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
     if have > world_size:
         what = f"there are shards of {have} ranks, but they say that {world_size} ranks saved them"
         fix = f"remove the shards of ranks {world_size} and up, left over from another run"
-        problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_NAME))
+        problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_UNKNOWN))
     there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
     return files if have == world_size else _of_ranks(files, world_size, frozenset(there), where, problems)
 
