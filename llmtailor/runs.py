@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.compose import absent_parts, dissect_checkpoint
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.index import CheckpointIndex
@@ -15,7 +16,6 @@ from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.formats.base import display_name, index_checkpoint
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.history.attempts import Standing
 from llmtailor.history.retention import SaveRecord
 from llmtailor.lineage import Judge, list_all
 from llmtailor.plan.checks import differences
@@ -39,8 +39,12 @@ class Scan:
     anatomy: Anatomy
     indexes: Mapping[Path, CheckpointIndex]
     """Of the usable ones, by folder"""
-    given_up: frozenset[Path]
-    """Of attempts that the run does not continue; skipped, too"""
+
+    @property
+    def given_up(self) -> frozenset[Path]:
+        """Those of attempts that the run does not continue"""
+        codes = {folder: {problem.code for problem in problems} for folder, problems in self.refused.items()}
+        return frozenset(folder for folder, found in codes.items() if Code.GIVEN_UP in found)
 
     @property
     def skipped(self) -> tuple[Problem, ...]:
@@ -94,16 +98,13 @@ def scan_run(
     good: list[tuple[RunCheckpoint, CheckpointIndex]] = []
     anatomy: Anatomy | None = None
     past: Past | None = None
-    given_up = frozenset(
-        folder for number, folder in folders if folder != also and judge.standing(folder, number) is Standing.GIVEN_UP
-    )
     newest: dict[str, int] = {}
     for number, folder in folders:
         if only_newest and anatomy and all(newest.get(part, -1) >= number for part in anatomy.parts):
             logger.info("looked no further back than %s: every part is found", display_name(good[-1][0].path))
             break
         foreign = judge.why_not(folder, number) if folder != also else None
-        if foreign is not None and folder in given_up:
+        if foreign is not None and foreign.code is Code.GIVEN_UP:
             refused[folder] = (foreign,)
             logger.info("skipped %s: %s", foreign.where, foreign.what)
             continue
@@ -132,7 +133,7 @@ def scan_run(
         raise _nothing_usable(run, at, [problem for problems in refused.values() for problem in problems])
     good.sort(key=lambda pair: pair[0].step)
     usable = tuple(checkpoint for checkpoint, _ in good)
-    return Scan(run, usable, refused, anatomy, {index.root: index for _, index in good}, given_up)
+    return Scan(run, usable, refused, anatomy, {index.root: index for _, index in good})
 
 
 def past_of(index: CheckpointIndex) -> Past | None:

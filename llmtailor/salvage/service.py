@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmtailor.codes import Code
 from llmtailor.compose import Composition, Options, dissect_checkpoint, plan_merge
 from llmtailor.continuing import is_written
 from llmtailor.core.anatomy import Anatomy
@@ -23,7 +24,6 @@ from llmtailor.formats.json_files import MAX_BYTES
 from llmtailor.formats.run_folder import list_checkpoints
 from llmtailor.formats.torchzip import read_torch_file
 from llmtailor.formats.zip_records import list_records
-from llmtailor.history.attempts import Standing
 from llmtailor.io.sources import read_source
 from llmtailor.lineage import Judge
 from llmtailor.recipe.parse import parse_recipe
@@ -135,7 +135,7 @@ def scan_run(
             logger.info("looked no further back than %s: all parts are found", holders[-1].name)
             break
         foreign = present.why_not(path, step)
-        if foreign is not None and present.standing(path, step) is Standing.GIVEN_UP:
+        if foreign is not None and foreign.code is Code.GIVEN_UP:
             refused.append(foreign)
             logger.info("skipped %s: %s", foreign.where, foreign.what)
             continue
