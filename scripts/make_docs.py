@@ -22,7 +22,9 @@ from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.formats.deepspeed.resumed import TABLES as DEEPSPEED  # noqa: E402
 from llmtailor.formats.deepspeed.twins import CONTRADICTIONS  # noqa: E402
+from llmtailor.formats.plain.resumed import OPTIMIZER_TABLE  # noqa: E402
 from llmtailor.formats.resumed.model import WAYS, Says, Table  # noqa: E402
+from llmtailor.formats.resumed.trainer import TABLES as TRAINER  # noqa: E402
 
 NOTE = "<!-- made by scripts/make_docs.py: change the code, and run it -->"
 BEGIN, END = "<!-- scripts/make_docs.py -->\n\n", "\n<!-- end -->"
@@ -150,7 +152,7 @@ def finding_codes() -> str:
     return table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
 
 
-FIELD_TABLES = DEEPSPEED
+FIELD_TABLES = (*DEEPSPEED, *TRAINER, OPTIMIZER_TABLE)
 """The tables of what a stock resume reads, in the order of docs/verify.md"""
 
 

@@ -18,11 +18,12 @@ _COPY_AGAIN = "copy the file again, or leave this checkpoint out"
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Read a JSON object. Raises SourceError for anything else.
 
-    Of a key that is there twice the last one counts, and NaN is a number: so reads whoever resumes from the file.
+    Of a key that is there twice the last one counts, NaN is a number, and the text is UTF-8 without a mark at its
+    beginning: so reads whoever resumes from the file.
     """
     data = read_source(path, where, MAX_BYTES)
     try:
-        content = json.loads(data)
+        content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise SourceError.at(where, f"the file is no JSON ({error})", _COPY_AGAIN, Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):

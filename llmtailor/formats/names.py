@@ -1,7 +1,9 @@
-"""Names that come from a file: of params, states and tensors."""
+"""Names that come from elsewhere: of params, states, tensors and folders."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import SourceError
@@ -9,6 +11,7 @@ from llmtailor.errors import SourceError
 MAX_NAME = 1000
 MAX_COUNT = 1 << 53
 """Counts are below this, so that they are exact as floats, which Adam's steps are."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FIX = "copy the file again, or leave this checkpoint out"
 
 
@@ -39,3 +42,9 @@ def is_path_below(path: str) -> bool:
 def is_count(value: Any) -> bool:
     """Tell whether a value is a number of something; True and False are none, though Python takes them for ints."""
     return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step that a folder's name tells, or None if it is not that of a checkpoint."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None

@@ -57,12 +57,13 @@ _CONTAINERS = (dict, list, tuple, set, Call)
 _SHOWN = 20
 
 
-def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None) -> Any:
+def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None, any_names: bool = False) -> Any:
     """Decode a pickle into plain values and nodes.
 
     ``find_storage(dtype, key, numel, location)`` turns a persistent id of torch into a `Storage`; without it
-    persistent ids are refused. Raises UnsafePickle, with every name, for globals off the allow-list, and SourceError
-    for bytes that are no whole pickle, or one that is made to be a burden.
+    persistent ids are refused. ``any_names`` takes globals that are off the allow-list as the names they are.
+    Raises UnsafePickle, with every name, for globals off the allow-list, and SourceError for bytes that are no whole
+    pickle, or one that is made to be a burden.
     """
     machine, damage = Machine(data, find_storage), None
     try:
@@ -71,7 +72,7 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         damage = error
     refused = [name for name in machine.globals if name.name not in ALLOWED.get(name.module, ())]
-    if refused:
+    if refused and not any_names:
         raise UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]]) from damage
     if damage is not None:
         missing = isinstance(damage, (IndexError, KeyError))

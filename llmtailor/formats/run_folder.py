@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError
 from llmtailor.formats.base import display_name
-
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+from llmtailor.formats.names import step_of
 
 
 def list_checkpoints(run: Path) -> dict[int, Path]:
@@ -20,9 +18,3 @@ def list_checkpoints(run: Path) -> dict[int, Path]:
         )
     folders = ((step_of(path), path) for path in run.iterdir())
     return {step: path for step, path in folders if step is not None and path.is_dir()}
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """Return the step that a folder's name tells, or None if it is not that of a checkpoint."""
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None

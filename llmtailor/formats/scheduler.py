@@ -6,15 +6,19 @@ by their keys; DeepSpeed's own schedulers save a counter and no list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.core.findings import ERROR, WARNING, Finding
+from llmtailor.core.findings import ERROR, Finding
 from llmtailor.core.layout import FileLayout
 from llmtailor.errors import SourceError
+from llmtailor.formats.resumed.model import check_fields
+from llmtailor.formats.resumed.schedulers import SCHEDULER_OWN_NAMES, SCHEDULER_TABLE
+from llmtailor.formats.safe_names import find_refused
 from llmtailor.formats.torchzip import lay_out_torch_file
 from llmtailor.formats.trees import read_tree
 
@@ -28,6 +32,8 @@ _PER_GROUP = frozenset(
 _NESTED = "_schedulers"  # SequentialLR and ChainedScheduler
 _OTHER_LISTS = frozenset(("_schedule_phases", "_milestones"))  # OneCycleLR, SequentialLR
 _LISTED = {"base_lrs": "learning rates", "_last_lr": "learning rates"}
+_FIRST = "a resume makes its first step with the latter, and all others by the schedule"
+_NO_STEP = "a resume follows the former"
 _KEEP = "keep the param groups (--groups keep)"
 _OTHER_SAVE = "copy the checkpoint again, whole; its files come from different saves"
 
@@ -40,6 +46,8 @@ class SchedulerFacts:
     """How many entries each list has that is known to be per param group."""
     last_rates: tuple[float, ...] = ()
     """The learning rates that it has set, per param group; empty if it does not keep them."""
+    base_rates: tuple[float, ...] = ()
+    """The learning rates that it computes them from; empty if it does not keep them, or they move."""
     num_steps: int | None = None
     """How many steps it has counted; None where it may count something else."""
 
@@ -51,44 +59,80 @@ def read_scheduler(tree: Any) -> SchedulerFacts:
     lengths = {
         str(key): len(value) for key, value in tree.items() if key in _PER_GROUP and isinstance(value, (list, tuple))
     }
-    for inner in tree.get(_NESTED) or ():
+    nested = tree.get(_NESTED)
+    for inner in nested if isinstance(nested, (list, tuple)) else ():
         lengths |= read_scheduler(inner).lengths
-    rates = tree.get("_last_lr")
     # others may count epochs or evaluations
     counted = tree.get("last_epoch") if "lr_lambdas" in tree else None
     if type(tree.get("last_batch_iteration")) is int:  # DeepSpeed's count the batch, from -1
         counted = tree["last_batch_iteration"] + 1
+    is_whole = type(counted) is int or (isinstance(counted, float) and counted.is_integer())
     return SchedulerFacts(
         lengths,
-        tuple(map(float, rates)) if isinstance(rates, list) and all(type(rate) is float for rate in rates) else (),
-        counted if type(counted) is int else None,
+        _rates(tree.get("_last_lr")),
+        () if "max_lrs" in tree else _rates(tree.get("base_lrs")),  # CyclicLR goes to and fro between two
+        int(counted) if is_whole else None,  # type: ignore[arg-type]
     )
 
 
+def _rates(value: Any) -> tuple[float, ...]:
+    """Return learning rates; those that are tensors are not read."""
+    known = isinstance(value, (list, tuple)) and all(type(rate) in (int, float) for rate in value)
+    return tuple(map(float, value)) if known else ()
+
+
+def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
+    """Yield what keeps a resume from taking ``scheduler.pt``, whatever the optimizer says."""
+    yield from find_refused(tree, where)
+    if not isinstance(tree, dict):
+        what = f"it holds a {type(tree).__name__}, and no state of a scheduler"
+        yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_TYPE, ERROR)
+        return
+    yield from check_fields(tree, SCHEDULER_TABLE, where)
+    for key, value in tree.items():
+        if key in SCHEDULER_OWN_NAMES:
+            what = f"it has a field {key}, which would replace the scheduler's own"
+            yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_UNKNOWN, ERROR)
+        if isinstance(value, float) and math.isnan(value) and key != "last_epoch":
+            yield Finding(where, f"{key} is NaN", f"silent: so is what follows; {_OTHER_SAVE}", Code.FIELD_RANGE, ERROR)
+
+
 def compare_scheduler(
-    facts: SchedulerFacts, where: str, rates: Sequence[object], expected_steps: int | None
+    facts: SchedulerFacts, where: str, groups: Sequence[Mapping[str, Any]], expected_steps: int | None
 ) -> list[Finding]:
-    """Hold a scheduler's state against the optimizer's: ``rates`` are the learning rates of its param groups.
+    """Hold a scheduler's state against the optimizer's: ``groups`` are the hyperparameters of its param groups.
 
     Stock compares neither. ``expected_steps`` is how many steps the run has made without skipped ones; None for a
     caller that compares them itself.
     """
     found = []
     for key, length in facts.lengths.items():
-        if length != len(rates):
-            what = f"it has {length} {_LISTED.get(key, key)} for {len(rates)} param groups"
+        if length != len(groups):
+            what = f"it has {length} {_LISTED.get(key, key)} for {len(groups)} param groups"
             fix = f"a resume fails at the first scheduler step; {_OTHER_SAVE}"
             found.append(Finding(where, what, fix, Code.SCHEDULER_LENGTH, ERROR))
             break
-    pairs = zip(facts.last_rates, rates, strict=False)
-    if not found and (other := [(new, old) for new, old in pairs if type(old) is float and new != old]):
-        what = f"it is at learning rate {other[0][0]:g}, the optimizer's param groups are at {other[0][1]:g}"
-        fix = f"the first step after a resume takes the latter; {_OTHER_SAVE}"
-        found.append(Finding(where, what, fix, Code.SCHEDULER_RATE, WARNING))
+    if not found:
+        found += _compare_rates(where, groups, "lr", facts.last_rates, "it is at learning rate", _FIRST)
+        start = "it starts from learning rate"
+        found += _compare_rates(where, groups, "initial_lr", facts.base_rates, start, _NO_STEP)
     if None not in (expected_steps, facts.num_steps) and facts.num_steps != expected_steps:
         what = f"the schedule is at step {facts.num_steps}, the run at step {expected_steps} (without skipped ones)"
         found.append(Finding(where, what, _OTHER_SAVE, Code.SCHEDULER_STEP, ERROR))
     return found
+
+
+def _compare_rates(
+    where: str, groups: Sequence[Mapping[str, Any]], key: str, rates: Sequence[float], says: str, stock: str
+) -> Iterator[Finding]:
+    """Yield the first rate that a param group has otherwise. What is no number there is told of by itself."""
+    for rate, group in zip(rates, groups, strict=False):
+        other = group.get(key)
+        if type(other) in (int, float) and rate != other and not (rate != rate and other != other):
+            what = f"{says} {rate:g}, but {key} of the optimizer's param groups is {other:g}"
+            fix = f"silent: {stock}; {_OTHER_SAVE}"
+            yield Finding(where, what, fix, Code.SCHEDULER_RATE, ERROR)
+            return
 
 
 def lay_out_scheduler(root: Path, path: str, where: str, num_groups: int, from_group: Sequence[int]) -> FileLayout:

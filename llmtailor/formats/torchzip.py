@@ -22,7 +22,7 @@ from llmtailor.core.extents import Extent
 from llmtailor.core.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Segment
 from llmtailor.core.states import ITEMSIZE
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.pickle_nodes import Storage
+from llmtailor.formats.pickle_nodes import Call, Storage
 from llmtailor.formats.pickle_reader import read_pickle
 from llmtailor.formats.pickle_writer import write_pickle
 from llmtailor.formats.zip_directory import BadZip, Compressed, read_records
@@ -51,9 +51,10 @@ class TorchFile:
     """What the file calls itself: torch takes the stem of the name it was saved under, or ``archive``."""
 
 
-def read_torch_file(root: Path, path: str, where: str) -> TorchFile:
+def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) -> TorchFile:
     """Decode the pickle of ``root/path`` and locate its storages; no tensor byte is read.
 
+    ``any_names`` lets it name what is off the allow-list: only for a file whose tree is not written anywhere.
     Raises SourceError for a file that is no whole torch zip and UnsafePickle for globals off the allow-list.
     """
     with open_source(root / path, where) as file:
@@ -104,7 +105,18 @@ def read_torch_file(root: Path, path: str, where: str) -> TorchFile:
             raise ValueError(f"storage {key!r:.40} is named with two types")
         return storage
 
-    return TorchFile(read_pickle(pickle_bytes, where, find_storage), extents, prefix)
+    return TorchFile(read_pickle(pickle_bytes, where, find_storage, any_names), extents, prefix)
+
+
+def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
+    """Return the attributes of the object that ``root/path`` pickles, as data; the object is never made.
+
+    Raises SourceError for a file that is no whole torch zip, or holds something else.
+    """
+    tree = read_torch_file(root, path, where, any_names=True).tree
+    if not isinstance(tree, Call) or not isinstance(tree.state, dict):
+        raise SourceError.at(where, "it holds no object with attributes", _COPY_AGAIN, Code.FIELD_TYPE)
+    return tree.state
 
 
 def _why_no_zip(file: SourceFile, error: Exception) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from llmtailor.core.states import WEIGHT, State
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError
 from llmtailor.formats.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.formats.json_files import read_json
-from llmtailor.formats.names import is_count
 from llmtailor.formats.partial.container import is_partial, open_partial
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
+from llmtailor.formats.rng import check_rng, find_swapped
 from llmtailor.formats.safetensors_files import (
     INDEX,
     SINGLE,
@@ -32,8 +32,11 @@ from llmtailor.formats.safetensors_files import (
     read_weights,
     survey_weights,
 )
-from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.formats.scaler import check_scaler
+from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, read_scheduler
 from llmtailor.formats.torchzip import lay_out_torch_file, read_torch_file
+from llmtailor.formats.trainer_state import check_trainer_state, read_global_step
+from llmtailor.formats.training_args import TRAINING_ARGS, RunFacts, read_run_facts
 from llmtailor.formats.trees import read_tree
 from llmtailor.io.sources import check_regular
 
@@ -65,6 +68,8 @@ class TrainerFiles:
     """Of trainer_state.json; None without the file."""
     scheduler: SchedulerFacts | None
     """What scheduler.pt says; None without the file."""
+    facts: RunFacts
+    """What training_args.bin says."""
     findings: tuple[Finding, ...]
     has_all_weights: bool
     """Whether every weight file is whole."""
@@ -78,41 +83,69 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
     _tell_what_is_no_file(root, name, problems)
     findings: list[Finding] = []
     weights: dict[State, Held] = {}
-    global_step = scheduler = None
-    saved_as: dict[str, str] = {}
     sound = len(problems.errors)
     for file in survey_weights(root, name, problems):
         weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})
     has_all_weights = len(problems.errors) == sound
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
         findings.append(_no_weights(files, name))
+    reading = _Reading(root, name, facts=read_run_facts(root, PathIn(name, TRAINING_ARGS)))
     for path in (*files, *inside):
-        where = PathIn(name, path)
         try:
-            if path == SCHEDULER:
-                scheduler = _check_rates(read_tree(root, path, where), where)
-            elif path in inside:
-                read_tree(root, path, where)
-            elif _RNG.fullmatch(path) or path == SCALER:  # carried as they are, but only if they are harmless
-                archive = read_torch_file(root, path, where).archive
-                if path != SCALER:
-                    saved_as[path] = f"{archive}.pth"
-            elif path in (TRAINER_STATE, CONFIG):
-                content = read_json(root / path, where)
-                if path == TRAINER_STATE:
-                    global_step = _read_step(content, where)
+            findings += reading.read(path, path in inside)
         except TailorError as error:
             problems.add(error)
     if TRAINER_STATE not in files:
         fix = "copy it back; the Trainer can't resume without it"
         findings.append(Finding(PathIn(name, TRAINER_STATE), "the file is missing", fix, Code.FILE_MISSING, ERROR))
-    if saved_as.keys() == set(saved_as.values()):  # else some ranks have been given those of others, on purpose
-        for path, other in saved_as.items():
-            if path != other:
-                what = f"the file was saved as {other}, so it holds the random numbers of another rank"
-                fix = "give it its own name back, to repeat dropout exactly"
-                findings.append(Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING))
-    return TrainerFiles(files, frozenset(inside), weights, global_step, scheduler, tuple(findings), has_all_weights)
+    findings += find_swapped(reading.saved_as, name, may_repeat=MANIFEST in files)
+    return TrainerFiles(
+        files,
+        frozenset(inside),
+        weights,
+        reading.global_step,
+        reading.scheduler,
+        reading.facts,
+        tuple(findings),
+        has_all_weights,
+    )
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Reads one file after the other, and keeps what is to be compared later."""
+
+    root: Path
+    name: str
+    facts: RunFacts
+    global_step: int | None = None
+    scheduler: SchedulerFacts | None = None
+    saved_as: dict[str, str] = field(default_factory=dict)
+
+    def read(self, path: str, is_inside: bool) -> Iterator[Finding]:
+        """Yield what is off in a file by itself. Raises SourceError and UnsafePickle."""
+        where = PathIn(self.name, path)
+        if path in (TRAINER_STATE, CONFIG):
+            content = read_json(self.root / path, where)
+            if path == TRAINER_STATE:
+                self.global_step = read_global_step(content, where)
+                yield from check_trainer_state(content, self.facts, where)
+            return
+        is_rng = _RNG.fullmatch(path)
+        if not is_inside and not is_rng and path not in (SCHEDULER, SCALER):
+            return
+        if is_rng and not is_inside:
+            file = read_torch_file(self.root, path, where)
+            self.saved_as[path], tree = f"{file.archive}.pth", file.tree
+        else:
+            tree = read_tree(self.root, path, where)
+        if is_rng:
+            yield from check_rng(self.root, tree, where)
+        elif path == SCHEDULER:
+            yield from check_scheduler(tree, where)
+            self.scheduler = _check_rates(tree, where)
+        elif path == SCALER:
+            yield from check_scaler(tree, self.facts, where)
 
 
 def _tell_what_is_no_file(root: Path, name: str, problems: Problems) -> None:
@@ -142,17 +175,6 @@ def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Fin
         Finding(PathIn(name, file), "the RNG state of this rank is missing", fix, Code.RNG_MISSING, WARNING)
         for file in lost
     ]
-
-
-def _read_step(content: Mapping[str, Any], where: str) -> int:
-    step = content.get("global_step")
-    if step is None:
-        raise SourceError.at(
-            where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN, Code.FIELD_MISSING
-        )
-    if not is_count(step):
-        raise SourceError.at(where, "global_step is no number of steps", _COPY_AGAIN, Code.FIELD_RANGE)
-    return int(step)
 
 
 def file_fact(path: Path) -> FileFact | None:

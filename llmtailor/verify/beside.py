@@ -28,7 +28,7 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
             continue
         try:
             if path.endswith(".json"):
-                json.loads(read_source(index.root / path, where, MAX_BYTES))
+                json.loads(read_source(index.root / path, where, MAX_BYTES).decode())
             elif path.endswith((".bin", ".pt", ".pth")):
                 list_records(index.root, path, where)
         except (OSError, ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.core.words import some
-from llmtailor.formats.run_folder import step_of
+from llmtailor.formats.names import step_of
 from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -146,7 +147,7 @@ add("trainer_state.json of another step", "error", "global_step is 3", on_json("
 add(
     "trainer_state.json without a step",
     "error",
-    "it has no global_step",
+    "and no count",
     on_json("trainer_state.json", global_step=None),
 )
 
@@ -193,8 +194,8 @@ add(
 )
 add(
     "learning rate of the param groups not the scheduler's",
-    "warning",
-    "the optimizer's param groups are at 0",
+    "error",
+    "lr of the optimizer's param groups is 0",
     on_ranks(lambda tree: [group.update(lr=0.0) for group in inner(tree)["param_groups"]]),
 )
 add(
@@ -216,6 +217,90 @@ add(
 @damage("folder named after another step", "warning", "the folder says step 5, its content is of step 4")
 def _(checkpoint, _other):
     checkpoint.rename(checkpoint.with_name("checkpoint-5"))
+
+
+def tripled(tree):
+    tree["base_lrs"] = [3 * rate for rate in tree["base_lrs"]]
+
+
+def in_numpy(tree):
+    tree["_last_lr"] = [np.float64(rate) for rate in tree["_last_lr"]]
+
+
+def on_rng(change: Callable[[Tree], object]) -> Callable[[Path, Path], None]:
+    return lambda checkpoint, _: edit(checkpoint / "rng_state_1.pth", change)  # type: ignore[arg-type]
+
+
+add(
+    "scheduler.pt whose base_lrs are not the initial_lr of the param groups",
+    "error",
+    "it starts from learning rate",
+    on_scheduler(tripled),
+)
+add("numbers of numpy in scheduler.pt", "error", "it names numpy", on_scheduler(in_numpy))
+add(
+    "scheduler.pt with a field named as a method",
+    "error",
+    "it has a field step",
+    on_scheduler(lambda tree: tree.update(step=1)),
+)
+
+
+@damage("scheduler.pt without a dict", "error", "and no state of a scheduler")
+def _(checkpoint, _other):
+    torch.save([1.0], checkpoint / "scheduler.pt")
+
+
+add(
+    "a key in trainer_state.json that the installed transformers does not know",
+    "error",
+    "does not know",
+    on_json("trainer_state.json", nobody_knows_this=1),
+)
+add(
+    "log_history beyond global_step",
+    "error",
+    "log_history goes on to step 9",
+    on_json("trainer_state.json", log_history=[{"step": 9, "epoch": 1.0}]),
+)
+add(
+    "epoch not that of log_history",
+    "warning",
+    "but log_history says",
+    on_json("trainer_state.json", epoch=7.5, log_history=[{"step": STEP, "epoch": 1.0}]),
+)
+add(
+    "best_global_step beyond global_step",
+    "warning",
+    "but best_global_step is 9",
+    on_json("trainer_state.json", best_global_step=9),
+)
+
+
+@damage("trainer_state.json with a byte order mark", "error", "no JSON")
+def _(checkpoint, _other):
+    path = checkpoint / "trainer_state.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+
+
+add("RNG state of a rank empty", "error", "python is missing", on_rng(lambda tree: tree.clear()))
+add(
+    "counters of torch's generator out of range",
+    "error",
+    "cpu holds no state",
+    on_rng(lambda tree: tree["cpu"].__setitem__(8, 0)),
+)
+
+
+@damage("RNG state of a rank copied from another", "warning", "random numbers of another rank")
+def _(checkpoint, _other):
+    shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+
+
+@damage("a scaler.pt beside DeepSpeed's files", "error", "DeepSpeed keeps the loss scale itself")
+def _(checkpoint, _other):
+    scale = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+    torch.save(scale, checkpoint / "scaler.pt")
 
 
 # --- files that are not whole ----------------------------------------------------------------------------------------

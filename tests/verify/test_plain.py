@@ -104,7 +104,77 @@ def spoil(root):
     save_file(tensors, root / "model.safetensors", {"format": "pt"})
 
 
+def swap_hyper(tree):
+    first, second = tree["param_groups"]
+    first["params"], second["params"] = second["params"], first["params"]
+    tree["param_groups"] = [second, first]
+
+
+def swap_ids(tree):
+    ids = tree["param_groups"][0]["params"]
+    ids[1], ids[2] = ids[2], ids[1]
+
+
+def at_step(step, *numbers):
+    return optimizer(
+        lambda tree: [tree["state"][number].update(step=torch.tensor(float(step))) for number in numbers] and None
+    )
+
+
+def hyper(**values):
+    return optimizer(lambda tree: [group.update(values) for group in tree["param_groups"]])
+
+
+def add_old_weights(root):
+    torch.save(load_file(root / "model.safetensors"), root / "pytorch_model.bin")
+
+
+def save_scale(root):
+    torch.save({"scale": 2.0, "growth_factor": 2.0}, root / "scaler.pt")
+
+
+def as_ints(root):
+    tensors = load_file(root / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+    save_file(tensors, root / "model.safetensors", {"format": "pt"})
+
+
+def moments_as_ints(tree):
+    tree["state"][0]["exp_avg"] = tree["state"][0]["exp_avg"].int()
+
+
 CASES = {
+    "plain: base_lrs not the initial_lr of the param groups": (
+        "error",
+        "it starts from learning rate",
+        lambda root: edit(root / "scheduler.pt", lambda tree: tree.update(base_lrs=[1.0, 1.0])),
+    ),
+    "plain: hyperparameters of the param groups swapped": (
+        "error",
+        "weight decay is on vectors alone",
+        optimizer(swap_hyper),
+    ),
+    "plain: ids of the params out of order": ("error", "out of order", optimizer(swap_ids)),
+    "plain: eps missing": (
+        "error",
+        "eps is missing",
+        optimizer(lambda tree: [group.pop("eps") for group in tree["param_groups"]]),
+    ),
+    "plain: lr NaN": ("error", "lr is nan", hyper(lr=float("nan"))),
+    "plain: amsgrad without its states": ("error", "max_exp_avg_sq is missing", hyper(amsgrad=True)),
+    "plain: Adam's step of a param beyond the schedule's": ("error", "is 99, the schedule", at_step(99, 0)),
+    "plain: Adam's step of a param 0": ("error", "is 0, the schedule", at_step(0, 0)),
+    "plain: Adam's step of one param alone behind": ("warning", "is 1, the schedule", at_step(1, 0)),
+    "plain: integers for a moment": ("error", "holds no fractions", optimizer(moments_as_ints)),
+    "plain: integers for a weight": ("error", "holds no fractions", as_ints),
+    "plain: pytorch_model.bin beside shards of safetensors": (
+        "error",
+        "two sets of weights",
+        lambda root: (add_old_weights(root), split_weights(root)),
+    ),
+    "plain: pytorch_model.bin beside model.safetensors": (None, "", add_old_weights),
+    "plain: a folder of FSDP": ("error", "one of an FSDP", lambda root: (root / "pytorch_model_fsdp_0").mkdir()),
+    "plain: scaler.pt of a run without fp16": ("error", "without a loss scale", save_scale),
     "plain: no scheduler.pt": ("error", "takes neither the schedule nor the optimizer", unlink("scheduler.pt")),
     "plain: no optimizer.pt": ("error", "the file is missing", unlink("optimizer.pt")),
     "plain: neither of them": ("error", "no optimizer state", unlink("optimizer.pt", "scheduler.pt")),
@@ -128,7 +198,7 @@ CASES = {
         optimizer(lambda tree: [state.update(step=torch.tensor(2.0)) for state in tree["state"].values()]),
     ),
     "plain: trainer_state.json of another step": (
-        "warning",
+        "error",
         "global_step is 3",
         lambda root: (root / "trainer_state.json").write_text('{"global_step": 3}'),
     ),

@@ -15,7 +15,7 @@ from llmtailor.formats.deepspeed.common import Saved
 from llmtailor.formats.deepspeed.files import ShardFiles
 from llmtailor.formats.deepspeed.twins import Shards, find_contradictions
 from llmtailor.formats.scheduler import compare_scheduler
-from llmtailor.formats.trainer import MANIFEST, SCHEDULER, TRAINER_STATE, TrainerFiles, find_lost_rng
+from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, TrainerFiles, find_lost_rng
 
 _MIXED = "copy the tag folder again, whole; its files come from different saves"
 
@@ -49,18 +49,21 @@ def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: S
         *saved.findings,
         *find_contradictions(Shards(saved, files, (root / MANIFEST).is_file()), name),
         *_stray(root, files, name),
-        *_folder(root, files, saved, name),
+        *_folder(root, files, trainer, saved, name),
         *_scheduler(trainer, files, saved, name),
         *_trainer_state(trainer, saved, name),
         *find_lost_rng(trainer, saved.world_size, name),
     ]
 
 
-def _folder(root: Path, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:
+def _folder(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
     if (root / files.tag).is_dir() and not any(root.glob("global_step*")):
         what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
         fix = f"rename it to global_step{saved.counters.global_steps}, and write that into latest"
         yield Finding(PathIn(name, files.tag), what, fix, Code.FILE_NAME, ERROR)
+    if SCALER in trainer.files:
+        what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails when it finds this file; remove it"
+        yield Finding(PathIn(name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
     bf16 = saved.ds_config.get("bf16")
     told = bf16.get("enabled") if isinstance(bf16, dict) else None
     if isinstance(told, bool) and told != files.is_bf16:
@@ -83,12 +86,12 @@ def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
 def _scheduler(trainer: TrainerFiles, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:
     """The Trainer keeps the scheduler in scheduler.pt, or hands it to DeepSpeed, which keeps it in the model states."""
     counters, where, inside = saved.counters, PathIn(name, SCHEDULER), PathIn(name, files.model[0])
-    rates = [group.hyper.get("lr") for group in saved.groups]
+    groups = [group.hyper for group in saved.groups]
     expected = counters.global_steps - counters.skipped_steps
     if trainer.scheduler is not None:
-        yield from compare_scheduler(trainer.scheduler, where, rates, expected)
+        yield from compare_scheduler(trainer.scheduler, where, groups, expected)
     if counters.scheduler is not None:
-        yield from compare_scheduler(counters.scheduler, inside, rates, expected)
+        yield from compare_scheduler(counters.scheduler, inside, groups, expected)
     elif "scheduler" in saved.ds_config:
         what = "the run had a DeepSpeed scheduler, but the model states hold none"
         yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)

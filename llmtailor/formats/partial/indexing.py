@@ -113,7 +113,7 @@ def _index_plain(partial: Partial) -> CheckpointIndex:
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
-        findings=trainer.findings,
+        findings=(*trainer.findings, *optimizer.findings),
     )
 
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from llmtailor.codes import Code
 from llmtailor.core.index import Held, Param
 from llmtailor.core.words import some
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.plain.model import ModelFacts
-from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer
+from llmtailor.formats.plain.optimizer import FLOATING, OPTIMIZER, SavedOptimizer
 from llmtailor.formats.plain.order import compare_shapes
 
-_FLOATING = ("F64", "F32", "F16", "BF16")
 _FIX = "copy the checkpoint again, whole, or leave it out of the recipe"
 
 
@@ -51,13 +51,18 @@ def fit(
         tied = model.tied
     else:  # a model of one's own, known by the names in the param groups
         wanted = {**dict(zip(trainable, shapes, strict=True)), **{other: weights[other] for other in others}}
-        buffers = {other for other in others if weights_held[other].dtype not in _FLOATING} | set(listed)
+        buffers = {other for other in others if weights_held[other].dtype not in FLOATING} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, PathIn(name, OPTIMIZER))
     problems += [
         Problem(name, f"the weight {param} has shape {list(weights[param])} where {list(shape)} belongs", _FIX)
         for param, shape in wanted.items()
         if weights.get(param, shape) != shape
+    ]
+    problems += [
+        Problem(name, f"the weight {param} is {held.dtype}, which holds no fractions", _FIX, Code.WEIGHTS_DTYPE)
+        for param, held in weights_held.items()
+        if param in trainable and held.dtype not in FLOATING
     ]
     lacking = {param: shape for param, shape in wanted.items() if param not in weights}
     extra = {other: weights[other] for other in others if other not in wanted or (lacking and other not in buffers)}

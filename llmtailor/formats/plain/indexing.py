@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.codes import Code
@@ -22,16 +24,20 @@ from llmtailor.errors import PathIn, Problem, Problems, SourceError, Unsupported
 from llmtailor.formats.adapters import read_adapter
 from llmtailor.formats.deepspeed.common import attempt
 from llmtailor.formats.json_files import read_json
+from llmtailor.formats.names import step_of
 from llmtailor.formats.plain.fit import Fitted, fit
 from llmtailor.formats.plain.model import ModelFacts, describe_model
 from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
 from llmtailor.formats.plain.order import derived_names, has_names, listed_names
-from llmtailor.formats.safetensors_files import read_weights
+from llmtailor.formats.resumed.model import check_fields
+from llmtailor.formats.resumed.trainer import CONFIG_TABLE
+from llmtailor.formats.safetensors_files import SINGLE, read_weights
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
+    SCALER,
     SCHEDULER,
     TRAINER_STATE,
     TrainerFiles,
@@ -40,6 +46,7 @@ from llmtailor.formats.trainer import (
 )
 
 FORMAT = "trainer"
+OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, with commas between."""
 _RNG = re.compile(r"rng_state_([0-9]{1,5})\.pth")
@@ -68,9 +75,14 @@ def survey_plain(root: Path, name: str) -> Survey:
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
     attempt(lambda: _check_complete(trainer, weights, name), problems)
-    if optimizer is None or not weights or not trainer.has_all_weights:
-        return Survey(None, problems)
-    return Survey(attempt(lambda: _index(root, name, optimizer, trainer, weights, problems), problems), problems)
+    findings = [*trainer.findings, *_folder(root, trainer, name), *(optimizer.findings if optimizer else ())]
+    index = None
+    if optimizer is not None and weights and trainer.has_all_weights:
+        told = replace(trainer, findings=tuple(findings))
+        index = attempt(lambda: _index(root, name, optimizer, told, weights, problems), problems)
+    if index is None and (wrong := [finding.problem for finding in findings if finding.severity == ERROR]):
+        problems.add(SourceError(wrong))
+    return Survey(index, problems)
 
 
 def _weights(root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles) -> Mapping[State, Held]:
@@ -79,6 +91,25 @@ def _weights(root: Path, name: str, optimizer: SavedOptimizer | None, trainer: T
         return trainer.weights
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
     return {State(param, WEIGHT): held for param, held in read_adapter(root, name, trained).items()}
+
+
+def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
+    """Tell of what a resume takes instead of the weights that the index has found."""
+    if OTHER_WEIGHTS in trainer.files and SINGLE not in trainer.files:
+        fix = "silent: a resume takes it, and not the safetensors beside it; remove it"
+        yield Finding(PathIn(name, OTHER_WEIGHTS), "there are two sets of weights", fix, Code.FIELD_CONFLICT, ERROR)
+    for path in sorted(root.iterdir()):
+        if "pytorch_model_fsdp" in path.name and path.is_dir():
+            fix = "a resume without FSDP fails when it finds such a folder; move it away"
+            what = "the folder is one of an FSDP checkpoint"
+            yield Finding(PathIn(name, path.name), what, fix, Code.FILE_NAME, ERROR)
+    if CONFIG in trainer.files:
+        with suppress(SourceError):  # told by the reader of the files
+            where = PathIn(name, CONFIG)
+            yield from check_fields(read_json(root / CONFIG, where), CONFIG_TABLE, where)
+    if trainer.facts.scales_loss and SCALER not in trainer.files:
+        fix = "a resume begins with the scale of a new run, and skips some steps; copy it back"
+        yield Finding(PathIn(name, SCALER), "the loss scale of an fp16 run is missing", fix, Code.FILE_MISSING, WARNING)
 
 
 def _index(
@@ -117,10 +148,10 @@ def _index(
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
     steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
-    attempt(lambda: _check_steps(name, steps, trainer, findings), problems)
+    findings += attempt(lambda: [*_check_steps(root, groups, steps, trainer, name)], problems) or ()
     if trainer.scheduler is not None:
-        rates = [group.hyper.get("lr") for group in optimizer.groups]
-        findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), rates, None)
+        hyper = [group.hyper for group in optimizer.groups]
+        findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
     world_size = _world_size(trainer.files)
     findings += find_lost_rng(trainer, world_size, name)
     held = _hold(groups, optimizer, stored, known, world_size)
@@ -214,19 +245,37 @@ def _hold(
     return held
 
 
-def _check_steps(name: str, steps: list[float], trainer: TrainerFiles, findings: list[Finding]) -> None:
-    """Optimizer and schedule are saved and restored together, so they count alike; a composite of ours may mix."""
+def _check_steps(
+    root: Path, groups: tuple[tuple[str, ...], ...], steps: list[float], trainer: TrainerFiles, name: str
+) -> Iterator[Finding]:
+    """Optimizer and schedule are saved and restored together, so they count alike; a composite of ours may mix.
+
+    A param without gradients makes no step, so its states may lag behind, but not alone: with its module. Raises
+    SourceError if no state is of the step that the schedule is at.
+    """
     counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
     if counted is None or MANIFEST in trainer.files:
         return
+    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
     if counted not in steps:
         what = f"the optimizer's states are from step {max(steps):g}, the schedule is at step {counted}"
-        fix = "copy optimizer.pt and scheduler.pt again; they come from different saves"
-        raise SourceError.at(PathIn(name, OPTIMIZER), what, fix, Code.STEPS_DIFFER)
+        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+    of_step: dict[float, list[str]] = {}
+    for param, step in zip((param for group in groups for param in group), steps, strict=True):
+        of_step.setdefault(step, []).append(param)
+    for step, params in of_step.items():
+        if step > counted or (step == 0 and counted) or (step < counted and len(params) == 1):
+            what = f"Adam's step of {some(params)} is {step:g}, the schedule is at step {counted}"
+            severity = WARNING if 0 < step < counted else ERROR
+            why = "nothing, if it had no gradients in some steps" if severity == WARNING else f"silent: {fix}"
+            yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
     if trainer.global_step not in (None, counted):
         what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
+        is_sure = counted > (trainer.global_step or 0) or step_of(root) == counted
         fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
-        findings.append(Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, WARNING))
+        if is_sure:
+            fix = "silent: data order and step count follow the former; copy the file of this save"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
 
 
 def _number_groups(optimizer: SavedOptimizer) -> tuple[ParamGroup, ...]:

@@ -13,19 +13,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
+from llmtailor.core.findings import ERROR, Finding
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.deepspeed.fields import FIX, Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.formats.names import check_name
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.pickle_nodes import as_ints, as_tensor
+from llmtailor.formats.plain.resumed import OPTIMIZER_TABLE, check_groups
+from llmtailor.formats.resumed.model import check_fields
+from llmtailor.formats.safe_names import find_refused
 from llmtailor.formats.trees import read_tree
 
 OPTIMIZER = "optimizer.pt"
+FLOATING = ("F64", "F32", "F16", "BF16")
+_OF_ADAM = ("exp_avg", "exp_avg_sq")
 NAME_KEYS = ("lt_params", "param_names")
 """Keys of a param group that list the names of its params: ours, and torch's own. They survive a resume."""
 
@@ -48,6 +54,8 @@ class SavedOptimizer:
     """id -> kind -> tensor; all kinds of an id have one shape."""
     steps: Mapping[int, float]
     step_is_tensor: bool
+    findings: tuple[Finding, ...] = ()
+    """What keeps a resume from working, or makes it another one, without being in the way of reading"""
 
     def shape(self, number: int) -> tuple[int, ...]:
         """Return the shape of the param with this id."""
@@ -68,11 +76,24 @@ def read_optimizer(root: Path, where: str) -> SavedOptimizer:
         fix = "copy it back; a resume without it takes neither the optimizer nor the schedule, without a word"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
     tree = read_tree(root, OPTIMIZER, where)
+    findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
+    try:
+        saved = _read(root, tree, where)
+    except UnsupportedCheckpoint as error:
+        if wrong := [finding.problem for finding in findings if finding.severity == ERROR]:
+            raise SourceError(wrong) from error
+        raise
+    shapes = {number: saved.shape(number) for number in saved.kinds}
+    hyper, ids = [group.hyper for group in saved.groups], [group.ids for group in saved.groups]
+    return replace(saved, findings=(*findings, *check_groups(hyper, ids, shapes, where)))
+
+
+def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     state = get(tree, "state", dict, where)
     groups = tuple(_read_group(group, where) for group in get(tree, "param_groups", list, where))
     ids = [number for group in groups for number in group.ids]
     _check_ids(ids, state, where)
-    kinds = {number: _read_kinds(as_dict(state[number], f"state[{number}]", where), number, where) for number in ids}
+    kinds = _read_all(state, ids, where)
     _check_alike(kinds, where)
     steps = {number: read_step(root, state[number]["step"], number, where) for number in ids}
     return SavedOptimizer(groups, kinds, steps, all(as_tensor(state[number]["step"]) for number in ids))
@@ -112,6 +133,24 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
         raise SourceError(problems)
 
 
+def _read_all(state: Mapping[Any, Any], ids: list[int], where: str) -> dict[int, dict[str, Tensor]]:
+    """Read all states. What is not elementwise in some of them is damage; in all, an optimizer of another kind."""
+    kinds: dict[int, dict[str, Tensor]] = {}
+    others: list[UnsupportedCheckpoint] = []
+    for number in ids:
+        try:
+            kinds[number] = _read_kinds(as_dict(state[number], f"state[{number}]", where), number, where)
+        except UnsupportedCheckpoint as error:
+            others.append(error)
+    if others and not kinds:
+        raise others[0]
+    if others:
+        raise SourceError(
+            Problem(problem.where, problem.what, FIX, Code.STATE_SIZE) for error in others for problem in error.problems
+        )
+    return kinds
+
+
 def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor]:
     """Read one id's tensors but the step. Raises UnsupportedCheckpoint if they are not of one shape."""
     kinds: dict[str, Tensor] = {}
@@ -123,6 +162,9 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{number}][{kind}]", where)
     if "step" not in state or not kinds:
         raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
+    if strange := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
+        what = f"{strange[0]} of id {number} is {kinds[strange[0]].dtype}, which holds no fractions"
+        raise SourceError.at(where, what, FIX, Code.STATE_DTYPE)
     if len({tensor.shape for tensor in kinds.values()}) > 1:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
         raise _not_elementwise(f"the states of id {number} have different shapes ({shapes})", where)

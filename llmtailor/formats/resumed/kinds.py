@@ -49,6 +49,19 @@ def count(name: str = "count", least: int = 0) -> Kind:
     )
 
 
+def optional(kind: Kind) -> Kind:
+    """The same, or None."""
+    return Kind(
+        f"{kind.name} or null",
+        lambda value: value is None or kind.is_type(value),
+        lambda value: value is None or kind.is_in_range(value),
+        tuple(value for value in kind.mistyped if value is not None),
+        kind.beyond,
+        kind.other,
+    )
+
+
+FINITE = number("finite number", lambda value: True, ())
 RATE = number("number from 0 up", lambda value: value >= 0, (-1.0,), lambda value: value * 3 + 0.1)
 POSITIVE = number("number above 0", lambda value: value > 0, (0.0, -1.0))
 FLAG = Kind(
@@ -63,10 +76,10 @@ DICT = Kind("dict", lambda value: isinstance(value, dict), lambda value: True, m
 LIST = Kind("list", lambda value: isinstance(value, (list, tuple)), lambda value: True, mistyped=(None, {}, "x"))
 ANYTHING = Kind("value", lambda value: True, lambda value: True, mistyped=())
 BETAS = Kind(
-    "pair of numbers from 0 to below 1",
+    "pair of numbers from 0 to below 1, the first squared not above the second",
     lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value)),
-    lambda value: all(_is_opaque(beta) or 0 <= beta < 1 for beta in value),
+    lambda value: any(map(_is_opaque, value)) or (all(0 <= beta < 1 for beta in value) and value[0] ** 2 <= value[1]),
     mistyped=(None, 0.9, (0.9,), (0.9, "0.999")),
-    beyond=((NAN, 0.999), (0.9, 1.0), (-0.1, 0.999), (0.9, INF)),
+    beyond=((NAN, 0.999), (0.999, 0.9), (0.9, 1.0), (-0.1, 0.999), (0.9, INF)),
     other=lambda value: (value[0] / 2, value[1]),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR
-from llmtailor.formats.resumed.kinds import ANYTHING, BETAS, DICT, FLAG, LIST, RATE
+from llmtailor.formats.resumed.kinds import ANYTHING, BETAS, DICT, FLAG, LIST, POSITIVE, RATE
 from llmtailor.formats.resumed.model import EACH, Field, Says, find, has
 
 FAILS = Says(ERROR, "a resume fails")
@@ -41,7 +41,7 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
         Field((*group, "params"), LIST, "torch.optim.Optimizer.load_state_dict", FAILS, FAILS),
         Field((*group, "lr"), RATE, _STEP, **hyper),  # type: ignore[arg-type]
         Field((*group, "betas"), BETAS, _STEP, **hyper, **like_adam),  # type: ignore[arg-type]
-        Field((*group, "eps"), RATE, _STEP, **hyper, **like_adam),  # type: ignore[arg-type]
+        Field((*group, "eps"), POSITIVE, _STEP, **hyper, **like_adam),  # type: ignore[arg-type]
         Field((*group, "weight_decay"), RATE, _STEP, **hyper, **like_adam),  # type: ignore[arg-type]
         Field(
             (*group, "bias_correction"),

@@ -1,0 +1,141 @@
+"""``trainer_state.json``: would the Trainer take it, and does it agree with itself?"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from llmtailor.codes import Code
+from llmtailor.core.findings import ERROR, WARNING, Finding
+from llmtailor.core.words import some
+from llmtailor.errors import SourceError
+from llmtailor.formats.names import is_count
+from llmtailor.formats.resumed.model import Table, check_fields
+from llmtailor.formats.resumed.trainer_state import TRAINER_STATE_TABLE
+from llmtailor.formats.training_args import RunFacts
+
+KEYS = frozenset(
+    (
+        *("epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
+        *("num_train_epochs", "num_input_tokens_seen", "total_flos", "log_history", "best_metric"),
+        *("best_global_step", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero"),
+        *("is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks"),
+    )
+)
+"""Those of transformers 5.23, for where none is installed"""
+KEYS_OF = "5.23"
+_MADE_BY_US = {"global_step"}
+"""All that a save holds in a training loop without the Trainer, which none resumes"""
+_COPY_AGAIN = "copy the file again, or leave this checkpoint out"
+_SAME_TO = 0.011
+"""Versions before 4.53 rounded the epochs that they logged to hundredths"""
+
+
+def read_global_step(content: Mapping[str, Any], where: str) -> int:
+    """Return the step of a state. Raises SourceError where it has none."""
+    if "global_step" not in content:
+        raise SourceError.at(
+            where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN, Code.FIELD_MISSING
+        )
+    step = content["global_step"]
+    if type(step) is not int:
+        raise SourceError.at(where, f"global_step is {step!r:.40}, and no count", _COPY_AGAIN, Code.FIELD_TYPE)
+    if not is_count(step):
+        raise SourceError.at(where, f"global_step is {step!r:.40}, and no count", _COPY_AGAIN, Code.FIELD_RANGE)
+    return step
+
+
+def is_trainers(content: Mapping[str, Any]) -> bool:
+    """Whether the Trainer wrote this, and not the saver in a loop of one's own."""
+    return set(content) != _MADE_BY_US
+
+
+def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str) -> Iterator[Finding]:
+    """Yield what keeps a resume from taking a state, and what is lost in it. ``facts`` say what the run reads of it."""
+    if not is_trainers(content):
+        return
+    yield from _unknown(content, where)
+    yield from check_fields(content, _read_in(facts), where)
+    yield from _log(content, where)
+
+
+def _read_in(facts: RunFacts) -> Table:
+    unread = {
+        key
+        for key, is_read in (
+            ("logging_steps", facts.logs_by_steps),
+            ("save_steps", facts.saves_by_steps),
+            ("eval_steps", facts.evaluates_by_steps),
+        )
+        if is_read is False
+    }
+    return replace(
+        TRAINER_STATE_TABLE,
+        fields=tuple(field for field in TRAINER_STATE_TABLE.fields if field.path[0] not in unread),
+    )
+
+
+def _unknown(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    installed = installed_keys()
+    unknown = sorted(content.keys() - (KEYS if installed is None else installed[1]))
+    if not unknown:
+        return
+    if installed is None:
+        what = f"it has {some(unknown)}, which transformers {KEYS_OF} does not know"
+        fix = "a resume fails unless the transformers there knows it; copy the file again"
+        yield Finding(where, what, fix, Code.FIELD_UNKNOWN, WARNING)
+        return
+    what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
+    fix = "a resume fails; take out what was added, or resume with the transformers that has saved it"
+    yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
+
+
+@lru_cache(maxsize=1)
+def installed_keys() -> tuple[str, frozenset[str]] | None:
+    """Return the version of transformers that is installed, and the fields of its TrainerState, by its source.
+
+    None if it is not installed, or the class is not where it was. Nothing is imported.
+    """
+    try:
+        spec = importlib.util.find_spec("transformers")  # of a top-level name: finds it, and imports nothing
+        if spec is None or spec.origin is None:
+            return None
+        tree = ast.parse(Path(spec.origin).with_name("trainer_callback.py").read_text(encoding="utf-8"))
+        fields = {
+            one.target.id
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == "TrainerState"
+            for one in node.body
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        }
+        return (version("transformers"), frozenset(fields)) if "global_step" in fields else None
+    except (OSError, ValueError, SyntaxError, PackageNotFoundError):
+        return None
+
+
+def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    """Compare with the log, whose entries were added step by step."""
+    step, epoch, log = content.get("global_step"), content.get("epoch"), content.get("log_history")
+    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    steps = [entry["step"] for entry in entries if type(entry.get("step")) is int]
+    if type(step) is not int:
+        return
+    if steps and max(steps) > step:
+        what = f"global_step is {step}, but log_history goes on to step {max(steps)}"
+        fix = f"a resume goes by the former; {_COPY_AGAIN}"
+        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
+    best = content.get("best_global_step")
+    if type(best) is int and best > step:
+        what = f"global_step is {step}, but best_global_step is {best}"
+        yield Finding(where, what, f"a resume goes by the former; {_COPY_AGAIN}", Code.FIELD_CONFLICT, WARNING)
+    logged = [entry.get("epoch") for entry in entries if entry.get("step") == step]
+    told = next((one for one in reversed(logged) if isinstance(one, (int, float))), None)
+    if told is not None and not (isinstance(epoch, (int, float)) and abs(epoch - told) <= _SAME_TO):
+        what = f"epoch is {epoch!r:.20}, but log_history says {told:g} at this step"
+        yield Finding(where, what, "a resume counts it anew; copy the file again", Code.FIELD_CONFLICT, WARNING)
