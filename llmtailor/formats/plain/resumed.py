@@ -10,7 +10,7 @@ from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, Finding
 from llmtailor.formats.pickle_nodes import as_tensor
 from llmtailor.formats.resumed.kinds import is_number
-from llmtailor.formats.resumed.model import EACH, Field, Kind, Says, Table
+from llmtailor.formats.resumed.model import EACH, Field, Kind, Says, Table, has
 from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, is_adam, optimizer_fields
 
 _GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
@@ -28,6 +28,13 @@ _OFF_OR_NONE = Kind(
 _COUNTER = Kind(
     "step", lambda value: is_number(value) or as_tensor(value) is not None, lambda value: True, (None, "x", [4.0])
 )
+
+
+def _counts_by_param(tree: Any) -> bool:
+    """Some kin of Adam's keep their step in the param group."""
+    return is_adam(tree) and has(tree, *_STATE, "step")
+
+
 OPTIMIZER_TABLE = Table(
     "optimizer.pt (without DeepSpeed)",
     "optimizer.pt",
@@ -44,7 +51,7 @@ OPTIMIZER_TABLE = Table(
         Field(
             (*_STATE, "step"), _COUNTER, _STEP,
             Says(ERROR, "a resume fails"), Says(ERROR, "a resume fails"),
-            only="Adam and its kin", applies=is_adam,
+            only="Adam and its kin, where some state has it", applies=_counts_by_param,
         ),
     ),
     (

@@ -10,8 +10,12 @@ from llmtailor.formats.resumed.schedulers import SCHEDULER_TABLE
 from llmtailor.formats.resumed.trainer_state import TRAINER_STATE_TABLE
 
 DTYPES = frozenset(
-    ("float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "auto")
+    (
+        *("float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "uint8", "int16", "int32", "int64", "auto"),
+    )
 )
+"""What a config may call the dtype of weights"""
 _GRADES = "torch.amp.GradScaler.load_state_dict"
 _FAILS = Says(ERROR, "a resume fails")
 _SKIPS = Says(ERROR, "silent: no step is made any more, or each with other gradients")
