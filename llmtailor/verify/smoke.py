@@ -28,6 +28,7 @@ from llmtailor.core.stopwatch import Stopwatch
 from llmtailor.core.verdict import Verdict, by_severity
 from llmtailor.errors import Interrupted, PathIn, UsageError
 from llmtailor.formats.deepspeed.files import find_shard_files
+from llmtailor.formats.trainer import CONFIG
 from llmtailor.formats.trees import read_tree
 from llmtailor.io.casts import cast
 from llmtailor.io.checksums import crc32
@@ -102,6 +103,9 @@ def check_possible(index: CheckpointIndex) -> None:
     if lacking := [name for name in wanted if importlib.util.find_spec(name) is None]:
         fix = "pip install 'llmtailor[train]', or verify without it"
         raise UsageError.at("--resume-smoke", f"it needs {', '.join(lacking)}, which is not installed", fix)
+    if CONFIG not in index.files:  # as in every checkpoint of an adapter
+        what = f"there is no {CONFIG} to build the model from"
+        raise UsageError.at("--resume-smoke", what, "verify with --deep, or resume with the script that trained")
     if index.stage and index.world_size > MAX_RANKS:
         what = f"the checkpoint is for {index.world_size} ranks, and at most {MAX_RANKS} processes are started"
         fix = f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, and try OUT"

@@ -64,6 +64,9 @@ def test_what_is_not_resumable_is_not_tried(runs, tmp_path):
 
 def test_what_it_needs_is_said(runs, monkeypatch):
     index = index_checkpoint(runs["llama"].checkpoint(4))
+    files = {path: fact for path, fact in index.files.items() if path != "config.json"}
+    with pytest.raises(UsageError, match=r"there is no config\.json to build the model from"):
+        smoke.check_possible(replace(index, files=files))
     with pytest.raises(UsageError, match=r"for 9 ranks, and at most 8 .*\n.*--num-gpu 8"):
         smoke.check_possible(replace(index, world_size=9))
     huge = {name: replace(param, shape=(10**6, 10**6)) for name, param in index.params.items()}
