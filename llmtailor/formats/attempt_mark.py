@@ -25,8 +25,7 @@ from llmtailor.formats.json_files import read_json
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.trainer import TRAINER_STATE
-
-CALLBACKS, NAME = "stateful_callbacks", "llmtailor"
+from llmtailor.formats.trainer_state import CALLBACKS, MARK
 
 
 def make_mark(past: Past) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
     and the checkpoint is of a training that nobody recorded (see `core.run.continued`).
     """
     callbacks = trainer_state.get(CALLBACKS)
-    mark = callbacks.get(NAME) if isinstance(callbacks, Mapping) else None
+    mark = callbacks.get(MARK) if isinstance(callbacks, Mapping) else None
     told = mark.get("attributes") if isinstance(mark, Mapping) else None
     if not isinstance(told, Mapping) or type(step) is not int:
         return None
@@ -54,7 +53,7 @@ def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
     """Return the content of a ``trainer_state.json`` that states an attempt."""
     callbacks = trainer_state.get(CALLBACKS)
     others = dict(callbacks) if isinstance(callbacks, Mapping) else {}
-    return {**trainer_state, CALLBACKS: {**others, NAME: make_mark(past)}}
+    return {**trainer_state, CALLBACKS: {**others, MARK: make_mark(past)}}
 
 
 def stated_attempt(root: Path) -> Past | None:

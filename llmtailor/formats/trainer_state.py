@@ -30,8 +30,8 @@ KEYS = frozenset(
 )
 """Those of transformers 5.23, for where none is installed"""
 KEYS_OF = "5.23"
-_MADE_BY_US = {"global_step"}
-"""All that a save holds in a training loop without the Trainer, which none resumes"""
+CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
+"""Where the saver states the attempt; see `formats.attempt_mark`"""
 _COPY_AGAIN = "copy the file again, or leave this checkpoint out"
 _SAME_TO = 0.011
 """Versions before 4.53 rounded the epochs that they logged to hundredths"""
@@ -52,8 +52,12 @@ def read_global_step(content: Mapping[str, Any], where: str) -> int:
 
 
 def is_trainers(content: Mapping[str, Any]) -> bool:
-    """Whether the Trainer wrote this, and not the saver in a loop of one's own."""
-    return set(content) != _MADE_BY_US
+    """Whether the Trainer wrote this, and not the saver in a training loop without it, where no Trainer resumes.
+
+    All that the saver writes there is the step, and its own mark.
+    """
+    callbacks = content.get(CALLBACKS, {})
+    return content.keys() - {CALLBACKS} != {"global_step"} or set(callbacks) - {MARK} != set()
 
 
 def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str) -> Iterator[Finding]:

@@ -21,8 +21,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.core.run import Past
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.formats.attempt_mark import CALLBACKS, NAME, make_mark
+from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.formats.trainer_state import CALLBACKS, MARK
 from llmtailor.history.retention import check_keep
 from llmtailor.policies import make_policy
 from llmtailor.saving.loop import make_saver
@@ -108,7 +109,7 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
         """Have whatever the Trainer saves now state the attempt that it is of."""
         assert self.saver is not None
         ledger = self.saver.ledger
-        state.stateful_callbacks[NAME] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
+        state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._mark(state)

@@ -183,3 +183,12 @@ def test_a_damaged_record_of_attempts_is_refused(world):
     for command in (["merge", "--run", world.run], ["latest", world.run], ["salvage", world.run], ["gc", world.run]):
         result = call(*command)
         assert result.exit_code == 4 and "the record of attempts is damaged" in result.stderr
+
+
+def test_what_is_composed_of_a_loops_saves_is_no_damaged_state_of_the_trainers(world):
+    """The saver's own trainer_state.json has a step, and the attempt, and nothing of the Trainer's."""
+    world.train(1)
+    world.present.saver.save(world.present.step)
+    out = world.compose()
+    result = call("verify", out)
+    assert result.exit_code == 0 and "trainer_state" not in result.stdout

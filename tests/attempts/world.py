@@ -20,12 +20,13 @@ import torch
 from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerState
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
 from llmtailor.cli.main import cli
 from llmtailor.core.run import Past
 from llmtailor.errors import TailorError
-from llmtailor.formats.attempt_mark import CALLBACKS, NAME, make_mark
+from llmtailor.formats.attempt_mark import make_mark
+from llmtailor.formats.trainer_state import CALLBACKS, MARK
 from llmtailor.saving import saver_for
 
 CONFIG = LlamaConfig(
@@ -157,7 +158,7 @@ class World:
         """Begin an attempt, from scratch or from a checkpoint."""
         self.stop()
         state = json.loads((source / "trainer_state.json").read_text()) if source else {}
-        mark = state.get(CALLBACKS, {}).get(NAME)
+        mark = state.get(CALLBACKS, {}).get(MARK)
         attempt = Attempt(len(self.attempts) + 1, parent, step, step, mark=mark)
         self.attempts.append(attempt)
         self.note("start", f"attempt {attempt.number} at {step} from {source and source.name}, saver {with_saver}")
@@ -181,8 +182,16 @@ class World:
 
     def write_state(self, folder: Path) -> None:
         """What the Trainer writes, with the state of a callback that the saver is."""
-        mark = self.present.mark
-        state = TrainerState(global_step=self.present.step, stateful_callbacks={NAME: mark} if mark else {})
+        step, mark = self.present.step, self.present.mark
+        callbacks = {"TrainerControl": TrainerControl().state(), **({MARK: mark} if mark else {})}
+        state = TrainerState(
+            epoch=step / 100,
+            global_step=step,
+            max_steps=1000,
+            num_train_epochs=10,
+            train_batch_size=2,
+            stateful_callbacks=callbacks,
+        )
         state.save_to_json(str(folder / "trainer_state.json"))
 
     def save(self) -> None:
