@@ -62,6 +62,11 @@ def call_it_fp32(checkpoint: Path, _: Path) -> None:
         path.rename(path.with_name(path.name.removeprefix("bf16_")))
 
 
+def module_as_ints(tree: Tree) -> None:
+    for name, tensor in tree["module"].items():
+        tree["module"][name] = tensor.int()
+
+
 def module_as_fp16(tree: Tree) -> None:
     for name, tensor in tree["module"].items():
         tree["module"][name] = tensor.half()
@@ -89,7 +94,10 @@ def scaler_of_step_0(tree: Tree) -> None:
 DAMAGES: dict[str, list[tuple[tuple[str, ...], Damage]]] = {
     "Adam's steps of flat ids that differ, in no composite": [(("llama", "zero2"), on_ranks(one_step_more))],
     "masters in another dtype than fp32": [(("llama", "zero2", "zero1-bf16opt"), on_ranks(round_masters))],
-    "moments that are no floating-point numbers": [(("llama", "zero2"), on_ranks(moments_as_ints))],
+    "moments, or the module of ZeRO-1/2, that are no floating-point numbers": [
+        (("llama", "zero2"), on_ranks(moments_as_ints)),
+        (("zero2",), on_models(module_as_ints)),
+    ],
     "frozen params in fewer bits than the run has": [(("llama-frozen", "zero2-frozen"), call_it_fp32)],
     "frozen params in another format, or the module of ZeRO-1/2 in another dtype": [
         (("llama-frozen", "zero2-frozen"), on_models(fragments_as_fp16)),

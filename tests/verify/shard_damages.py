@@ -60,6 +60,24 @@ add(
 )
 
 
+def change_placeholder(value: object) -> None:
+    def apply(tree: Tree) -> None:
+        tree["module"][next(iter(tree["module"]))] = value
+
+    title = "no tensor" if value is None else "a placeholder of two dimensions"
+    told = "is no tensor" if value is None else "where ZeRO-3 leaves a placeholder"
+    add(f"{title} in the module, ZeRO-3", "error", told, on_models(apply), runs=("llama",))
+
+
+change_placeholder(None)
+change_placeholder(torch.zeros(0, 5))
+
+
+@damage("lr_scheduler of one rank at another step", "error", "lr_scheduler differs", runs=("llama-ds-adamw",))
+def _(checkpoint, _other):
+    edit(models(checkpoint)[1], lambda tree: tree["lr_scheduler"].update(last_epoch=2))
+
+
 @damage(
     "a buffer of another shape on one rank, ZeRO-3",
     "error",

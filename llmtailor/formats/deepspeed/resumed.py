@@ -11,7 +11,7 @@ from llmtailor.core.findings import ERROR, WARNING
 from llmtailor.formats.pickle_nodes import Call
 from llmtailor.formats.resumed.kinds import ANYTHING, DICT, FLAG, LIST, POSITIVE, count, number
 from llmtailor.formats.resumed.model import BEYOND, MISSING, MISTYPED, Field, Kind, Says, Table, find
-from llmtailor.formats.resumed.optimizers import FAILS, FAILS_AT_STEP, optimizer_fields
+from llmtailor.formats.resumed.optimizers import FAILS, FAILS_AT_STEP, OTHER_RUN, optimizer_fields
 
 _OUTER = "optimizer_state_dict"
 _READER = frozenset((MISSING, MISTYPED, BEYOND))
@@ -19,7 +19,9 @@ _SCALER_CLASSES = {"LossScaler", "DynamicLossScaler"}
 _OLDEST = (0, 3, 17)
 MOST_SCALE = 2.0**64
 """A loss scale beyond this overflows in fp16 for dozens of steps, whatever the loss."""
+_OWN_SCHEDULE = Says(ERROR, "silent: every rank follows a schedule of its own")
 _OWN_SCALE = Says(ERROR, "silent: gradients of different scales are added up")
+_DRIFT = Says(ERROR, "silent: the scales of the ranks drift apart", read=True)
 _SCALES_WRONG = Says(ERROR, "silent: gradients overflow or vanish")
 
 
@@ -74,7 +76,7 @@ def _scaler(
         missing=missing,
         mistyped=mistyped,
         beyond=beyond,
-        unlike=_OWN_SCALE,
+        unlike=_DRIFT if only_dynamic else _OWN_SCALE,
         only="fp16 with a dynamic scale" if only_dynamic else "",
         applies=is_dynamic if only_dynamic else lambda tree: True,
     )
@@ -115,7 +117,7 @@ ZERO3 = Table(
         _told(Field((_OUTER,), DICT, _LOAD3, missing=FAILS, mistyped=FAILS)),
         _told(Field((_OUTER, "loss_scaler"), SCALER, _LOAD3, missing=FAILS, mistyped=FAILS_AT_STEP), MISSING),
         *_SCALER_FIELDS,
-        Field((_OUTER, "dynamic_loss_scale"), FLAG, _LOAD3, missing=FAILS, unlike=_OWN_SCALE),
+        Field((_OUTER, "dynamic_loss_scale"), FLAG, _LOAD3, missing=FAILS, unlike=OTHER_RUN),
         Field((_OUTER, "overflow"), ANYTHING, _LOAD3, missing=FAILS),
         _told(Field((_OUTER, "fp32_flat_groups"), LIST, _LOAD3, missing=FAILS, mistyped=FAILS)),
         *(
@@ -136,7 +138,7 @@ ZERO12 = Table(
         _told(Field((_OUTER,), DICT, _LOAD12, missing=FAILS, mistyped=FAILS)),
         Field((_OUTER, "loss_scaler"), SCALER, _GLOBAL12, mistyped=FAILS_AT_STEP),
         *_SCALER_FIELDS,
-        Field((_OUTER, "dynamic_loss_scale"), FLAG, _GLOBAL12, unlike=_OWN_SCALE),
+        Field((_OUTER, "dynamic_loss_scale"), FLAG, _GLOBAL12, unlike=OTHER_RUN),
         Field(
             (_OUTER, "clip_grad"),
             _CLIP,
@@ -209,12 +211,13 @@ MODEL = Table(
             beyond=Says(WARNING, "only logs follow it", read=True),
             unlike=Says(ERROR, "only logs follow it; but the file is of another save", read=True),
         ),
+        Field(("lr_scheduler",), ANYTHING, _ENGINE, unlike=_OWN_SCHEDULE),
         Field(
             ("lr_scheduler", "last_batch_iteration"),
             count("step", least=-1),
             "deepspeed.runtime.lr_schedules",
             mistyped=FAILS_AT_STEP,
-            unlike=Says(ERROR, "silent: every rank follows a schedule of its own"),
+            unlike=_OWN_SCHEDULE,
             only="with a scheduler of DeepSpeed's",
         ),
     ),

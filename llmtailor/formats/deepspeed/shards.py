@@ -47,6 +47,9 @@ from llmtailor.formats.pickle_nodes import Call, as_tensor
 from llmtailor.formats.resumed.model import check_fields, facts_of_rank
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
 
+_EXTRA = "_extra_state"
+"""torch's name for what a module keeps beside tensors"""
+
 
 @dataclass(frozen=True, slots=True)
 class OptimShard:
@@ -252,11 +255,10 @@ def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict
         check_name(name, "module", where)
         if name in listed:
             buffers[name] = read_tensor(node, f"module[{name}]", where)
-        elif (view := as_tensor(node)) is not None and view.numel:
-            raise SourceError.at(
-                where,
-                f"module holds {name} in full, where ZeRO-3 leaves a placeholder; a resume would fail",
-                FIX,
-                Code.STATE_SIZE,
-            )
+        elif (view := as_tensor(node)) is None and not name.endswith(_EXTRA):
+            raise SourceError.at(where, f"module[{name}] is no tensor; a resume would fail", FIX, Code.FIELD_TYPE)
+        elif view is not None and view.shape != (0,):
+            have = "in full" if view.numel else f"with shape {list(view.shape)}"
+            what = f"module holds {name} {have}, where ZeRO-3 leaves a placeholder; a resume would fail"
+            raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
     return buffers

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, WARNING, Finding
-from llmtailor.core.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER
+from llmtailor.core.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, State
 from llmtailor.core.words import some
 from llmtailor.errors import PathIn
 from llmtailor.formats.deepspeed.common import Saved, precision
@@ -85,10 +85,13 @@ def _master_dtype(shards: Shards) -> _Found:
         yield shards.files.tag, f"the masters of {some(params)} are {dtype}, where DeepSpeed keeps fp32", tuple(params)
 
 
-def _moment_dtype(shards: Shards) -> _Found:
+def _not_floats(shards: Shards) -> _Found:
     found: dict[tuple[str, str], list[str]] = {}
-    for state, held in shards.saved.held.items():
-        if state.kind in (EXP_AVG, EXP_AVG_SQ, _MAX_SQ) and held.dtype not in _FLOATS:
+    module = {State(param, MODULE): held for param, held in shards.saved.module.items()}
+    trained = {state.param for state in shards.saved.held if state.kind == MASTER}
+    for state, held in {**shards.saved.held, **module}.items():
+        is_own = state.kind in (EXP_AVG, EXP_AVG_SQ, _MAX_SQ) or (state.kind == MODULE and state.param in trained)
+        if is_own and held.dtype not in _ALL_FLOATS:
             found.setdefault((state.kind, held.dtype), []).append(state.param)
     for (kind, dtype), params in found.items():
         yield shards.files.tag, f"{kind} of {some(params)} is {dtype}, which is no floating-point type", tuple(params)
@@ -155,6 +158,8 @@ def _scale_without_fp16(shards: Shards) -> _Found:
     run = precision(shards.files.is_bf16, shards.saved.ds_config)
     if run != "F16" and isinstance(scale, (int, float)) and scale != 1:
         yield shards.files.optim[0], f"the loss scale is {scale:g} in a run in {run}, which has none", ()
+    elif run != "F16" and "loss_scaler.cur_iter" in shards.saved.facts:
+        yield shards.files.optim[0], f"the loss scaler is dynamic in a run in {run}, which needs none", ()
 
 
 def _scaler_steps(shards: Shards) -> _Found:
@@ -186,11 +191,11 @@ CONTRADICTIONS = (
         _master_dtype,
     ),
     Contradiction(
-        "moments that are no floating-point numbers",
+        "moments, or the module of ZeRO-1/2, that are no floating-point numbers",
         ERROR,
         Code.STATE_DTYPE,
         "silent: they are cast, rounded as they are",
-        _moment_dtype,
+        _not_floats,
     ),
     Contradiction(
         "frozen params in fewer bits than the run has",

@@ -12,7 +12,7 @@ from llmtailor.formats.resumed.model import EACH, Field, Says, find, has
 FAILS = Says(ERROR, "a resume fails")
 FAILS_AT_STEP = Says(ERROR, "a resume fails at the first step")
 _EVERY_RANK_BY_ITS_OWN = Says(ERROR, "silent: every rank trains by its own")
-_OTHER_RUN = Says(ERROR, "not read; but the file is of another save or run than those of the other ranks", read=True)
+OTHER_RUN = Says(ERROR, "resumes; but the file is of another save or run than those of the other ranks")
 _DIVERGES = Says(ERROR, "silent: the weights become NaN, or move uphill")
 _STEP = "torch.optim.AdamW.step"
 _BY_DEFAULT = "torch.optim.Adam.__setstate__"
@@ -33,7 +33,7 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
     group, state = (*at, "param_groups", EACH), (*at, "state", EACH)
     like_adam = {"only": "Adam and its kin", "applies": of_adam}
     hyper = {"missing": FAILS_AT_STEP, "mistyped": FAILS_AT_STEP, "beyond": _DIVERGES, "unlike": _EVERY_RANK_BY_ITS_OWN}
-    flag = {"mistyped": FAILS_AT_STEP, "unlike": _EVERY_RANK_BY_ITS_OWN}
+    flag = {"mistyped": FAILS_AT_STEP, "unlike": Says(ERROR, "silent, or it fails on that rank and the others wait")}
     lost = Says(ERROR, "a resume fails at the first step", code=Code.STATE_MISSING)
     return (
         Field((*at, "param_groups"), LIST, "torch.optim.Optimizer.load_state_dict", FAILS, FAILS),
@@ -52,13 +52,13 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
             only="DeepSpeedCPUAdam",
             applies=of_cpu_adam,
         ),
-        Field((*group, "initial_lr"), RATE, "nobody: the scheduler has base_lrs", unlike=_OTHER_RUN),
+        Field((*group, "initial_lr"), RATE, "nobody: the scheduler has base_lrs", unlike=OTHER_RUN),
         *(
             Field((*group, key), FLAG, _BY_DEFAULT, **flag, **like_adam)  # type: ignore[arg-type]
             for key in ("amsgrad", "maximize", "differentiable")
         ),
         *(
-            Field((*group, key), FLAG, _BY_DEFAULT, unlike=_OTHER_RUN, **like_adam)  # type: ignore[arg-type]
+            Field((*group, key), FLAG, _BY_DEFAULT, unlike=OTHER_RUN, **like_adam)  # type: ignore[arg-type]
             for key in ("decoupled_weight_decay", "foreach", "capturable", "fused")
         ),
         *(
