@@ -269,3 +269,25 @@ def test_what_it_carries_of_the_composite_that_it_was_made_of_is_no_claim(pristi
     checkpoint = partials(pristine["zero2"])[1]
     assert (checkpoint / "llmtailor.json").is_file()
     assert verify_checkpoint(checkpoint, deep=True).findings == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fields_of_files_inside_are_looked_at(copy_of, form):
+    """The tables of `formats.resumed` hold for what the bundles carry, too."""
+    checkpoint = partials(copy_of(form))[0]
+    for bundle in bundles(checkpoint):
+        data = bundle.read_bytes()
+        bundle.write_bytes(data.replace(b"last_epoch", b"last_epocX"))  # as long as before
+    verdict = verify_checkpoint(checkpoint)
+    assert verdict.level == DAMAGED
+    assert "last_epoch is missing" in {finding.what for finding in verdict.findings}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fields_of_files_beside_are_looked_at(copy_of, form):
+    checkpoint = partials(copy_of(form))[0]
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "nobody_knows_this": 1}))
+    verdict = verify_checkpoint(checkpoint)
+    assert verdict.level == DAMAGED
+    assert [finding.path for finding in verdict.findings] == ["trainer_state.json"]
