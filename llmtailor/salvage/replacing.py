@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llmtailor.errors import StorageError, TargetError
+from llmtailor.errors import SourceError, StorageError, TargetError
 from llmtailor.execute.left_over import remove_left_over
 from llmtailor.execute.placing import put_in_place
 from llmtailor.formats.json_files import read_json
@@ -22,6 +24,7 @@ from llmtailor.io.listing import list_files
 from llmtailor.salvage.service import Salvage
 
 RECORD = ".llmtailor-replacing"
+_NAME = re.compile(r"(salvaged-|damaged-|replaced-)?checkpoint-[0-9]+")
 _SCHEMA = "llmtailor.replacing/1"
 
 
@@ -56,19 +59,19 @@ def plan_replacement(salvage: Salvage) -> Replacement:
 def unfinished_replacement(run: Path) -> Replacement | None:
     """Return what is left to do of a replacement that was cut off, as far as its folders are still what they were.
 
-    Raises SourceError if its record can't be read.
+    Raises StorageError if its record can't be read.
     """
     path = run / RECORD
     if not path.exists():
         return None
-    record = read_json(path, str(path))
     try:
-        new, target = str(record["new"]["files"]), run / str(record["target"])
-        aside = {str(row["files"]): run / str(row["to"]) for row in record["aside"]}
-        names = {target, run / str(record["new"]["from"]), *(run / str(row["from"]) for row in record["aside"])}
-    except (KeyError, TypeError) as error:
+        record = read_json(path, str(path))
+        new, target = str(record["new"]["files"]), run / _name(record["target"])
+        aside = {str(row["files"]): run / _name(row["to"]) for row in record["aside"]}
+        names = {target, run / _name(record["new"]["from"]), *(run / _name(row["from"]) for row in record["aside"])}
+    except (KeyError, TypeError, ValueError, SourceError) as error:
         fix = "see which folder is which, and remove this file"
-        raise StorageError.at(path, f"the record of the renames is damaged ({error!r})", fix) from error
+        raise StorageError.at(path, "the record of renames that were interrupted is damaged", fix) from error
     now = {_fingerprint(folder): folder for folder in (*names, *aside.values()) if folder.is_dir()}
     left = {now[files]: to for files, to in aside.items() if files in now and now[files] != to}
     source = now.get(new, target)
@@ -103,6 +106,13 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
     put_in_place(replacement.new, replacement.target, replacement.aside)
     (run / RECORD).unlink()
     fsync_folder(run)
+
+
+def _name(value: Any) -> str:
+    """Return a name that a record may hold: of a folder in the run's folder. Raises ValueError for anything else."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError(value)
+    return value
 
 
 def _fingerprint(folder: Path) -> str:

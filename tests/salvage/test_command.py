@@ -198,6 +198,25 @@ def test_an_interrupted_replace_leaves_alone_what_has_changed_since(run: Path, m
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-300", "damaged-checkpoint-200"]
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        "{",
+        "[]",
+        '{"new": 1, "target": "checkpoint-300", "aside": []}',
+        '{"new": {"from": "checkpoint-300", "files": "x"}, "target": "../checkpoint-300", "aside": []}',
+        '{"new": {"from": "checkpoint-300", "files": "x"}, "target": "checkpoint-300", "aside": [{"to": "/tmp"}]}',
+    ],
+)
+def test_a_damaged_record_of_renames_is_refused(run: Path, record: str) -> None:
+    (damaged(run) / replacing.RECORD).write_text(record)
+    done = llmtailor("salvage", run, "--replace")
+    assert done.returncode == 8 and "remove this file" in done.stderr and "Traceback" not in done.stderr
+    assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
+        f"checkpoint-{step}00" for step in (1, 2, 3)
+    ]
+
+
 def test_replace_refuses_a_name_that_is_taken(run: Path) -> None:
     (damaged(run) / "damaged-checkpoint-300").mkdir()
     with pytest.raises(TargetError, match="taken"):
