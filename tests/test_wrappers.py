@@ -61,7 +61,7 @@ def partial_run(tmp_path_factory):
 def start(script: str, *arguments: str, **variables: object) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in OURS}
     environment |= {key: str(value) for key, value in variables.items()}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.run([str(SCRIPTS / script), *arguments], env=environment, capture_output=True, text=True)
 
 
@@ -151,7 +151,8 @@ def job(tmp_path, output_dir, **variables):
     program = tmp_path / "training"
     program.write_text(TRAINING)
     program.chmod(0o755)
-    variables = {"LAUNCH": program, "CALLS": tmp_path / "calls", "OUTPUT_DIR": output_dir, "NUM_GPU": 2, **variables}
+    path = f"{tmp_path}:{os.environ['PATH']}"  # LAUNCH is words, and the folder's name may have several
+    variables = {"LAUNCH": "training", "PATH": path, "CALLS": tmp_path / "calls", "OUTPUT_DIR": output_dir, "NUM_GPU": 2, **variables}
     result = start("slurm_resume.sh", "train.py", **variables)
     return result, (tmp_path / "calls").read_text().splitlines()
 
