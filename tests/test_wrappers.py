@@ -152,7 +152,14 @@ def job(tmp_path, output_dir, **variables):
     program.write_text(TRAINING)
     program.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"  # LAUNCH is words, and the folder's name may have several
-    variables = {"LAUNCH": "training", "PATH": path, "CALLS": tmp_path / "calls", "OUTPUT_DIR": output_dir, "NUM_GPU": 2, **variables}
+    variables = {
+        "LAUNCH": "training",
+        "PATH": path,
+        "CALLS": tmp_path / "calls",
+        "OUTPUT_DIR": output_dir,
+        "NUM_GPU": 2,
+        **variables,
+    }
     result = start("slurm_resume.sh", "train.py", **variables)
     return result, (tmp_path / "calls").read_text().splitlines()
 
