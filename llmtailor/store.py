@@ -7,15 +7,16 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from llmtailor.errors import SourceError, TailorError, TargetError
 from llmtailor.formats.json_files import read_json
+from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, Manifest, folder_name, read_manifest, step_in_name
 from llmtailor.history.attempts import FILE, Attempt, attempts_json, read_attempts
-from llmtailor.io.files import replace_durably
+from llmtailor.io.files import UNFINISHED, replace_durably
 
 _LOCK = ".lock"
 ABANDONED = ".abandoned"
@@ -85,7 +86,7 @@ class Folder:
         """Make the empty folder of a new save. One that an abandoned attempt left at this step moves aside."""
         path = self.at(step)
         if path.exists():
-            if is_partial(path):
+            if is_partial(path) or holds_unknown(path):
                 _move_aside(path)
             else:
                 shutil.rmtree(path)
@@ -103,15 +104,17 @@ class Folder:
             else:
                 path.rename(_unused(path.with_name(f"abandoned-{path.name}")))
 
-    def remove_abandoned(self) -> None:
+    def remove_abandoned(self, made: Collection[str] = ()) -> None:
+        """Remove what was set aside here, but for folders with files of unknown making; ``made`` are known, too."""
         for path in self.path.glob(f"step-*{ABANDONED}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if not holds_unknown(path, made):
+                shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self) -> list[str]:
-        """Remove what unfinished saves left behind; return their names."""
+        """Remove what unfinished saves left, but for folders with files of unknown making; return their names."""
         names = []
         for _, path in list(self._all()):
-            if not is_partial(path):
+            if not is_partial(path) and not holds_unknown(path):
                 shutil.rmtree(path, ignore_errors=True)
                 names.append(path.name)
         return names
@@ -128,6 +131,12 @@ class Folder:
             for path in sorted(self.path.iterdir()):
                 if (step := step_in_name(path.name)) is not None and path.is_dir():
                     yield step, path
+
+
+def holds_unknown(path: Path, made: Collection[str] = ()) -> bool:
+    """Whether a folder has entries that neither a training nor we made, as far as is known; ``made`` are ours."""
+    unknown = survey_contents(path).unknown
+    return any(name not in made and not UNFINISHED.fullmatch(name) for name in unknown)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

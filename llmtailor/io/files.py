@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 from llmtailor.errors import StorageError
+
+UNFINISHED = re.compile(r"\..+\.llmtailor-new")
+"""Names of what `replace_durably` was writing when it was killed"""
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:

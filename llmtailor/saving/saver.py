@@ -36,7 +36,7 @@ from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.resuming import begin_attempt, read_records, resume
 from llmtailor.saving.training import Training, rng_tree
 from llmtailor.saving.writing import SaveId, check_trees, publish, write_frozen, write_rank
-from llmtailor.store import Folder
+from llmtailor.store import Folder, holds_unknown
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -263,10 +263,14 @@ class PartialSaver:
         """Delete what is no longer needed; what can't be deleted is left to the next time."""
         if self.keep_composable is None:
             return
+        made = {path.name for path in self.carried.written}
         try:
             for step in deletable(read_records(self.folder), self.ledger, self.keep_composable):
-                self.folder.remove(step)
-            self.folder.remove_abandoned()
+                if holds_unknown(self.folder.at(step), made):
+                    logger.warning("%s stays: it holds files that no save made", self.folder.at(step).name)
+                else:
+                    self.folder.remove(step)
+            self.folder.remove_abandoned(made)
         except OSError as error:
             logger.warning("old partial checkpoints could not be deleted: %s", error)
 

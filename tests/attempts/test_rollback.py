@@ -192,3 +192,29 @@ def test_what_is_composed_of_a_loops_saves_is_no_damaged_state_of_the_trainers(w
     out = world.compose()
     result = call("verify", out)
     assert result.exit_code == 0 and "trainer_state" not in result.stdout
+
+
+def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
+    """Neither what a user put into a partial checkpoint that is no longer needed, nor into an unfinished one."""
+    world = World(tmp_path / "run", 0)
+    world.start(None, 0, None)
+    world.present.saver.keep_composable = 1
+    partial = world.run / "partial"
+    for step in range(1, 6):
+        world.train(1)
+        world.save()
+        if step == 2:
+            (partial / "step-00000002" / "notes.md").write_text("the loss spiked here")
+    assert sorted(path.name for path in partial.glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
+    torn = partial / "step-00000006"
+    torn.mkdir()
+    (torn / "notes.md").write_text("mine")
+    world.resume_from(world.compose(), 5)
+    world.train(1)
+    world.save()
+    assert (partial / "step-00000006.abandoned" / "notes.md").read_text() == "mine"
+    world.stop()
