@@ -53,6 +53,7 @@ class Code(Enum):
     STATE_DTYPE = "state-dtype", "a state has another dtype than the run keeps it in"
     STATE_LAYOUT = "state-layout", "a tensor does not lie in its file in one piece"
     NOT_FINITE = "not-finite", "a state holds NaN or infinity"
+    ALL_ZERO = "all-zero", "the moments of a whole flat tensor are zero, although Adam has made steps"
     NEGATIVE = "negative", "a mean of squares is below zero"
     NOT_ROUNDED = "not-rounded", "a weight is not its rounded master"
     SPLIT_WEIGHTS = "split-weights", "weights differ from their masters on purpose (--allow-split)"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, WARNING, Finding
 from llmtailor.core.index import CheckpointIndex, Held
-from llmtailor.core.states import FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.core.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.core.words import some
 from llmtailor.errors import PathIn
 from llmtailor.verify.bundles import SavedNames
@@ -59,6 +59,28 @@ def find_blemishes(
             )
         else:
             yield Finding(where, f"{name} is not the rounded master: {at}", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR)
+
+
+def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator[Finding]:
+    """Tell of flat ids of a full checkpoint whose moments are all zero although Adam has made steps.
+
+    Gradients of a whole flat tensor are never all zero: such moments were wiped, or never loaded.
+    """
+    stepped = [
+        flat
+        for flat in index.flat_ids
+        if flat.step > 0 and any(index.params[param].numel for param in flat.params)
+        if State(flat.params[0], EXP_AVG_SQ) in index.held
+    ]
+    for kind in (EXP_AVG, EXP_AVG_SQ):
+        zeroed = [flat for flat in stepped if not any(State(param, kind) in not_zero for param in flat.params)]
+        if zeroed:
+            params = tuple(param for flat in zeroed for param in flat.params)
+            what = f"{kind} of {some(params)} is zero throughout, after {zeroed[0].step:g} steps of Adam"
+            severity = ERROR if len(zeroed) == len(stepped) else WARNING
+            yield Finding(
+                index.name, what, f"a resume restarts Adam there; {_OTHER_SAVE}", Code.ALL_ZERO, severity, params
+            )
 
 
 def damaged_elements(

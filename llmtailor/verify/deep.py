@@ -24,6 +24,7 @@ from llmtailor.verify.blemishes import (
     damaged_elements,
     elements_in,
     find_blemishes,
+    find_zeroed,
     join,
     lost_elements,
 )
@@ -84,6 +85,7 @@ def read_everything(
         *_unread(index, readings),
         *off.findings,
         *(_digests(index, readings, manifest, lost) if manifest else ()),
+        *(find_zeroed(index, readings.not_zero) if index.stage and not (lost or index.is_partial) else ()),
         *_not_compared(index, saved_as),
     ]
     runs = [

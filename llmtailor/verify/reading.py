@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from llmtailor.core.states import ITEMSIZE, State
+from llmtailor.core.states import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, State
 from llmtailor.errors import Interrupted
 from llmtailor.io.checksums import crc32
 from llmtailor.verify.blemishes import DIFFERS, NEGATIVE, NOT_FINITE, Blemish
 from llmtailor.verify.bundles import Bundle, Stream
 from llmtailor.verify.intervals import Intervals
-from llmtailor.verify.values import Mask, differing, negative, not_finite
+from llmtailor.verify.values import Mask, any_bit, differing, negative, not_finite
 
 CHUNK_ELEMENTS = 1 << 20
 MAX_WORKERS = 4
@@ -37,6 +37,8 @@ class Readings:
     blemishes: dict[tuple[State, str], Blemish] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files that the operating system would not read to the end, and why."""
+    not_zero: set[State] = field(default_factory=set)
+    """Moments with at least one bit set"""
     by_file: Intervals[str] = field(default_factory=Intervals)
     by_state: Intervals[State] = field(default_factory=Intervals)
     """In bytes of the state, as if it lay in one piece."""
@@ -148,6 +150,8 @@ class Reading:
     def _check(self, stream: Stream, data: memoryview, lost: list[_Run], begin: int, readings: Readings) -> None:
         dtype = stream.held.dtype
         self._note(stream.state, NOT_FINITE, not_finite(data, dtype, stream.may_be_infinite), lost, begin, readings)
+        if stream.state.kind in (EXP_AVG, EXP_AVG_SQ) and stream.state not in readings.not_zero and any_bit(data):
+            readings.not_zero.add(stream.state)
         if not stream.may_be_negative:
             self._note(stream.state, NEGATIVE, negative(data, dtype), lost, begin, readings)
 

@@ -23,6 +23,11 @@ Mask = npt.NDArray[np.bool_]
 Bytes = bytes | bytearray | memoryview
 
 
+def any_bit(data: Bytes) -> bool:
+    """Whether any bit is set: zeros have none."""
+    return bool(np.frombuffer(data, np.uint8).any())
+
+
 def not_finite(data: Bytes, dtype: str, may_be_infinite: bool) -> Mask | None:
     """Return which elements are NaN, or infinite unless they may be; None if there are none."""
     if dtype not in _EXPONENT:

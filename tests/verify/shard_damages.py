@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -110,6 +111,19 @@ def _(checkpoint, _other):
         fragments.update({name: fragment + 1 for name, fragment in fragments.items()})
 
     on_models(change)(checkpoint, checkpoint)
+
+
+def wipe(kind: str, groups: int) -> Callable[[Tree], None]:
+    def change(tree: Tree) -> None:
+        for state in list(inner(tree)["state"].values())[:groups]:
+            state[kind].zero_()
+
+    return change
+
+
+for kind in ("exp_avg", "exp_avg_sq"):
+    add(f"{kind} wiped", "error", "is zero throughout", on_ranks(wipe(kind, 2)), deep=True)
+    add(f"{kind} of one group wiped", "warning", "is zero throughout", on_ranks(wipe(kind, 1)), deep=True)
 
 
 @damage("one more file that DeepSpeed takes for model states", "error", "refuses to resume")
