@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -252,7 +253,7 @@ class Evil:
         self.marker = marker
 
     def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
+        return os.system, (f"touch {shlex.quote(str(self.marker))}",)
 
 
 @pytest.mark.parametrize("file", ["optim", "model", "scheduler.pt", "rng_state_1.pth"])

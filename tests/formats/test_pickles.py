@@ -6,6 +6,7 @@ import collections
 import os
 import pickle
 import pickletools
+import shlex
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +77,7 @@ class Exploit:
 
 
 EXPLOITS = {
-    "system": lambda marker: Exploit(os.system, f"touch {marker}"),
+    "system": lambda marker: Exploit(os.system, f"touch {shlex.quote(str(marker))}"),
     "eval": lambda marker: Exploit(eval, f"open({str(marker)!r}, 'w')"),
     "exec": lambda marker: {"deep": [Exploit(exec, f"open({str(marker)!r}, 'w')")]},
 }
