@@ -24,6 +24,8 @@ from llmtailor.verify.composite import check_manifest
 from llmtailor.verify.partial import check_partial
 from llmtailor.verify.structure import check_index
 
+_NOT_LOOKED_INTO = (Code.COMPRESSED, Code.STATE_LAYOUT)
+"""torch reads it; what it holds can't be told here."""
 _MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def _refuse_unsupported(survey: Survey) -> None:
     errors = survey.problems.errors
     if not errors or not all(isinstance(error, UnsupportedCheckpoint) for error in errors):
         return
-    paths = {problem.path for error in errors for problem in error.problems if problem.code is Code.COMPRESSED}
+    paths = {problem.path for error in errors for problem in error.problems if problem.code in _NOT_LOOKED_INTO}
     if survey.index is None or paths & survey.unreadable:
         survey.problems.raise_if_any()
 
@@ -107,7 +109,7 @@ def _severity(problem: Problem, root: Path) -> str:
     path = problem.path
     if looks_partial(root):
         return ERROR
-    if problem.code in (Code.COMPRESSED, Code.FILE_UNKNOWN) or (
+    if problem.code in (*_NOT_LOOKED_INTO, Code.FILE_UNKNOWN) or (
         problem.code is Code.NOT_A_FILE and path and is_rng_file(path)
     ):
         return WARNING

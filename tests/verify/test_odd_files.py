@@ -9,10 +9,12 @@ import socket
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from helpers.checkpoints import edit
 from llmtailor.codes import Code
 from llmtailor.core.findings import ERROR, WARNING
 from llmtailor.errors import UnsupportedCheckpoint
@@ -105,6 +107,17 @@ def test_compressed_states_can_not_be_judged(checkpoint: Path, paths: list[str])
     with pytest.raises(UnsupportedCheckpoint) as refused:
         verify_checkpoint(checkpoint, name="x")
     assert {(one.code, one.path) for one in refused.value.problems} == {(Code.COMPRESSED, path) for path in paths}
+
+
+def test_tensors_that_do_not_lie_in_one_piece_can_not_be_judged(checkpoint: Path):
+    def change(tree: Any) -> None:
+        masters = tree["optimizer_state_dict"]["fp32_flat_groups"]
+        masters[1] = torch.stack([masters[1].detach()] * 2, dim=1)[:, 0]
+
+    edit(checkpoint / OPTIM, change)
+    with pytest.raises(UnsupportedCheckpoint, match="not contiguous") as refused:
+        verify_checkpoint(checkpoint, name="x")
+    assert {(one.code, one.path) for one in refused.value.problems} == {(Code.STATE_LAYOUT, OPTIM)}
 
 
 def test_compressed_states_beside_a_damage_are_not_called_damaged(checkpoint: Path):

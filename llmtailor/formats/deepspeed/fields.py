@@ -67,10 +67,9 @@ def read_names(node: Any, what: str, where: str) -> frozenset[str]:
 def extent_of(view: TensorView, what: str, where: str) -> Extent:
     """Return where the elements of a contiguous view lie."""
     carried = view.storage.content[0]
-    if not view.is_contiguous:
-        raise SourceError.at(
-            where, f"{what} is not contiguous", "save it again with contiguous tensors", Code.STATE_LAYOUT
-        )
+    if not view.is_contiguous:  # torch reads it; here bytes are moved as they lie
+        fix = "save it again with contiguous tensors"
+        raise UnsupportedCheckpoint.at(where, f"{what} is not contiguous", fix, Code.STATE_LAYOUT)
     if not isinstance(carried, Carry) or view.offset + view.numel > view.storage.numel:
         raise SourceError.at(where, f"{what} reaches beyond its storage", FIX, Code.STATE_SIZE)
     itemsize = ITEMSIZE[view.storage.dtype]
