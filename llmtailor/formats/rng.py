@@ -61,10 +61,11 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
 
     With ``may_repeat``, some may have been given to several ranks on purpose: a composite for more ranks does that.
     """
-    if may_repeat and saved_as.keys() != set(saved_as.values()):
+    is_mixed = saved_as.keys() != set(saved_as.values())
+    if may_repeat and is_mixed:
         return
     for path, other in saved_as.items():
-        if path != other:
+        if path != other and (not is_mixed or other in saved_as):
             what = f"the file was saved as {other}, so it holds the random numbers of another rank"
             fix = "give it its own name back, to repeat dropout exactly"
             yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)

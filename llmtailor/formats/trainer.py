@@ -35,7 +35,7 @@ from llmtailor.formats.safetensors_files import (
 from llmtailor.formats.scaler import check_scaler
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, read_scheduler
 from llmtailor.formats.torchzip import lay_out_torch_file, read_torch_file
-from llmtailor.formats.trainer_state import check_trainer_state, read_global_step
+from llmtailor.formats.trainer_state import check_trainer_state, is_trainers, read_global_step
 from llmtailor.formats.training_args import TRAINING_ARGS, RunFacts, read_run_facts
 from llmtailor.formats.trees import read_tree
 from llmtailor.io.sources import check_regular
@@ -90,7 +90,7 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
         findings.append(_no_weights(files, name))
     reading = _Reading(root, name, facts=read_run_facts(root, PathIn(name, TRAINING_ARGS)))
-    for path in (*files, *inside):
+    for path in sorted((*files, *inside), key=lambda path: path != TRAINER_STATE):  # it says whose the others are
         try:
             findings += reading.read(path, path in inside)
         except TailorError as error:
@@ -121,6 +121,7 @@ class _Reading:
     global_step: int | None = None
     scheduler: SchedulerFacts | None = None
     saved_as: dict[str, str] = field(default_factory=dict)
+    is_trainers: bool = True
 
     def read(self, path: str, is_inside: bool) -> Iterator[Finding]:
         """Yield what is off in a file by itself. Raises SourceError and UnsafePickle."""
@@ -128,6 +129,7 @@ class _Reading:
         if path in (TRAINER_STATE, CONFIG):
             content = read_json(self.root / path, where)
             if path == TRAINER_STATE:
+                self.is_trainers = is_trainers(content)
                 self.global_step = read_global_step(content, where)
                 yield from check_trainer_state(content, self.facts, where)
             return
@@ -139,7 +141,7 @@ class _Reading:
             self.saved_as[path], tree = f"{file.archive}.pth", file.tree
         else:
             tree = read_tree(self.root, path, where)
-        if is_rng:
+        if is_rng and self.is_trainers:
             yield from check_rng(self.root, tree, where)
         elif path == SCHEDULER:
             yield from check_scheduler(tree, where)

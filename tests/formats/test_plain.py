@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import SMALL, make
+from llmtailor.codes import Code
 from llmtailor.core.states import MASTER, State
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
 from llmtailor.formats.base import index_checkpoint
@@ -164,7 +165,6 @@ DAMAGE = {
 UNDECIDED = {
     *(
         "only Adam-like",
-        "no step of its own",
         "config.json: the file is missing",
         "the shapes do not tell which",
         "not the Trainer's two",
@@ -332,7 +332,10 @@ def test_zero_to_plain_to_zero_is_the_same_again(tmp_path, stage, precision, tie
     zero = to_zero(there, tmp_path / "zero", stage, 3, precision)
     index = index_checkpoint(zero)
     assert (index.stage, index.world_size, index.precision) == (stage, 3, precision)
-    assert index.findings == () and index.tied == there.tied
+    odd = [
+        finding for finding in index.findings if finding.code != Code.RNG_SWAPPED
+    ]  # no manifest says that it is meant
+    assert odd == [] and index.tied == there.tied
     with pickled_as_deepspeed():
         oracle = zero3.load(source)
     for state, tensor in oracle.states.items():
