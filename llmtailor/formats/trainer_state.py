@@ -44,11 +44,10 @@ def read_global_step(content: Mapping[str, Any], where: str) -> int:
             where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN, Code.FIELD_MISSING
         )
     step = content["global_step"]
-    if type(step) is not int:
-        raise SourceError.at(where, f"global_step is {step!r:.40}, and no count", _COPY_AGAIN, Code.FIELD_TYPE)
     if not is_count(step):
-        raise SourceError.at(where, f"global_step is {step!r:.40}, and no count", _COPY_AGAIN, Code.FIELD_RANGE)
-    return step
+        code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
+        raise SourceError.at(where, f"global_step is {step!r:.40}, and no number of steps", _COPY_AGAIN, code)
+    return int(step)
 
 
 def is_trainers(content: Mapping[str, Any]) -> bool:
@@ -57,7 +56,9 @@ def is_trainers(content: Mapping[str, Any]) -> bool:
     All that the saver writes there is the step, and its own mark.
     """
     callbacks = content.get(CALLBACKS, {})
-    return content.keys() - {CALLBACKS} != {"global_step"} or set(callbacks) - {MARK} != set()
+    if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
+        return True
+    return callbacks.keys() - {MARK} != set()
 
 
 def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str) -> Iterator[Finding]:

@@ -147,7 +147,7 @@ add("trainer_state.json of another step", "error", "global_step is 3", on_json("
 add(
     "trainer_state.json without a step",
     "error",
-    "and no count",
+    "and no number of steps",
     on_json("trainer_state.json", global_step=None),
 )
 

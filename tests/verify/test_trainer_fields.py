@@ -146,3 +146,12 @@ def test_with_deepspeed_the_same_is_told(path: str, field: Field, runs, tmp_path
         told = {finding.severity for finding in verdict.findings if finding.path == target.name}
         assert damage.says is None or damage.says.severity in told, text
         assert verdict.is_resumable == (damage.says is None or damage.says.severity != ERROR), text
+
+
+@pytest.mark.parametrize("callbacks", [None, 3, "x", []])
+def test_a_state_of_little_more_than_a_step_is_looked_at(callbacks, plain, tmp_path):
+    """The saver's own, in a loop without the Trainer, has an object there; anything else is the Trainer's, damaged."""
+    root = tmp_path / "checkpoint-4"
+    shutil.copytree(plain, root)
+    save({"global_step": 4, "stateful_callbacks": callbacks}, root / "trainer_state.json")
+    assert not verify_checkpoint(root).is_resumable
