@@ -93,7 +93,10 @@ def test_a_field_that_is_off_is_told(table: Table, path: str, field: Field, plai
         tree = torch.load(io.BytesIO(good.getvalue()), weights_only=False)
         if not [*places_of(tree, field.path)]:
             pytest.skip("the file has no such field")
-        assert damage.apply(tree)
+        if field.path[-1] == "step" and damage.way == MISSING:
+            del tree["state"][0]["step"]  # without any step it is another optimizer's, and can't be judged
+        else:
+            assert damage.apply(tree)
         save(tree, root / path)
         verdict = verify_checkpoint(root, name="x")
         text = f"{damage}:\n" + "\n".join(map(str, verdict.findings))

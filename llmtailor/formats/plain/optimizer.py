@@ -79,9 +79,10 @@ def read_optimizer(root: Path, where: str) -> SavedOptimizer:
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
     try:
         saved = _read(root, tree, where)
-    except UnsupportedCheckpoint as error:
+    except SourceError as error:
         if wrong := [finding.problem for finding in findings if finding.severity == ERROR]:
-            raise SourceError(wrong) from error
+            others = () if isinstance(error, UnsupportedCheckpoint) else error.problems
+            raise SourceError([*wrong, *others]) from error
         raise
     shapes = {number: saved.shape(number) for number in saved.kinds}
     hyper, ids = [group.hyper for group in saved.groups], [group.ids for group in saved.groups]
