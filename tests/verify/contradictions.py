@@ -91,6 +91,11 @@ def scaler_of_step_0(tree: Tree) -> None:
     outer(tree)["loss_scaler"].cur_iter = 0
 
 
+def decay_the_norms(tree: Tree) -> None:
+    decaying, resting = groups(tree)
+    decaying["weight_decay"], resting["weight_decay"] = 0.0, decaying["weight_decay"]
+
+
 DAMAGES: dict[str, list[tuple[tuple[str, ...], Damage]]] = {
     "Adam's steps of flat ids that differ, in no composite": [(("llama", "zero2"), on_ranks(one_step_more))],
     "masters in another dtype than fp32": [(("llama", "zero2", "zero1-bf16opt"), on_ranks(round_masters))],
@@ -104,6 +109,7 @@ DAMAGES: dict[str, list[tuple[tuple[str, ...], Damage]]] = {
         (("zero2",), on_models(module_as_fp16)),
     ],
     "max_exp_avg_sq with amsgrad off": [(("llama", "zero2"), on_ranks(keep_maxima))],
+    "weight decay on norms and biases alone": [(("llama", "zero2"), on_ranks(decay_the_norms))],
     "maximize in some param groups only": [
         (("llama", "zero2"), on_ranks(lambda tree: groups(tree)[1].update(maximize=True)))
     ],

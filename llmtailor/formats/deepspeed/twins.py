@@ -16,6 +16,7 @@ from llmtailor.core.words import some
 from llmtailor.errors import PathIn
 from llmtailor.formats.deepspeed.common import Saved, precision
 from llmtailor.formats.deepspeed.files import ShardFiles
+from llmtailor.formats.resumed.optimizers import decays_vectors_alone
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _ALL_FLOATS = (*_FLOATS, "F8_E4M3", "F8_E5M2")
@@ -139,6 +140,13 @@ def _uphill(shards: Shards) -> _Found:
         yield shards.files.tag, "the optimizer maximizes the loss (maximize)", ()
 
 
+def _decay(shards: Shards) -> _Found:
+    shapes = [[shards.saved.params[name].shape for name in names] for names in shards.saved.group_params]
+    if decays_vectors_alone([group.hyper for group in shards.saved.groups], shapes):
+        what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
+        yield shards.files.tag, what, ()
+
+
 def _unlike_groups(shards: Shards) -> _Found:
     for key in ("betas", "eps", "amsgrad", "bias_correction"):
         values = [group.hyper.get(key) for group in shards.saved.groups]
@@ -231,6 +239,13 @@ CONTRADICTIONS = (
         Code.FIELD_CONFLICT,
         "silent: the loss goes up (neither the Trainer nor DeepSpeed can be told to maximize)",
         _uphill,
+    ),
+    Contradiction(
+        "weight decay on norms and biases alone",
+        ERROR,
+        Code.FIELD_CONFLICT,
+        "silent: a resume decays these, and not the matrices",
+        _decay,
     ),
     Contradiction(
         "param groups with different betas, eps, amsgrad or bias_correction",

@@ -11,7 +11,7 @@ from llmtailor.core.findings import ERROR, Finding
 from llmtailor.formats.pickle_nodes import as_tensor
 from llmtailor.formats.resumed.kinds import is_number
 from llmtailor.formats.resumed.model import EACH, Field, Kind, Says, Table, has
-from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, is_adam, optimizer_fields
+from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
 
 _GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
 _STEP = "torch.optim.AdamW.step"
@@ -77,22 +77,11 @@ def check_groups(
     if any(second < first for first, second in pairwise(listed)):
         fix = f"a resume gives each state to the param in its place, silently; {_FIX}"
         yield Finding(where, "the ids of the params are out of order", fix, Code.FIELD_CONFLICT, ERROR)
-    yield from check_decay(groups, [[shapes[number] for number in group] for group in ids], where)
+    if decays_vectors_alone(groups, [[shapes[number] for number in group] for group in ids]):
+        what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
+        fix = f"silent: a resume decays the norms, and not the matrices; {_FIX}"
+        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
     for number, group in enumerate(groups):
         if not isinstance(group.get("amsgrad", False), bool):
             what = f"param_groups[{number}].amsgrad is {group['amsgrad']!r:.40}, and no flag"
             yield Finding(where, what, f"a resume fails at the first step; {_FIX}", Code.FIELD_TYPE, ERROR)
-
-
-def check_decay(
-    groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[tuple[int, ...]]], where: str
-) -> Iterator[Finding]:
-    """Yield a finding if weight decay is the wrong way round: on norms and biases alone, and not on matrices."""
-    decaying = [index for index, group in enumerate(groups) if group.get("weight_decay")]
-    resting = [index for index, group in enumerate(groups) if group.get("weight_decay") == 0]
-    on = [len(shape) for index in decaying for shape in shapes[index]]
-    off = [len(shape) for index in resting for shape in shapes[index]]
-    if on and off and max(on) < 2 <= max(off):
-        what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
-        fix = f"silent: a resume decays the norms, and not the matrices; {_FIX}"
-        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)

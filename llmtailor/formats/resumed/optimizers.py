@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmtailor.codes import Code
@@ -83,3 +84,15 @@ def is_cpu_adam(tree: Any, *at: str) -> bool:
         return False
     steps = [value for _, value in find(tree, (*at, "state", EACH, "step"))]
     return is_adam(tree, *at) and any(type(step) is int for step in steps)
+
+
+def decays_vectors_alone(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
+    """Whether weight decay is the wrong way round: on norms and biases alone, and not on matrices.
+
+    ``shapes`` are those of each group's params.
+    """
+    decaying = [index for index, group in enumerate(groups) if group.get("weight_decay")]
+    resting = [index for index, group in enumerate(groups) if group.get("weight_decay") == 0]
+    on = [len(shape) for index in decaying for shape in shapes[index]]
+    off = [len(shape) for index in resting for shape in shapes[index]]
+    return bool(on and off) and max(on) < 2 <= max(off)
