@@ -18,6 +18,7 @@ import llmtailor
 from llmtailor import errors
 from llmtailor.cli.main import EXIT_CODES, cli
 from scripts.make_docs import PAGES, error_tree
+from scripts.make_picture import PICTURE, draw
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "make_docs.py"
@@ -79,3 +80,33 @@ def test_the_help_of_every_command_has_its_own(name):
     shown = CliRunner().invoke(cli, [name, "--help"]).output
     section = shown[shown.index("Exit codes") :]
     assert [int(code) for code in re.findall(r"^  (\d+) ", section, re.MULTILINE)] == list(command.exit_codes)
+
+
+TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the names by which headings of a page are linked to, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_no_link_leads_nowhere():
+    lost = []
+    for page in TEXTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            there = page.parent / path if path else page
+            if "://" not in target and not (there.exists() and (not anchor or anchor in anchors(there))):
+                lost.append(f"{page.name}: {target}")
+    assert not lost
+
+
+def test_the_index_has_every_page():
+    listed = re.findall(r"^\| \[(\S+)\]", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
+def test_the_picture_is_what_the_policy_does():
+    assert PICTURE.read_text(encoding="utf-8") == draw(), "run scripts/make_picture.py"
