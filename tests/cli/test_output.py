@@ -80,7 +80,7 @@ def test_the_json_of_a_plan_is_stable(run):
     assert plan["num_bytes"] == sum(file["num_bytes"] for file in plan["files"])
     assert set(plan["sources"][0]) == {"name", "global_step", "is_base", "num_bytes"}
     assert set(plan["optimizer_steps"][0]) == {"flat_id", "step", "other_steps"}
-    assert set(plan["notices"][0]) == {"where", "what", "fix"}
+    assert set(plan["notices"][0]) == {"where", "what", "fix", "code", "path"}
     merged = call(run, "merge", "recipe.yaml", "out", "--json")
     assert json.loads(merged.stdout)["out"] == "out"
     assert "wrote out" in merged.stderr
@@ -138,8 +138,9 @@ def test_inspect_says_what_is_odd(run):
     text = call(run, "inspect", "checkpoint-100").stdout
     assert "weights not saved" in text
     odd = [line for line in text.splitlines() if line.startswith("odd: ")]
-    assert len(odd) == 4
-    for told in ("no scheduler state", "no weights", "no RNG states", "global_step is 90, but DeepSpeed's is 100"):
+    assert len(odd) == 5
+    step = "global_step is 90, but DeepSpeed's is 100"
+    for told in ("no scheduler state", "no weights", "no RNG states", step, "log_history goes on to step 100"):
         assert any(told in line for line in odd)
 
 

@@ -103,6 +103,6 @@ def contents(folder: Path) -> dict[str, str]:
         if path.is_file():
             data = path.read_bytes()
             if path.name == "llmtailor.json":
-                data = json.dumps({**json.loads(data), "created": ""}).encode()
+                data = json.dumps({**json.loads(data), "created": "", "merge": ""}).encode()
             found[str(path.relative_to(folder))] = xxh3_128(data).hexdigest()
     return found

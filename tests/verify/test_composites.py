@@ -111,7 +111,8 @@ def test_a_state_changed_after_the_merge_shows_in_file_and_part(composite):
 def test_a_changed_json_is_a_warning(composite):
     path = composite / "trainer_state.json"
     text = path.read_text()
-    path.write_text(text.replace('"epoch"', '"epocX"'))
+    path.write_text(text.replace('"total_flos": 0.0', '"total_flos": 1.0'))
+    assert path.read_text() != text
     verdict = verify_checkpoint(composite, deep=True, name="x")
     assert verdict.level == WITH_WARNINGS
     (finding,) = verdict.findings

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.core.extents import Absent, Sliced
+from llmtailor.core.findings import Finding
 from llmtailor.core.index import CheckpointIndex, FileFact, FlatId, Held, Param, ParamGroup, ZeroSettings
 from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.formats.partial.container import Partial, open_partial
 from llmtailor.formats.partial.manifest import bundle_name, frozen_name
 from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
-from llmtailor.formats.trainer import read_trainer_files
+from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.trainer import SCHEDULER, read_trainer_files
 
 _ABSENT = Absent()
 _KEPT = (FROZEN, BUFFER)
@@ -93,6 +95,10 @@ def _index_plain(partial: Partial) -> CheckpointIndex:
             FlatId((param,), optimizer.steps[number], optimizer.step_is_tensor)
             for param, number in zip(names, saved.ids, strict=True)
         ]
+    compared: list[Finding] = []
+    if trainer.scheduler is not None:
+        hyper = [saved.hyper for saved in optimizer.groups]
+        compared = compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
     return CheckpointIndex(
         root=root,
         name=name,
@@ -113,7 +119,7 @@ def _index_plain(partial: Partial) -> CheckpointIndex:
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
-        findings=(*trainer.findings, *optimizer.findings),
+        findings=(*trainer.findings, *optimizer.findings, *compared),
     )
 
 
