@@ -58,7 +58,8 @@ class Options:
     replace: bool = False
     """Whether the output may be a checkpoint that is there; it is replaced once the new one is complete."""
     reuse: bool = False
-    """Whether the output may exist if it is what would be written; see `continuing.find_reusable`."""
+    """Whether an output that is there is looked at: the same merge's is kept, and beside another one the output gets a
+    number; see `continuing.settle_output`."""
     copy_tokenizer: bool = True
     step: str = "base"
     """Of a flat id whose params bring different steps: ``base`` keeps the base's and the moments as they are,

@@ -6,14 +6,16 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import chain, count
 
 from llmtailor import __version__
 from llmtailor.compose import Composition
 from llmtailor.core.index import FileFact
 from llmtailor.errors import Interrupted, StorageError, TargetError
-from llmtailor.execute.commit import Staging, already_there, peek, staging_folder
+from llmtailor.execute.commit import Staging, peek, staging_folder
 from llmtailor.execute.identity import Identity, identify, is_another, why_not
 from llmtailor.execute.journal import Mark, Unfinished
+from llmtailor.formats.base import display_name
 from llmtailor.formats.manifest import read_merge
 
 logger = logging.getLogger(__name__)
@@ -33,18 +35,24 @@ def identify_merge(composition: Composition) -> Identity:
     )
 
 
-def find_reusable(composition: Composition) -> str | None:
-    """Return the name of a checkpoint that is what a merge would write: its base, or the output of the same merge.
+def settle_output(composition: Composition) -> tuple[Composition, str | None]:
+    """Return a merge under a name that is free, and what makes it needless: its base, or the output of the same merge.
 
-    Raises TargetError if something else is in the place of the output.
+    Where something else has the name of the output, a number is added to it.
     """
     if composition.is_copy:
-        return composition.report.base
-    if not composition.out.exists() or composition.options.replace:
-        return None
-    if is_written(composition):
-        return composition.report.out
-    raise already_there(composition.out)
+        return composition, composition.report.base
+    if composition.options.replace:
+        return composition, None
+    first = composition.out
+    numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    for out in chain([first], numbered):
+        named = replace(composition, out=out, report=replace(composition.report, out=display_name(out)))
+        if not out.exists():
+            return named, None
+        if is_written(named):
+            return named, named.report.out
+    raise AssertionError("there is no last number")
 
 
 def is_written(composition: Composition) -> bool:

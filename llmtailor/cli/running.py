@@ -12,7 +12,7 @@ import click
 from llmtailor.cli.progress import progress_bar
 from llmtailor.cli.tables import parts_text, plan_text
 from llmtailor.compose import Options, plan_merge
-from llmtailor.continuing import find_reusable, foresee
+from llmtailor.continuing import foresee, settle_output
 from llmtailor.core.recipe import Recipe
 from llmtailor.plan.explain import to_json
 from llmtailor.publish import bytes_to_move, check_room, write
@@ -49,9 +49,10 @@ def take_target(given: dict[str, Any], *, allow_split: bool = False) -> Told:
 
 def run_merge(recipe: Recipe | Path, out: Path | None, told: Told) -> None:
     """Plan, print what is planned, and write it unless this is a dry run."""
-    composition = plan_merge(recipe, out, told.options)
+    composition, there = plan_merge(recipe, out, told.options), None
+    if told.options.reuse:
+        composition, there = settle_output(composition)
     report = composition.report
-    there = find_reusable(composition) if told.options.reuse else None
     idle = there is not None
     for notice in report.notices:
         click.echo(f"note: {notice}", err=True)
