@@ -220,3 +220,21 @@ def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
     world.save()
     assert (partial / "step-00000006.abandoned" / "notes.md").read_text() == "mine"
     world.stop()
+
+
+def test_a_composite_with_older_parts_does_not_win_over_the_saves_of_its_step(world):
+    """One that was composed by another strategy, under the name that the newest state would have."""
+    shutil.rmtree(world.run / "checkpoint-9")
+    assert call("merge", "--run", world.run, "--strategy", "parity", world.run / "checkpoint-9").exit_code == 0
+    assert read_full(world.run / "checkpoint-9")["layer 1"] == (1, 6)
+    world.train(3)
+    world.save()
+    made = read_full(world.compose(9))
+    assert made["layer 1"] == (1, 6) and made["layer 0"] == (1, 9)
+    world.train(3)
+    world.save()
+    stale = world.run / "checkpoint-15"
+    assert call("merge", "--run", world.run, "--strategy", "parity", "--flip", stale).exit_code == 0
+    held = read_full(stale)
+    newer = [part for part, made in read_full(world.compose()).items() if made[1] > held[part][1]]
+    assert newer
