@@ -15,15 +15,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "merge": "llmtailor.publish",
-    "plan_merge": "llmtailor.compose",
-    "write": "llmtailor.publish",
-    "Options": "llmtailor.compose",
-    "inspect_checkpoint": "llmtailor.inspection",
-    "verify_checkpoint": "llmtailor.verify.judging",
-    "find_latest": "llmtailor.verify.latest",
-    "Verdict": "llmtailor.core.verdict",
-    "Finding": "llmtailor.core.findings",
+    "merge": "llmtailor.compose.write",
+    "plan_merge": "llmtailor.compose.plan",
+    "write": "llmtailor.compose.write",
+    "Options": "llmtailor.compose.plan",
+    "inspect_checkpoint": "llmtailor.verify.inspect",
+    "verify_checkpoint": "llmtailor.verify.verify",
+    "find_latest": "llmtailor.runs.latest",
+    "Verdict": "llmtailor.verify.verdict",
+    "Finding": "llmtailor.findings",
     "TailorError": "llmtailor.errors",
     "Problem": "llmtailor.errors",
 }

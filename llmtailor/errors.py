@@ -17,6 +17,8 @@
 
 An error carries *problems*, in the plural: a refusal names everything that is wrong at once.
 Each says where it is, what it is, and how to mend it. `docs/errors.md` is made from this file.
+
+Lists of names, as messages show them.
 """
 
 from __future__ import annotations
@@ -220,3 +222,10 @@ class Problems:
         first = min(self._errors, key=lambda error: error.exit_code)
         problems = dict.fromkeys(problem for error in self._errors for problem in error.problems)
         raise type(first)(problems)
+
+
+def some(names: Iterable[str], shown: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -20,11 +20,11 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
-from llmtailor.formats.deepspeed.resumed import TABLES as DEEPSPEED  # noqa: E402
-from llmtailor.formats.deepspeed.twins import CONTRADICTIONS  # noqa: E402
-from llmtailor.formats.plain.resumed import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.resumed.model import WAYS, Says, Table  # noqa: E402
+from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
+from llmtailor.formats.resumed.tables import WAYS, Says, Table  # noqa: E402
 from llmtailor.formats.resumed.trainer import TABLES as TRAINER  # noqa: E402
+from llmtailor.formats.zero.contradictions import CONTRADICTIONS  # noqa: E402
+from llmtailor.formats.zero.tables import TABLES as DEEPSPEED  # noqa: E402
 
 NOTE = "<!-- made by scripts/make_docs.py: change the code, and run it -->"
 BEGIN, END = "<!-- scripts/make_docs.py -->\n\n", "\n<!-- end -->"

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmtailor.core.anatomy import EMBED, HEAD, Anatomy  # noqa: E402
+from llmtailor.model.parts import EMBED, HEAD, Anatomy  # noqa: E402
 from llmtailor.policies import Situation, make_policy  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "save-and-compose.svg"

@@ -15,8 +15,8 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmtailor.core.anatomy import EMBED, HEAD, NORM, Anatomy, layer_part
 from llmtailor.errors import TailorError
+from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy
 
 PARTIAL_BYTES, STOCK_BYTES = 12, 14

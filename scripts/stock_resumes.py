@@ -31,9 +31,9 @@ import torch  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed  # noqa: E402
 
 from helpers.fields import damages_of, places_of  # noqa: E402
-from llmtailor.core.findings import ERROR  # noqa: E402
-from llmtailor.formats.plain.resumed import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.resumed.model import UNLIKE  # noqa: E402
+from llmtailor.findings import ERROR  # noqa: E402
+from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
+from llmtailor.formats.resumed.tables import UNLIKE  # noqa: E402
 from llmtailor.formats.resumed.trainer import TABLES  # noqa: E402
 from plain.training import DECAY, RATE, Tokens  # noqa: E402
 from real.models import build  # noqa: E402

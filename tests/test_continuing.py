@@ -17,12 +17,14 @@ import llmtailor
 from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
 from helpers.checkpoints import make
-from llmtailor.compose import Options, plan_merge
-from llmtailor.core.plan import Convert, Copy
+from llmtailor.checkpoint.layout import Convert, Copy
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.compose.write import bytes_to_move, write
+from llmtailor.engine import copy as runner
+from llmtailor.engine import staging as commit
+from llmtailor.engine import streams
+from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, SourceError, StorageError
-from llmtailor.execute import commit, runner, streams
-from llmtailor.execute.commit import peek
-from llmtailor.publish import bytes_to_move, write
 
 
 @pytest.fixture(scope="module")

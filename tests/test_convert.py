@@ -19,8 +19,8 @@ import llmtailor
 import oracle.any
 from helpers.checkpoints import SMALL, make
 from helpers.strategies import shapes
-from llmtailor.core.recipe import Recipe
-from llmtailor.core.states import MASTER
+from llmtailor.model.states import MASTER
+from llmtailor.recipe.recipe import Recipe
 from oracle import zero3
 from scripts.synthetic import pickled_as_deepspeed
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmtailor.codes import Code
-from llmtailor.core.findings import ERROR, NOTE, Finding
 from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.findings import ERROR, NOTE, Finding
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 TEXTS = {"where", "what", "fix"}

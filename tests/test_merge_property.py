@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import llmtailor
 from helpers.checkpoints import make
 from helpers.strategies import shapes
-from llmtailor.core.states import WEIGHT
-from llmtailor.io.checksums import part_digest
+from llmtailor.model.states import WEIGHT
+from llmtailor.storage.checksums import part_digest
 from oracle import zero3
 from scripts.synthetic import pickled_as_deepspeed
 
@@ -84,7 +84,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def check_files(out: Path, report: llmtailor.compose.Report) -> None:
+def check_files(out: Path, report: llmtailor.compose.plan.Report) -> None:
     """Every file is there as planned, the zips are sound, and the manifest's checksums are those of the bytes."""
     manifest = json.loads((out / "llmtailor.json").read_text())
     written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}

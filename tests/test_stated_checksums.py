@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 
 import llmtailor
 from helpers.checkpoints import make
-from llmtailor.core.recipe import Recipe
-from llmtailor.core.states import EXP_AVG, MASTER, State
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
-from llmtailor.history.ledger import Ledger
+from llmtailor.model.states import EXP_AVG, MASTER, State
+from llmtailor.recipe.recipe import Recipe
 from salvage.damage import flip
 from thin.scene import save_partial
 

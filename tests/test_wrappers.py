@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import SMALL, make
-from llmtailor.formats.base import display_name
+from llmtailor.formats.registry import display_name
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 OURS = {

@@ -36,7 +36,7 @@ def command(checkpoint: Path, out: Path | None, **options: Any) -> None:
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --groups layer
     """
     from llmtailor.cli.running import run_merge, take_target
-    from llmtailor.core.recipe import Recipe
+    from llmtailor.recipe.recipe import Recipe
 
     told = take_target(options)
     base = checkpoint.absolute()

@@ -12,7 +12,7 @@ import click
 from llmtailor.cli.command import Command
 
 if TYPE_CHECKING:
-    from llmtailor.retain.gc import GcPlan, Removal
+    from llmtailor.runs.gc import GcPlan, Removal
 
 
 @click.command(
@@ -46,8 +46,8 @@ def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
       llmtailor gc runs/x
       llmtailor gc runs/x --keep 2 --yes
     """
-    from llmtailor.retain.gc import collect, plan_gc
-    from llmtailor.retain.watch import only_writer
+    from llmtailor.runs.gc import collect, plan_gc
+    from llmtailor.runs.guard import only_writer
 
     if not yes:
         _show(plan_gc(run, keep), as_json)
@@ -87,7 +87,7 @@ def _to_json(plan: GcPlan) -> dict[str, Any]:
 
 def _to_text(plan: GcPlan) -> str:
     from llmtailor.cli.tables import ages_text, size, steps_text, table
-    from llmtailor.retain.places import files_in, freed_bytes
+    from llmtailor.runs.places import files_in, freed_bytes
 
     removed = {removal.path for removal in plan.removals}
     rows: list[tuple[str, str, str]] = []

@@ -31,7 +31,7 @@ def command(checkpoint: Path, as_json: bool) -> None:
       llmtailor inspect runs/x/checkpoint-400 --json | jq .world_size
     """
     from llmtailor.cli.tables import inspection_text
-    from llmtailor.inspection import inspect_checkpoint
+    from llmtailor.verify.inspect import inspect_checkpoint
 
     content = inspect_checkpoint(checkpoint)
     click.echo(json.dumps(content, indent=2) if as_json else inspection_text(content))

@@ -37,9 +37,9 @@ def command(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_js
       python train.py --resume_from_checkpoint "$(llmtailor latest runs/x)"
       llmtailor latest runs/x --at 400 --deep
     """
-    from llmtailor.cli.progress import progress_bar
-    from llmtailor.verify.explain import latest_to_json, to_text
-    from llmtailor.verify.latest import find_latest
+    from llmtailor.cli.running import progress_bar
+    from llmtailor.runs.latest import find_latest, latest_to_json
+    from llmtailor.verify.report import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as observe:
         found = find_latest(run, at, deep, observe, trust_unrecorded=trust_unrecorded)

@@ -14,7 +14,7 @@ from llmtailor.cli.options import choosing_options, target_options
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.core.recipe import Recipe
+    from llmtailor.recipe.recipe import Recipe
 
 
 @click.command(
@@ -75,7 +75,7 @@ def _recipe(
     if out is not None:
         raise UsageError.at("--run", "it takes the place of CONFIG", f"leave {config} out")
     from llmtailor.recipe.parse import parse_recipe
-    from llmtailor.runs import recipe_for_run
+    from llmtailor.runs.scan import recipe_for_run
 
     trust = choosing["trust_unrecorded"]
     chosen = recipe_for_run(run, choosing["at"], read_choosing(choosing), None, trust_unrecorded=trust)

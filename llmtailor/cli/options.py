@@ -13,7 +13,7 @@ from llmtailor.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.recipe.strategies import StrategyOptions
-    from llmtailor.runs import UpdateLog
+    from llmtailor.runs.scan import UpdateLog
 
 STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
 _MAX_BYTES = 16 << 20
@@ -133,7 +133,7 @@ def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
     Raises UsageError for options that do not go together and RecipeError for unreadable files.
     """
     from llmtailor.recipe.strategies import StrategyOptions
-    from llmtailor.runs import UpdateLog
+    from llmtailor.runs.scan import UpdateLog
 
     log = options["from_flags"]
     foreign = given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)})

@@ -43,8 +43,8 @@ def command(
       llmtailor recipe --explain configs/llmtailor-original.yaml
     """
     from llmtailor.cli.options import given, read_choosing
-    from llmtailor.explain import explain_recipe
-    from llmtailor.runs import recipe_for_run
+    from llmtailor.compose.plan import explain_recipe
+    from llmtailor.runs.scan import recipe_for_run
 
     if (run is None) == (explain is None):
         raise UsageError.at("recipe", "it takes either RUN_DIR or --explain CONFIG", "give one of them")
@@ -62,7 +62,7 @@ def command(
     if output is None:
         click.echo(text, nl=False)
     else:
-        from llmtailor.io.files import replace_durably
+        from llmtailor.storage.local import replace_durably
 
         replace_durably(output, text.encode())
         click.echo(f"wrote {output}", err=True)

@@ -1,21 +1,42 @@
-"""What ``merge`` and ``convert`` do alike: plan, show, write."""
+"""What ``merge`` and ``convert`` do alike: plan, show, write.
+
+A bar that counts bytes, on stderr, silent when that is no terminal.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.progress import progress_bar
 from llmtailor.cli.tables import parts_text, plan_text
-from llmtailor.compose import Options, plan_merge
-from llmtailor.continuing import foresee, settle_output
-from llmtailor.core.recipe import Recipe
-from llmtailor.plan.explain import to_json
-from llmtailor.publish import bytes_to_move, check_room, write
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.compose.report import to_json
+from llmtailor.compose.resume import foresee, settle_output
+from llmtailor.compose.write import bytes_to_move, check_room, write
+from llmtailor.recipe.recipe import Recipe
+
+
+@contextmanager
+def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing") -> Iterator[Callable[[int], None]]:
+    """Yield a function to be told how many bytes are done, from any thread; ``total_bytes`` is None if not known."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(label, *columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
+
 
 _STAGES = {"keep": None, "none": 0, "1": 1, "2": 2, "3": 3}
 
@@ -81,3 +102,7 @@ def run_merge(recipe: Recipe | Path, out: Path | None, told: Told) -> None:
 
 def _tell(sentence: str) -> None:
     click.echo(f"note: {sentence}", err=True)
+
+
+if TYPE_CHECKING:
+    pass

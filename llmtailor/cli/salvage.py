@@ -13,8 +13,8 @@ from llmtailor.cli.options import TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.salvage.replacing import Replacement
-    from llmtailor.salvage.service import Salvage
+    from llmtailor.salvage.plan import Salvage
+    from llmtailor.salvage.replace import Replacement
 
 
 @click.command(
@@ -66,11 +66,11 @@ def command(
       llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
       llmtailor salvage runs/x --replace
     """
-    from llmtailor.cli.progress import progress_bar
-    from llmtailor.publish import check_room, write
-    from llmtailor.salvage.explain import to_json
-    from llmtailor.salvage.replacing import plan_replacement, unfinished_replacement
-    from llmtailor.salvage.service import plan_salvage
+    from llmtailor.cli.running import progress_bar
+    from llmtailor.compose.write import check_room, write
+    from llmtailor.salvage.plan import plan_salvage
+    from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
+    from llmtailor.salvage.report import to_json
 
     if replace and out is not None:
         raise UsageError.at("--replace", "it decides where the output goes", "leave -o out")
@@ -114,7 +114,7 @@ def command(
 
 
 def _put_in_place(replacement: Replacement, as_json: bool) -> None:
-    from llmtailor.salvage.replacing import put_salvaged_in_place
+    from llmtailor.salvage.replace import put_salvaged_in_place
 
     put_salvaged_in_place(replacement)
     for folder, name in replacement.aside.items():
@@ -123,7 +123,7 @@ def _put_in_place(replacement: Replacement, as_json: bool) -> None:
 
 def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
-    from llmtailor.salvage.explain import gain
+    from llmtailor.salvage.report import gain
 
     for holder in salvage.scan.holders:
         for problem in dict.fromkeys((*holder.unfit, *holder.damage)):
@@ -143,7 +143,7 @@ def _show(salvage: Salvage) -> None:
 
 
 def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_json: bool) -> None:
-    from llmtailor.formats.base import display_name
+    from llmtailor.formats.registry import display_name
 
     newest = display_name(salvage.scan.newest[1])
     if salvage.is_intact:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmtailor.core.report import Report
+from llmtailor.compose.report import Report, fold_layers
 from llmtailor.errors import printable
-from llmtailor.formats.manifest import fold_layers
 from llmtailor.formats.trainer import ADAPTER
-from llmtailor.recipe.words import condense
+from llmtailor.recipe.text import condense
 
 if TYPE_CHECKING:
-    from llmtailor.retain.ages import Age, StepAge
-    from llmtailor.salvage.service import Salvage
+    from llmtailor.runs.to_weights import Age, StepAge
+    from llmtailor.salvage.plan import Salvage
 
 
 def parts_text(report: Report) -> str:
@@ -54,7 +53,7 @@ def plan_text(report: Report) -> str:
 
 def salvage_text(salvage: Salvage) -> str:
     """Return which part comes from which checkpoint, and why not from the newest."""
-    from llmtailor.salvage.explain import fold, rows
+    from llmtailor.salvage.report import fold, rows
 
     cells = [
         (

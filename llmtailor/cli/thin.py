@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import Command
-from llmtailor.cli.progress import progress_bar
+from llmtailor.cli.running import progress_bar
 from llmtailor.errors import Problem, UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.retain.thin import Step, ThinPlan
-    from llmtailor.retain.ways import Thinning
+    from llmtailor.runs.thin import Step, ThinPlan
+    from llmtailor.runs.thinning import Thinning
 
 
 @click.command(
@@ -72,8 +72,8 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
-    from llmtailor.retain.thin import bytes_to_move, plan_thinning, thin
-    from llmtailor.retain.watch import only_writer
+    from llmtailor.runs.guard import only_writer
+    from llmtailor.runs.thin import bytes_to_move, plan_thinning, thin
 
     thinning = _thinning(**options)
     if not yes:
@@ -90,7 +90,7 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
 def _thinning(
     strategy: str | None, select: tuple[str, ...], keep_full_last: int | None, keep_optimizer_last: int | None
 ) -> Thinning:
-    from llmtailor.retain.ways import Thinning
+    from llmtailor.runs.thinning import Thinning
 
     problems = []
     given = [flag for flag, value in (("--strategy", strategy), ("--select", select)) if value]
@@ -170,8 +170,8 @@ def _to_text(plan: ThinPlan) -> str:
 
 def _words(plan: ThinPlan, step: Step) -> tuple[str, str]:
     """What a checkpoint becomes, and the parts it keeps."""
-    from llmtailor.recipe.words import condense
-    from llmtailor.retain.fates import PARTIAL, STAYS
+    from llmtailor.recipe.text import condense
+    from llmtailor.runs.thinning import PARTIAL, STAYS
 
     fate = step.fate
     if fate.becomes == STAYS:

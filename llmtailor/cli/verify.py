@@ -43,9 +43,9 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
-    from llmtailor.cli.progress import progress_bar
-    from llmtailor.verify.explain import to_json, to_text
-    from llmtailor.verify.judging import verify_checkpoint
+    from llmtailor.cli.running import progress_bar
+    from llmtailor.verify.report import to_json, to_text
+    from llmtailor.verify.verify import verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as observe:

@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import FileLayout, Literal
+from llmtailor.checkpoint.lineage import THINNED, Past, continued, is_one_attempt, read_past
 from llmtailor.codes import Code
-from llmtailor.core.index import CheckpointIndex
-from llmtailor.core.layout import FileLayout, Literal
-from llmtailor.core.run import THINNED, Past, continued, is_one_attempt, read_past
+from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError
-from llmtailor.formats.json_files import read_json
-from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.formats.trainer_state import CALLBACKS, MARK
+from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 
 
 def make_mark(past: Past) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
     """Return which attempt the content of a ``trainer_state.json`` states; None if it states none that makes sense.
 
     ``step`` is its ``global_step``. The saver keeps the step of the mark up to date; without the saver it stays behind,
-    and the checkpoint is of a training that nobody recorded (see `core.run.continued`).
+    and the checkpoint is of a training that nobody recorded (see `checkpoint.lineage.continued`).
     """
     callbacks = trainer_state.get(CALLBACKS)
     mark = callbacks.get(MARK) if isinstance(callbacks, Mapping) else None

@@ -16,19 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.core.index import FileFact
-from llmtailor.core.words import some
-from llmtailor.errors import SourceError, TargetError
-from llmtailor.formats.deepspeed.files import LATEST, is_shard_name
-from llmtailor.formats.json_files import read_json
-from llmtailor.formats.partial.container import looks_partial
+from llmtailor.containers.json import read_json
+from llmtailor.containers.safetensors import INDEX, SINGLE
+from llmtailor.errors import SourceError, TargetError, some
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.partial.manifest import is_tensor_file
+from llmtailor.formats.partial.read import looks_partial
 from llmtailor.formats.plain.optimizer import OPTIMIZER
-from llmtailor.formats.safetensors_files import INDEX, SINGLE
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CARD, CONFIG, MANIFEST, SCALER, SCHEDULER, TRAINER_STATE
-from llmtailor.io.listing import Entries, list_entries
-from llmtailor.io.sources import open_source, read_source
+from llmtailor.formats.zero.files import LATEST, is_shard_name
+from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
 
 _TRAINING = {
     TRAINER_STATE,

@@ -1,62 +1,17 @@
-"""``llmtailor.json`` and the README of a composite: what it was made of."""
+"""``llmtailor.json``, read back: what a composite was made of."""
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.core.report import SCHEMA_MANIFEST, PartRow, Report
+from llmtailor.containers.json import check_name, is_count, read_json
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.json_files import read_json
-from llmtailor.formats.names import check_name, is_count
-from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
-from llmtailor.formats.trainer import CARD, MANIFEST
-
-_LAYER = re.compile(r"layer ([0-9]+)")
-
-"""Where the notice is about that says that weights and optimizer states of a part differ in source."""
-
-
-def manifest(
-    report: Report,
-    *,
-    tool_version: str,
-    created: str,
-    recipe_text: str,
-    source_facts: Sequence[Mapping[str, Any]],
-    digests: Mapping[str, str],
-    checksums: Mapping[str, Mapping[str, str]],
-    card: bytes,
-    merge: str,
-) -> dict[str, Any]:
-    """Return the content of ``llmtailor.json``.
-
-    ``digests`` are those of the parts (see `io.checksums.part_digest`), ``checksums`` the CRC-32 of every file and what
-    else was taken of it, by the name of the checksum; ``card`` is the README, so that an edited one can be told;
-    ``merge`` is a digest of what was merged, so that the same merge can be told.
-    """
-    return {
-        "schema": SCHEMA_MANIFEST,
-        "llmtailor_version": tool_version,
-        "merge": merge,
-        "created": created,
-        "base": report.base,
-        "global_step": report.global_step,
-        "world_size": report.world_size,
-        "recipe": {"name": report.recipe, "text": recipe_text},
-        "sources": list(source_facts),
-        "parts": [{**asdict(row), "digest": digests.get(row.part)} for row in report.parts],
-        "optimizer_steps": [asdict(row) for row in report.steps],
-        "files": [{"path": row.path, "num_bytes": row.num_bytes, **checksums[row.path]} for row in report.files],
-        "card": {"path": CARD, "num_bytes": len(card), "crc32": f"{zlib.crc32(card):08x}"},
-        "notices": [notice.to_json() for notice in report.notices],
-    }
+from llmtailor.formats.partial.read import is_partial
+from llmtailor.formats.trainer import MANIFEST
 
 
 def read_part_steps(root: Path, name: str) -> dict[str, int]:
@@ -80,76 +35,6 @@ def read_part_steps(root: Path, name: str) -> dict[str, int]:
     return steps
 
 
-def card(report: Report, tool_version: str, stage: int) -> str:
-    """Return the README of a composite: a model card with the table of its parts.
-
-    ``stage`` is the ZeRO stage, 0 for a checkpoint without DeepSpeed.
-    """
-    holds = "weights, fp32 master weights and optimizer moments" if stage else "weights and optimizer moments"
-    trainer = "Trainer and DeepSpeed" if stage else "Trainer, without DeepSpeed"
-    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
-    rows = "\n".join(
-        f"| {row.part} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
-        for row in fold_layers(report.parts)
-    )
-    notices = "\n".join(f"- {notice.where}: {notice.what}" for notice in report.notices) or "- none"
-    sources = f"{len(report.sources)} checkpoint{'s' if len(report.sources) != 1 else ''}"
-    return f"""---
-tags:
-- llmtailor
-- checkpoint
----
-# Composite training checkpoint at step {report.global_step}
-
-Composed by llmtailor {tool_version} from {sources} of one training run. It holds {holds},
-and resumes on {ranks} with an unpatched Hugging Face {trainer}:
-
-    trainer.train(resume_from_checkpoint="this folder")
-
-| part | source | saved at step | steps behind the base | bytes |
-|---|---|---:|---:|---:|
-{rows}
-
-Hyperparameters, scheduler, RNG and trainer state come from the base, `{report.base}`. The recipe, the digests of
-the parts and the checksums of all files are in `{MANIFEST}`.
-
-Notices:
-
-{notices}
-"""
-
-
-def fold_layers(rows: Sequence[PartRow]) -> list[PartRow]:
-    """Join neighbouring layers with the same source and step into one row, ``layer 0-7``."""
-    folded: list[PartRow] = []
-    first = last = 0
-    for row in rows:
-        match = _LAYER.fullmatch(row.part)
-        number = int(match[1]) if match else None
-        if folded and number is not None and row.is_whole and number == last + 1 and _alike(folded[-1], row):
-            last = number
-            above = folded.pop()
-            folded.append(
-                PartRow(
-                    f"layer {first}-{last}",
-                    row.source,
-                    row.step,
-                    row.staleness,
-                    above.num_bytes + row.num_bytes,
-                    above.num_tensors + row.num_tensors,
-                    is_whole=True,
-                )
-            )
-            continue
-        folded.append(row)
-        first = last = number if number is not None else -2
-    return folded
-
-
-def _alike(above: PartRow, row: PartRow) -> bool:
-    return (above.is_whole, above.source, above.step) == (True, row.source, row.step)
-
-
 def read_merge(root: Path) -> str | None:
     """Return the digest of the merge that has written a composite; None if that is not told."""
     try:
@@ -170,7 +55,7 @@ class ManifestFacts:
     files: Mapping[str, tuple[int, int]]
     """Path -> size in bytes and CRC-32, as they were written."""
     digests: Mapping[str, str]
-    """Part -> digest of its states; see `io.checksums.part_digest`."""
+    """Part -> digest of its states; see `storage.checksums.part_digest`."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as asked for."""
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
-from llmtailor.core.findings import ERROR, Finding
-from llmtailor.core.layout import FileLayout
+from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import SourceError
-from llmtailor.formats.resumed.model import check_fields
-from llmtailor.formats.resumed.schedulers import SCHEDULER_OWN_NAMES, SCHEDULER_TABLE
-from llmtailor.formats.safe_names import find_refused
-from llmtailor.formats.torchzip import lay_out_torch_file
+from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.refused_names import find_refused
+from llmtailor.formats.resumed.optimizers import SCHEDULER_OWN_NAMES, SCHEDULER_TABLE
+from llmtailor.formats.resumed.tables import check_fields
 from llmtailor.formats.trees import read_tree
 
 _PER_GROUP = frozenset(

@@ -6,11 +6,11 @@ import importlib.util
 import re
 from pathlib import Path
 
-from llmtailor.core.index import CheckpointIndex
-from llmtailor.core.layout import FileLayout, Literal
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import FileLayout, Literal
 from llmtailor.errors import SourceError
 from llmtailor.formats.trainer import carry
-from llmtailor.io.sources import read_source
+from llmtailor.storage.local import read_source
 
 MAX_BYTES = 256 << 20
 """Of a tokenizer file; the largest have some 30 MB."""

@@ -10,19 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.layout import Carry, FileLayout, Literal
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
-from llmtailor.core.extents import Extent
-from llmtailor.core.findings import ERROR, WARNING, Finding
-from llmtailor.core.index import CheckpointIndex, FileFact, Held, SavedAs
-from llmtailor.core.layout import Carry, FileLayout, Literal
-from llmtailor.core.states import WEIGHT, State
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError
-from llmtailor.formats.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.formats.json_files import read_json
-from llmtailor.formats.partial.container import is_partial, open_partial
-from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
-from llmtailor.formats.rng import check_rng, find_swapped
-from llmtailor.formats.safetensors_files import (
+from llmtailor.containers.json import read_json
+from llmtailor.containers.safetensors import (
     INDEX,
     SINGLE,
     WeightFile,
@@ -32,13 +25,26 @@ from llmtailor.formats.safetensors_files import (
     read_weights,
     survey_weights,
 )
-from llmtailor.formats.scaler import check_scaler
+from llmtailor.containers.torch_zip import lay_out_torch_file, read_torch_file
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
+from llmtailor.formats.partial.read import is_partial, open_partial
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, read_scheduler
-from llmtailor.formats.torchzip import lay_out_torch_file, read_torch_file
-from llmtailor.formats.trainer_state import check_trainer_state, is_trainers, read_global_step
+from llmtailor.formats.trainer_checks import (
+    check_rng,
+    check_scaler,
+    check_trainer_state,
+    find_swapped,
+    is_trainers,
+    read_global_step,
+)
 from llmtailor.formats.training_args import TRAINING_ARGS, RunFacts, read_run_facts
 from llmtailor.formats.trees import read_tree
-from llmtailor.io.sources import check_regular
+from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
+from llmtailor.model.params import SavedAs
+from llmtailor.model.states import WEIGHT, State
+from llmtailor.storage.local import FileFact, check_regular
 
 MANIFEST = "llmtailor.json"
 CARD = "README.md"

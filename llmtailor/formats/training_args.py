@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.containers.pickle_nodes import Call
+from llmtailor.containers.torch_zip import read_attributes
 from llmtailor.errors import SourceError
-from llmtailor.formats.pickle_nodes import Call
-from llmtailor.formats.torchzip import read_attributes
 
 TRAINING_ARGS = "training_args.bin"
 

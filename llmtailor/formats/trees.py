@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import PathIn
-from llmtailor.formats.partial.container import is_partial, open_partial
-from llmtailor.formats.torchzip import read_torch_file
+from llmtailor.formats.partial.read import is_partial, open_partial
 
 
 def read_tree(root: Path, path: str, where: str) -> Any:

@@ -6,12 +6,10 @@ policy at a save.
 
 from __future__ import annotations
 
-from llmtailor.policies.bound import IN_NO_SAVE, MAX_STALENESS, OLDEST, choose
-from llmtailor.policies.check import check_policy, restore_state, state_of
-from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin
-from llmtailor.policies.situation import Choice, Policy, Situation, Stateful
+from llmtailor.policies.check import IN_NO_SAVE, MAX_STALENESS, OLDEST, check_policy, choose, restore_state, state_of
+from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
+from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin, Update
 from llmtailor.policies.spec import POLICIES, make_policy, named_policy
-from llmtailor.policies.update import Update
 
 __all__ = [
     "IN_NO_SAVE",

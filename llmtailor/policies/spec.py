@@ -7,10 +7,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin
-from llmtailor.policies.situation import Policy
-from llmtailor.policies.update import Update
-from llmtailor.policies.words import nearest
+from llmtailor.policies.policy import Policy, nearest
+from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin, Update
 
 POLICIES: Mapping[str, type[Full | Parity | Filter | RoundRobin | Update]] = {
     kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, Update)

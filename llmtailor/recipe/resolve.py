@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmtailor.core.anatomy import Anatomy
-from llmtailor.core.recipe import NamedWeight, Recipe, Select
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.places import PlaceRule, named_by
-from llmtailor.recipe.selectors import select
-from llmtailor.recipe.words import Misspelt, condense
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.recipe import NamedWeight, Recipe, Select
+from llmtailor.recipe.selectors import PlaceRule, named_by, select
+from llmtailor.recipe.text import Misspelt, condense
 
 
 @dataclass(frozen=True, slots=True)

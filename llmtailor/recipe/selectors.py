@@ -7,18 +7,28 @@
     layers                all layers                  all  *            everything
     norm  layer 3  wpe    a part by its name          *.mlp.*           tensors whose FQN matches (case counts)
     !x                    take x out of what this list has selected so far; first in the list, out of everything
+
+Which tensors a rule of mergekit's or LLMTailor's form names. Pure.
+
+The submodels that ``modules:`` names: text model, vision tower, projector. Pure.
+
+mergekit's architecture data says what belongs to each, if it knows the model (`Anatomy.modules`). Otherwise a name like
+``text_decoder`` means the text model, and any other the parts whose path contains it.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from llmtailor.core.anatomy import EMBED, HEAD, Anatomy
 from llmtailor.errors import Problem
-from llmtailor.recipe.words import Misspelt, layer_number, nearest, quote
+from llmtailor.model.module_paths import is_aside, place_of
+from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy
+from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, Whole
+from llmtailor.recipe.text import Misspelt, layer_number, nearest, quote
 
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
 
@@ -170,3 +180,111 @@ def count_layers(num_layers: int, owner: str = "the model") -> str:
     if num_layers == 1:
         return f"{owner} has 1 layer, number 0"
     return f"{owner} has {num_layers} layers, 0-{num_layers - 1}"
+
+
+TEXT_WORDS = frozenset(
+    {"default", "text_decoder", "text_model", "text", "language_model", "language", "llm", "lm", "decoder", "model"}
+)
+"""What the text model is called; ``default`` is mergekit's name for a model without submodels."""
+
+
+def is_text(module: str, anatomy: Anatomy) -> bool:
+    """Tell whether this is the submodel whose layers are the model's layers."""
+    if module in anatomy.modules:
+        return any(layer_number(part) is not None for part in anatomy.modules[module])
+    return module in TEXT_WORDS
+
+
+def parts_of(module: str, anatomy: Anatomy) -> set[str]:
+    """Return the parts of a submodel. Raises Misspelt."""
+    if module in anatomy.modules:
+        found = set(anatomy.modules[module])
+    elif is_text(module, anatomy):
+        found = {part for part in anatomy.parts if _is_of_text(part)}
+    else:
+        path = module.split(".")
+        found = {part for part in anatomy.parts if layer_number(part) is None and _contains(part.split("."), path)}
+    if not found:
+        beside = dict.fromkeys(part.split(".")[0] for part in anatomy.parts if not _is_of_text(part))
+        mend = nearest(module, list(dict.fromkeys([*(anatomy.modules or ["text_decoder"]), *beside])))
+        raise Misspelt(f"it can't be told which tensors belong to the module {quote(module)}", f"{mend}; {_GLOBS}")
+    return found
+
+
+def layers_of(module: str, anatomy: Anatomy) -> dict[str, int | None]:
+    """Return the tensors in the layers of a submodel beside the text model, with their numbers. Raises Misspelt."""
+    parts = parts_of(module, anatomy)
+    stacks: dict[str, dict[str, int | None]] = defaultdict(dict)
+    for name, part in anatomy.part_of.items():
+        place = place_of(name)
+        # An nn.Sequential has numbers too, but its items are plain modules, not layers.
+        if part in parts and place.number is not None and place.depth > 1:
+            stacks[part.rpartition(".")[0]][name] = place.number
+    if not stacks:
+        fix = f"to take the whole of it write models: [{{model: PATH}}]; {_GLOBS}"
+        raise Misspelt(f"the module {quote(module)} has no layers that slices could name", fix)
+    if len(stacks) > 1:
+        what = f"the module {quote(module)} has several stacks of layers, and slices can't say which is meant"
+        raise Misspelt(what, f"they are {', '.join(stacks)}; {_GLOBS}")
+    return next(iter(stacks.values()))
+
+
+_GLOBS = 'parts: can name any tensors with globs, e.g. select: "*visual.blocks.[0-7].*"'
+
+
+def _is_of_text(part: str) -> bool:
+    if part in (EMBED, NORM, HEAD) or layer_number(part) is not None:
+        return True
+    return not is_aside(tuple(part.split(".")))
+
+
+def _contains(path: list[str], wanted: list[str]) -> bool:
+    return any(path[at : at + len(wanted)] == wanted for at in range(len(path)))
+
+
+PlaceRule = Whole | LayerRange | GroupId | NamedWeight
+"""Rules of mergekit's and LLMTailor's form; they may not contradict each other. Select rules override."""
+
+
+def named_by(rule: PlaceRule, anatomy: Anatomy) -> set[str]:
+    """Return the tensors that a rule names. Raises Misspelt."""
+    if isinstance(rule, NamedWeight):
+        return named(rule.name, anatomy)
+    if isinstance(rule, GroupId):
+        return set(anatomy.names(_auxiliary(rule.number, anatomy)))
+    if isinstance(rule, Whole):
+        if rule.module is None:
+            return set(anatomy.part_of)
+        parts = parts_of(rule.module, anatomy)
+        return {name for name, part in anatomy.part_of.items() if part in parts}
+    if rule.module is None or is_text(rule.module, anatomy):
+        numbers = {name: layer_number(part) for name, part in anatomy.part_of.items()}
+        return _in_range(rule, numbers, anatomy.num_layers, "the model")
+    numbers = layers_of(rule.module, anatomy)
+    return _in_range(rule, numbers, 1 + max(n for n in numbers.values() if n is not None), rule.module)
+
+
+def _in_range(rule: LayerRange, numbers: dict[str, int | None], num_layers: int, owner: str) -> set[str]:
+    stop = num_layers if rule.stop is None else rule.stop
+    if stop > num_layers or rule.start >= stop:
+        what = f"layer_range [{rule.start}, {stop}] is out of range"
+        raise Misspelt(what, f"{count_layers(num_layers, owner)}; the second number is one behind the last layer")
+    wanted = range(rule.start, stop)
+    return {name for name, number in numbers.items() if number in wanted}
+
+
+def _auxiliary(number: int, anatomy: Anatomy) -> str:
+    """Return the part that a degenerate range ``[n, n]`` means. Raises Misspelt."""
+    top = anatomy.num_layers
+    numbering = {0: NORM, top + 1: EMBED} if anatomy.tied else {0: NORM, top + 1: HEAD, top + 2: EMBED}
+    part = numbering.get(number)
+    if part is not None and part in anatomy.parts:
+        return part
+    told = ", ".join(f"[{n}, {n}] is {name}" for n, name in numbering.items() if name in anatomy.parts)
+    if 1 <= number <= top:
+        what = f"[{number}, {number}] is an empty layer range, and not the number of an auxiliary part"
+        raise Misspelt(what, f"for layer {number - 1} write [{number - 1}, {number}]; {told}")
+    what = f"[{number}, {number}] is not the number of an auxiliary part"
+    if part is not None:
+        what = f"[{number}, {number}] means {part}, which the model does not have"
+    raise Misspelt(what, f"{count_layers(top)}, so {told}" if told else count_layers(top))

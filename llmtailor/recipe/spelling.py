@@ -11,10 +11,10 @@ import heapq
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from llmtailor.core.anatomy import Anatomy
 from llmtailor.errors import Problem, RecipeError
+from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.selectors import read_selector, select
-from llmtailor.recipe.words import Misspelt, condense, layer_number
+from llmtailor.recipe.text import Misspelt, condense, layer_number
 
 Spelling = list[str]
 

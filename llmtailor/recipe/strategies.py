@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtailor.core.anatomy import EMBED, HEAD, Anatomy
-from llmtailor.core.run import Assignment, RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
+from llmtailor.model.parts import EMBED, HEAD, Anatomy
+from llmtailor.recipe.candidates import Assignment, RunCheckpoint, best_holder, newest_resumable
 from llmtailor.recipe.selectors import select
-from llmtailor.recipe.words import condense, layer_number, nearest, quote
+from llmtailor.recipe.text import condense, layer_number, nearest, quote
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from llmtailor.policies import RoundRobin as RoundRobin
     from llmtailor.policies import Situation as Situation
     from llmtailor.policies import Update as Update
-    from llmtailor.saving.hooks import PartialSaving as PartialSaving
-    from llmtailor.saving.hooks import attach as attach
-    from llmtailor.saving.log import SaveReport as SaveReport
     from llmtailor.saving.loop import saver_for as saver_for
+    from llmtailor.saving.report import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
     from llmtailor.saving.saver import SaveFailed as SaveFailed
+    from llmtailor.saving.trainer_callback import PartialSaving as PartialSaving
+    from llmtailor.saving.trainer_callback import attach as attach
 
 _PUBLIC = {
-    "attach": "hooks",
-    "PartialSaving": "hooks",
+    "attach": "trainer_callback",
+    "PartialSaving": "trainer_callback",
     "saver_for": "loop",
     "PartialSaver": "saver",
     "SaveFailed": "saver",
-    "SaveReport": "log",
+    "SaveReport": "report",
     **dict.fromkeys(("Filter", "Full", "Parity", "Policy", "RoundRobin", "Situation", "Update"), "policies"),
 }
 __all__ = [*_PUBLIC]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llmtailor.formats.partial.manifest import BundleFact
-from llmtailor.io.checksums import crc32
+from llmtailor.storage.checksums import crc32
 
 CHUNK_BYTES = 32 << 20
 """What is in CPU memory at once, beside the tensors themselves."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import UsageError
-from llmtailor.saving.carried import owners_of
 from llmtailor.saving.plain import PlainTraining, unwrap
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.training import Training
+from llmtailor.saving.writing import owners_of
 
 
 def saver_for(
@@ -59,7 +59,7 @@ def make_saver(
 ) -> PartialSaver:
     training: Training
     if engine is not None:
-        from llmtailor.saving.zero import ZeroTraining
+        from llmtailor.saving.deepspeed import ZeroTraining
 
         training = ZeroTraining(engine)
         # DeepSpeed saves a scheduler of its own among the model states

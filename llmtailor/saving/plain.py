@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from llmtailor.core.index import Param
-from llmtailor.core.states import MASTER
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.formats.adapters import NAMING
-from llmtailor.formats.disk_names import on_disk
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER
 from llmtailor.formats.trainer import SCALER
-from llmtailor.saving.names import Names, is_adapted, saved_names
+from llmtailor.formats.weights import NAMING
+from llmtailor.model.disk_names import on_disk
+from llmtailor.model.params import Param
+from llmtailor.model.states import MASTER
+from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Fragment, Left, describe, dominant, persistent_buffers, tied_names
 

@@ -9,19 +9,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.lineage import Ledger, SaveRecord
+from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
 from llmtailor.formats.attempt_mark import read_mark, stated_attempt
-from llmtailor.formats.json_files import read_json
-from llmtailor.formats.partial.container import is_partial
 from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.run_folder import list_checkpoints
+from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.trainer import MANIFEST, TRAINER_STATE
-from llmtailor.history.attempts import Attempt
-from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import SaveRecord, lost_parts
-from llmtailor.saving.log import give_up_after
+from llmtailor.runs.attempts import Attempt
+from llmtailor.runs.folder import Folder, list_checkpoints
+from llmtailor.runs.retention import lost_parts
+from llmtailor.saving.report import give_up_after
 from llmtailor.saving.training import Training
-from llmtailor.store import Folder
 
 logger = logging.getLogger("llmtailor.saving")
 

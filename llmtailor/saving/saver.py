@@ -19,24 +19,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtailor.core.run import Past
+from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, StorageError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import read_mark, with_mark
-from llmtailor.formats.json_files import read_json
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
-from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import check_keep, deletable
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
-from llmtailor.saving.carried import CarriedFiles
+from llmtailor.runs.folder import Folder, holds_unknown
+from llmtailor.runs.retention import check_keep, deletable
 from llmtailor.saving.drift import Drift
-from llmtailor.saving.log import SaveReport, append
 from llmtailor.saving.model import dissect_training, weigh
 from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.report import SaveReport, append
 from llmtailor.saving.resuming import begin_attempt, read_records, resume
 from llmtailor.saving.training import Training, rng_tree
-from llmtailor.saving.writing import SaveId, check_trees, publish, write_frozen, write_rank
-from llmtailor.store import Folder, holds_unknown
+from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, publish, write_frozen, write_rank
 
 logger = logging.getLogger("llmtailor.saving")
 

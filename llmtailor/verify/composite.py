@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
-from llmtailor.core.findings import ERROR, WARNING, Finding
-from llmtailor.core.index import CheckpointIndex
 from llmtailor.errors import PathIn
+from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.plain.optimizer import OPTIMIZER
 from llmtailor.formats.trainer import MANIFEST, is_weight_file

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
-from llmtailor.compose import dissect_checkpoint
-from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.core.index import CheckpointIndex
-from llmtailor.core.states import MODULE, WEIGHT, State
-from llmtailor.core.words import some
-from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.disk_names import naming_of, on_disk
-from llmtailor.formats.json_files import read_json
+from llmtailor.containers.json import read_json
+from llmtailor.containers.torch_zip import Record, list_records
+from llmtailor.errors import PathIn, SourceError, some
+from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.manifest import ManifestFacts
+from llmtailor.formats.registry import dissect_checkpoint
 from llmtailor.formats.trainer import CONFIG
-from llmtailor.formats.zip_records import Record, list_records
-from llmtailor.io.checksums import part_digest
-from llmtailor.verify.blemishes import (
+from llmtailor.model.disk_names import naming_of, on_disk
+from llmtailor.model.states import MODULE, WEIGHT, State
+from llmtailor.storage.checksums import part_digest
+from llmtailor.verify.bad_values import (
     Spans,
     damaged_elements,
     elements_in,
@@ -28,9 +27,9 @@ from llmtailor.verify.blemishes import (
     join,
     lost_elements,
 )
-from llmtailor.verify.bundles import SavedNames, bundle_states
 from llmtailor.verify.composite import is_resumed_from
-from llmtailor.verify.reading import Reader, Reading, Readings, crc_of_range, run_all
+from llmtailor.verify.read import Reader, Reading, Readings, crc_of_range, run_all
+from llmtailor.verify.streams import SavedNames, bundle_states
 
 _COPY_AGAIN = "copy the file again, or take another checkpoint"
 

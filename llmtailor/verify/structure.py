@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
-from llmtailor.core.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.core.index import CheckpointIndex
-from llmtailor.core.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.core.words import some
-from llmtailor.formats.names import step_of
+from llmtailor.containers.json import step_of
+from llmtailor.errors import some
+from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them; evaluation and inference do"
@@ -50,7 +50,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
-    """Without DeepSpeed the weights are the masters, and `formats.plain.fit` has compared them already."""
+    """Without DeepSpeed the weights are the masters, and `formats.plain.names` has compared them already."""
     weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
     if not index.stage or not weights:
         return

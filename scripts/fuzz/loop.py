@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import llmtailor
-from llmtailor.compose import Options
-from llmtailor.core.recipe import Recipe
+from llmtailor.compose.plan import Options
 from llmtailor.errors import TailorError
+from llmtailor.recipe.recipe import Recipe
 from scripts.fuzz.parsers import PARSERS, Parser
 from scripts.fuzz.partial import make_partial
 from scripts.synthetic import SHAPES, lay_out, make_checkpoint

@@ -16,19 +16,19 @@ from typing import Any
 from unittest.mock import patch
 
 from llmtailor.cli.options import read_map
-from llmtailor.compose import Options, plan_merge
-from llmtailor.core.recipe import Recipe
-from llmtailor.formats.base import index_checkpoint
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.containers.pickle_nodes import Storage
+from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
+from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.unpickle import read_pickle
 from llmtailor.formats.manifest import read_part_steps
-from llmtailor.formats.pickle_nodes import Storage
-from llmtailor.formats.pickle_reader import read_pickle
-from llmtailor.formats.pickle_writer import write_pickle
-from llmtailor.formats.plain import model
-from llmtailor.formats.safetensors_files import INDEX, SINGLE, read_weights
-from llmtailor.formats.torchzip import read_torch_file
-from llmtailor.inspection import describe
-from llmtailor.recipe.flags import read_flags
+from llmtailor.formats.plain import ask_transformers as model
+from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.update_log import read_flags
+from llmtailor.verify.inspect import describe
 from scripts.fuzz import partial
 from scripts.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 from scripts.fuzz.partial import SEPARATOR

@@ -10,16 +10,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from llmtailor.compose import Options, plan_merge
-from llmtailor.core.recipe import Recipe
-from llmtailor.execute.stopping import Stop
-from llmtailor.formats.base import index_checkpoint
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.engine.pool import Stop
 from llmtailor.formats.partial.manifest import MANIFEST
-from llmtailor.history.ledger import Ledger
-from llmtailor.inspection import describe
-from llmtailor.retain.convert import Contents, plan_conversion, write_conversion
-from llmtailor.runs import dissect_checkpoint, scan_run
-from llmtailor.store import Folder
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.runs.folder import Folder
+from llmtailor.runs.scan import dissect_checkpoint, scan_run
+from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
+from llmtailor.verify.inspect import describe
 from scripts.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 
 SEPARATOR = b"\n--- the file ---\n"

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.arch import ArchHints, dissect, undecided
-from llmtailor.core.anatomy import Anatomy
+from llmtailor.model.find_parts import dissect
+from llmtailor.model.parts import Anatomy
+from llmtailor.model.roles import ArchHints, undecided
 
 INSIDE = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
 

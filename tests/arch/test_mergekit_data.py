@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from llmtailor.arch import dissect, dissect_model, mergekit_data
-from llmtailor.arch.mergekit_data import architecture_hints
-from llmtailor.core.anatomy import Anatomy
+from llmtailor.model import mergekit_data
+from llmtailor.model.find_parts import dissect, dissect_model
+from llmtailor.model.mergekit_data import architecture_hints
+from llmtailor.model.parts import Anatomy
 
 SPEC = importlib.util.find_spec("mergekit")
 FOLDER = Path(SPEC.submodule_search_locations[0], "_data", "architectures") if SPEC else Path()  # type: ignore[index]
@@ -136,7 +137,7 @@ def test_nothing_is_read_when_names_suffice(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_mergekit_is_not_imported() -> None:
     code = (
-        "import sys; from llmtailor.arch.mergekit_data import architecture_hints as hints\n"
+        "import sys; from llmtailor.model.mergekit_data import architecture_hints as hints\n"
         "assert hints({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'})\n"
         "assert not any(name.split('.')[0] in ('mergekit', 'torch', 'pydantic') for name in sys.modules)"
     )

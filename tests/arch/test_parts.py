@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.arch import dissect
-from llmtailor.core.anatomy import Anatomy
+from llmtailor.model.find_parts import dissect
+from llmtailor.model.parts import Anatomy
 
 INSIDE = ("self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmtailor.arch import dissect
-from llmtailor.core.anatomy import Anatomy
+from llmtailor.model.find_parts import dissect
+from llmtailor.model.parts import Anatomy
 
 torch = pytest.importorskip("torch", reason="the models are built with torch")
 transformers = pytest.importorskip("transformers", reason="the models are built with transformers")

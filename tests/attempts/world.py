@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
+from llmtailor.checkpoint.lineage import Past
 from llmtailor.cli.main import cli
-from llmtailor.core.run import Past
 from llmtailor.errors import TailorError
 from llmtailor.formats.attempt_mark import make_mark
-from llmtailor.formats.trainer_state import CALLBACKS, MARK
+from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 from llmtailor.saving import saver_for
 
 CONFIG = LlamaConfig(

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 pytest.importorskip("torch")
 
 from helpers.checkpoints import make, optim_states
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import TargetError
-from llmtailor.history.ledger import Ledger
 from salvage.damage import truncate
 from thin.scene import save_partial
 

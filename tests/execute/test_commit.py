@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.core.index import FileFact
+from llmtailor.engine import placing
+from llmtailor.engine import staging as commit
+from llmtailor.engine.journal import Identity, Mark
+from llmtailor.engine.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
-from llmtailor.execute import commit, placing
-from llmtailor.execute.commit import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
-from llmtailor.execute.identity import Identity
-from llmtailor.execute.journal import Mark
-from llmtailor.io import rename
-from llmtailor.io.listing import list_entries
+from llmtailor.storage import local as rename
+from llmtailor.storage.local import FileFact, list_entries
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 
@@ -123,7 +122,7 @@ def test_two_runs_cannot_write_one_output(tmp_path):
     with Staging(tmp_path / "out") as staging:
         begun(staging)
         other = (
-            f"from llmtailor.execute.commit import Path, Staging\nStaging(Path({str(tmp_path / 'out')!r})).__enter__()"
+            f"from llmtailor.engine.staging import Path, Staging\nStaging(Path({str(tmp_path / 'out')!r})).__enter__()"
         )
         run = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
         assert run.returncode != 0 and "TargetError" in run.stderr and "another llmtailor" in run.stderr

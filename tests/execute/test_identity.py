@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from llmtailor.core.index import FileFact
-from llmtailor.core.plan import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
-from llmtailor.core.states import MASTER, WEIGHT, State
-from llmtailor.execute.identity import identify, is_another, plan_digest, why_not
+from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
+from llmtailor.engine.journal import identify, is_another, plan_digest, why_not
+from llmtailor.model.states import MASTER, WEIGHT, State
+from llmtailor.storage.local import FileFact
 
 FACT = FileFact(100, 5, 6, 7)
 PLAN = Plan(

@@ -17,7 +17,7 @@ import pytest
 
 from faults.scene import RECIPE, contents
 from helpers.checkpoints import make
-from llmtailor.execute.commit import peek
+from llmtailor.engine.staging import peek
 from scripts.synthetic import SHAPES
 
 LARGE = replace(SHAPES["tiny"], vocab_size=20_000, hidden_size=256, intermediate_size=1024, num_heads=8)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmtailor.core.index import FileFact
-from llmtailor.execute.identity import Identity
-from llmtailor.execute.journal import Journal, Mark, Unfinished, read_journal
+from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, read_journal
+from llmtailor.storage.local import FileFact
 
 IDENTITY = Identity("1", "plan", {"/source é": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from helpers.render import render_plan
-from llmtailor.core.plan import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
-from llmtailor.core.states import MASTER, WEIGHT, State
+from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
+from llmtailor.engine import copy as runner
+from llmtailor.engine import streams
+from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import SourceError
-from llmtailor.execute import runner, streams
-from llmtailor.execute.runner import Context, execute
+from llmtailor.model.states import MASTER, WEIGHT, State
 
 
 @pytest.fixture
@@ -100,9 +101,9 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
     program = textwrap.dedent(f"""
         import resource, signal, sys
         from pathlib import Path
-        from llmtailor.core.plan import FilePlan, Plan, Copy
+        from llmtailor.checkpoint.layout import FilePlan, Plan, Copy
         from llmtailor.errors import StorageError
-        from llmtailor.execute.runner import execute
+        from llmtailor.engine.copy import execute
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         plan = Plan(({str(source)!r},), (FilePlan("f", 20_000, (Copy(0, 20_000, 0, "data", 0),)),))

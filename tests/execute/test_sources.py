@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128
 
-from llmtailor.core.plan import Convert, Copy, FilePlan, Inline, Plan
+from llmtailor.checkpoint.layout import Convert, Copy, FilePlan, Inline, Plan
+from llmtailor.engine import recheck as sources
+from llmtailor.engine.copy import execute
+from llmtailor.engine.pool import Stop
+from llmtailor.engine.recheck import files_read, read_again
 from llmtailor.errors import Interrupted, SourceError
-from llmtailor.execute import sources
-from llmtailor.execute.runner import execute
-from llmtailor.execute.sources import files_read, read_again
-from llmtailor.execute.stopping import Stop
 
 
 @pytest.fixture

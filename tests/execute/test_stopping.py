@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from llmtailor.engine.pool import run_all, stoppable
 from llmtailor.errors import Interrupted, SourceError
-from llmtailor.execute.stopping import run_all, stoppable
 
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])

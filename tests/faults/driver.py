@@ -208,7 +208,9 @@ def run(request: Request) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["llmtailor", *request.arguments]
     from llmtailor.cli.main import main
-    from llmtailor.execute import runner, sources, streams
+    from llmtailor.engine import copy as runner
+    from llmtailor.engine import recheck as sources
+    from llmtailor.engine import streams
 
     if request.small:
         streams.BUFFER_BYTES, runner.MARK_BYTES, sources.CHUNK_BYTES = 2048, 5000, 1000
@@ -235,12 +237,6 @@ def serve() -> None:
     import isal.isal_zlib
     import numpy
     import yaml
-
-    import llmtailor.cli.convert
-    import llmtailor.cli.merge
-    import llmtailor.cli.running
-    import llmtailor.salvage.explain
-    import llmtailor.salvage.replacing  # noqa: F401
 
     del isal, numpy, yaml
     for line in sys.stdin:

@@ -9,9 +9,9 @@ pytest.importorskip("peft")
 
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 
-from llmtailor.core.index import Param
-from llmtailor.formats.adapters import NAMING
-from llmtailor.formats.disk_names import on_disk
+from llmtailor.formats.weights import NAMING
+from llmtailor.model.disk_names import on_disk
+from llmtailor.model.params import Param
 from real.models import build
 
 TARGETS = {"target_modules": ["q_proj", "v_proj", "up_proj"]}

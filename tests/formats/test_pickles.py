@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtailor.containers.pickle_nodes import Call, Global, Ordered
+from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.unpickle import MAX_DEPTH, read_pickle
 from llmtailor.errors import SourceError, UnsafePickle
-from llmtailor.formats.pickle_nodes import Call, Global, Ordered
-from llmtailor.formats.pickle_reader import MAX_DEPTH, read_pickle
-from llmtailor.formats.pickle_writer import write_pickle
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1)
 keys = st.booleans() | st.integers(-(2**59), 2**59) | st.text()

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import SMALL, make
 from llmtailor.codes import Code
-from llmtailor.core.states import MASTER, State
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.formats.plain.indexing import is_plain
-from llmtailor.formats.plain.model import ModelFacts
+from llmtailor.formats.plain.ask_transformers import ModelFacts
+from llmtailor.formats.plain.names import derived_names
 from llmtailor.formats.plain.optimizer import SavedGroup, SavedOptimizer
-from llmtailor.formats.plain.order import derived_names
+from llmtailor.formats.plain.read import is_plain
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.states import MASTER, State
 from oracle import zero3
 from plain.composing import plain_target, read, to_plain, to_zero
 from real.models import build
@@ -303,7 +303,7 @@ def test_zero3_becomes_plain_without_a_bit_lost(tmp_path, groups, world_size):
 
 
 def test_weights_over_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmtailor.formats.new_weights.SHARD_BYTES", 1000)
+    monkeypatch.setattr("llmtailor.formats.weights.SHARD_BYTES", 1000)
     base = index_checkpoint(make(tmp_path, 7))
     out = to_plain(base, tmp_path / "plain")
     files = sorted(path.name for path in out.glob("*.safetensors"))

@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.render import render
-from llmtailor.core.layout import FileLayout, Literal, Slot
-from llmtailor.core.states import WEIGHT, State
-from llmtailor.errors import SourceError
-from llmtailor.formats.safetensors_files import (
+from llmtailor.checkpoint.layout import FileLayout, Literal, Slot
+from llmtailor.containers.safetensors import (
     INDEX,
     SINGLE,
     lay_out_index,
@@ -21,6 +19,8 @@ from llmtailor.formats.safetensors_files import (
     read_header,
     read_weights,
 )
+from llmtailor.errors import SourceError
+from llmtailor.model.states import WEIGHT, State
 
 TENSORS = {
     "b": torch.randn(3, 5).bfloat16(),

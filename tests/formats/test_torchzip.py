@@ -13,11 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.render import render
-from llmtailor.core.extents import Extent
-from llmtailor.core.layout import Carry, Fill, Literal
+from llmtailor.checkpoint.layout import Carry, Fill, Literal
+from llmtailor.checkpoint.placement import Extent
+from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
+from llmtailor.containers.torch_zip import ALIGNMENT, lay_out_torch_file, read_torch_file
 from llmtailor.errors import SourceError, UnsafePickle
-from llmtailor.formats.pickle_nodes import as_tensor, make_tensor
-from llmtailor.formats.torchzip import ALIGNMENT, lay_out_torch_file, read_torch_file
 
 DTYPES = [
     torch.float32,

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 import llmtailor
-from llmtailor.core.recipe import Recipe
-from llmtailor.core.states import BUFFER, WEIGHT, State
 from llmtailor.errors import SourceError, TailorError
-from llmtailor.formats.base import index_checkpoint
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.states import BUFFER, WEIGHT, State
+from llmtailor.recipe.recipe import Recipe
 from oracle import any as oracle
 from oracle import zero3, zero12
 from oracle.zero3 import Snapshot, assert_same

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from llmtailor.core.states import ITEMSIZE
+from llmtailor.containers.pickle_nodes import Call, Global, Ordered, Storage, as_tensor
+from llmtailor.containers.safetensors import read_header
+from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.unpickle import read_pickle
 from llmtailor.errors import SourceError
-from llmtailor.formats.pickle_nodes import Call, Global, Ordered, Storage, as_tensor
-from llmtailor.formats.pickle_reader import read_pickle
-from llmtailor.formats.safetensors_files import read_header
-from llmtailor.formats.torchzip import read_torch_file
+from llmtailor.model.states import ITEMSIZE
 from scripts import fuzz
 
 # --- pickles, against CPython's own machine --------------------------------------------------------------------------

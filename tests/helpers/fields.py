@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.formats.resumed.model import BEYOND, EACH, MISSING, MISTYPED, UNLIKE, WAYS, Field, Says
+from llmtailor.formats.resumed.tables import BEYOND, EACH, MISSING, MISTYPED, UNLIKE, WAYS, Field, Says
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtailor.core.index import CheckpointIndex, ZeroSettings
+from llmtailor.checkpoint.index import CheckpointIndex, ZeroSettings
 
 
 def make_index(root: Path = Path("x"), **changes: object) -> CheckpointIndex:

@@ -5,8 +5,18 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from llmtailor.core.layout import Carry, ChecksumOf, FileLayout, Fill, Literal
-from llmtailor.core.plan import Checksum, Copy, FilePlan, Inline, Zeros
+from llmtailor.checkpoint.layout import (
+    Carry,
+    Checksum,
+    ChecksumOf,
+    Copy,
+    FileLayout,
+    FilePlan,
+    Fill,
+    Inline,
+    Literal,
+    Zeros,
+)
 
 
 def render(layout: FileLayout, root: Path) -> bytes:

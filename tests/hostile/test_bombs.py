@@ -29,9 +29,9 @@ resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
 from llmtailor.cli.tables import inspection_text
 from llmtailor.errors import TailorError
-from llmtailor.formats.safetensors_files import read_header
-from llmtailor.formats.torchzip import read_torch_file
-from llmtailor.inspection import inspect_checkpoint
+from llmtailor.containers.safetensors import read_header
+from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.verify.inspect import inspect_checkpoint
 
 def inspect(path):
     content = inspect_checkpoint(path)

@@ -16,16 +16,16 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import make, model_states, optim_states
-from llmtailor.compose import plan_merge
-from llmtailor.core.layout import FileLayout
-from llmtailor.core.recipe import Recipe
+from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.optimizer import make_target
+from llmtailor.compose.plan import plan_merge
+from llmtailor.compose.write import write
+from llmtailor.containers.safetensors import INDEX, read_weights
 from llmtailor.errors import SourceError, TailorError
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.formats.deepspeed.target import lay_out_shards
-from llmtailor.formats.safetensors_files import INDEX, read_weights
-from llmtailor.io.sources import open_source, read_source
-from llmtailor.plan.target import make_target
-from llmtailor.publish import write
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.zero.write import lay_out_shards
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.storage.local import open_source, read_source
 
 pytestmark = pytest.mark.timeout(60)  # a pipe that is opened carelessly blocks for ever
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.core.states import State
-from llmtailor.io.casts import cast
-from llmtailor.io.checksums import combine, crc32, part_digest
+from llmtailor.model.states import State
+from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import combine, crc32, part_digest
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTEGERS = {2: np.uint16, 4: np.uint32, 8: np.uint64}

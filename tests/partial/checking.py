@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 import llmtailor
-from llmtailor.core.states import BUFFER, FROZEN, MASTER
+from llmtailor.model.states import BUFFER, FROZEN, MASTER
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
 from partial.composing import compose

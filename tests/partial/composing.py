@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import llmtailor
-from llmtailor.core.report import Report
+from llmtailor.compose.report import Report
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs import recipe_for_run
+from llmtailor.runs.scan import recipe_for_run
 
 
 def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:

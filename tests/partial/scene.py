@@ -12,11 +12,10 @@ import torch
 
 import llmtailor
 from helpers.checkpoints import make
-from llmtailor.compose import dissect_checkpoint
-from llmtailor.core.recipe import Recipe
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.history.ledger import Ledger
-from llmtailor.io.checksums import crc32
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.storage.checksums import crc32
 from partial.alone import Alone
 from thin.scene import save_partial
 

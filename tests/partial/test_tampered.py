@@ -25,12 +25,12 @@ pytest.importorskip("accelerate")
 
 import llmtailor  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.core.states import State  # noqa: E402
 from llmtailor.errors import RecipeError, SourceError, TailorError  # noqa: E402
-from llmtailor.formats.base import index_checkpoint  # noqa: E402
-from llmtailor.inspection import inspect_checkpoint  # noqa: E402
-from llmtailor.runs import scan_run  # noqa: E402
-from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import State  # noqa: E402
+from llmtailor.runs.scan import scan_run  # noqa: E402
+from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from partial.alone import Alone  # noqa: E402
 from partial.scene import (  # noqa: E402
     bundles,

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import torch
 
-from llmtailor.core.index import CheckpointIndex, Held
-from llmtailor.core.layout import FileLayout
-from llmtailor.core.plan import Sources
-from llmtailor.core.target import Target, TargetFlat, TargetGroup
-from llmtailor.execute.runner import execute
-from llmtailor.formats.plain.target import lay_out_plain, left_out
-from llmtailor.formats.plain.zero import lay_out_shards_from_plain
+from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.layout import FileLayout, Sources
+from llmtailor.checkpoint.optimizer import Target, TargetFlat, TargetGroup, make_target
+from llmtailor.compose.planner import plan_composite
+from llmtailor.engine.copy import execute
+from llmtailor.formats.plain.write import lay_out_plain, left_out
 from llmtailor.formats.trainer import is_weight_file, lay_out_trainer_files
-from llmtailor.plan.planner import plan_composite
-from llmtailor.plan.target import make_target
+from llmtailor.formats.zero.from_plain import lay_out_shards_from_plain
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 

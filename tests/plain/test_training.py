@@ -11,13 +11,13 @@ pytestmark = pytest.mark.real
 from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
-from llmtailor.core.findings import ERROR  # noqa: E402
-from llmtailor.core.recipe import Recipe  # noqa: E402
-from llmtailor.core.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
-from llmtailor.core.verdict import RESUMABLE  # noqa: E402
-from llmtailor.formats.base import index_checkpoint  # noqa: E402
-from llmtailor.formats.plain.indexing import is_plain  # noqa: E402
-from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from llmtailor.findings import ERROR  # noqa: E402
+from llmtailor.formats.plain.read import is_plain  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
+from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.composing import read, to_plain  # noqa: E402
 from plain.training import NamedGroups, live_states, train  # noqa: E402
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from helpers.indexes import make_index
-from llmtailor.arch import dissect
-from llmtailor.core.index import Param, ParamGroup
+from llmtailor.checkpoint.index import ParamGroup
+from llmtailor.checkpoint.regroup import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.errors import MismatchError, SourceError
-from llmtailor.plan.groups import DEFAULT, KEEP, LAYER, find_decaying, regroup
+from llmtailor.model.find_parts import dissect
+from llmtailor.model.params import Param
 
 HYPER = {"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 

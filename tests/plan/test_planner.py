@@ -9,12 +9,26 @@ from hypothesis import strategies as st
 
 from helpers.indexes import make_index
 from helpers.render import render_plan
-from llmtailor.core.extents import Contiguous, Extent, Sliced
-from llmtailor.core.index import Held
-from llmtailor.core.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Slot
-from llmtailor.core.plan import Checksum, Convert, Copy, Cut, FilePlan, Inline, Sources, Zeros
-from llmtailor.core.states import EXP_AVG, MASTER, MODULE, WEIGHT, State
-from llmtailor.plan.planner import plan_composite
+from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.layout import (
+    Carry,
+    Checksum,
+    ChecksumOf,
+    Convert,
+    Copy,
+    Cut,
+    FileLayout,
+    FilePlan,
+    Fill,
+    Inline,
+    Literal,
+    Slot,
+    Sources,
+    Zeros,
+)
+from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
+from llmtailor.compose.planner import plan_composite
+from llmtailor.model.states import EXP_AVG, MASTER, MODULE, WEIGHT, State
 
 PADDING = 0xAB
 """What the sources have where no element is; it must never come out."""

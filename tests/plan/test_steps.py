@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.indexes import make_index
-from llmtailor.core.index import FlatId, ParamGroup
-from llmtailor.core.plan import Sources
-from llmtailor.core.target import Target, TargetFlat, TargetGroup
-from llmtailor.plan.explain import step_notices
-from llmtailor.plan.steps import bias_factor, choose_steps
+from llmtailor.checkpoint.index import FlatId, ParamGroup
+from llmtailor.checkpoint.layout import Sources
+from llmtailor.checkpoint.optimizer import Target, TargetFlat, TargetGroup
+from llmtailor.compose.adam_step import bias_factor, choose_steps
+from llmtailor.compose.report import step_notices
 
 HYPER = {"betas": (0.9, 0.999)}
 TARGET = Target(

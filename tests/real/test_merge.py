@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 import llmtailor
-from llmtailor.core.states import FROZEN, MASTER, State
+from llmtailor.model.states import FROZEN, MASTER, State
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import EXPERTS, with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 import llmtailor
-from llmtailor.core.report import Report
-from llmtailor.core.states import WEIGHT
+from llmtailor.compose.report import Report
+from llmtailor.model.states import WEIGHT
 from oracle.any import load
 from oracle.zero3 import differ
 from real.harness import Runs
@@ -81,7 +81,7 @@ def test_tied_names_are_listed_as_the_stage_does(runs: Runs, name: str, stage: i
 
 
 def test_large_weights_are_spread_over_files(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmtailor.formats.new_weights.SHARD_BYTES", 8000)
+    monkeypatch.setattr("llmtailor.formats.weights.SHARD_BYTES", 8000)
     compose(runs["llama-no-gather"].checkpoint(6), tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)

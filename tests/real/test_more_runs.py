@@ -18,11 +18,11 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import llmtailor
-from llmtailor.core.report import Report
-from llmtailor.core.states import MASTER
+from llmtailor.compose.report import Report
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.states import MASTER
+from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import assert_same, compose, differ
 from real.harness import Run, Train

@@ -12,8 +12,8 @@ pytest.importorskip("deepspeed")
 from transformers import Trainer
 
 import llmtailor
-from llmtailor.core.recipe import Recipe
-from llmtailor.training.groups import LayerGroupsMixin
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.training import LayerGroupsMixin
 from plain import training as plain
 from real.harness import Run, Runs, Train
 from real.runs import MIDDLE

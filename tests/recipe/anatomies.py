@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtailor.core.anatomy import EMBED, HEAD, NORM, Anatomy, layer_part
-from llmtailor.core.recipe import Recipe
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe import parse_recipe
+from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.recipe import Recipe
 
 INSIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight")
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"

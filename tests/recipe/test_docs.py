@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtailor.recipe import grammar, resolve
+from llmtailor.recipe import grammar
+from llmtailor.recipe.resolve import resolve
 from recipe.anatomies import llama, params_of, qwen_vl, read
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

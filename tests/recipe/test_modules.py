@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.core.anatomy import Anatomy
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe import resolve
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.resolve import resolve
 from recipe.anatomies import llama, params_of, qwen_vl, read
 
 BASE, A = Path("/w/base"), Path("/w/a")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.core.recipe import GroupId, LayerRange, NamedWeight, Select, Whole
 from llmtailor.errors import RecipeError
-from llmtailor.recipe import grammar, load_recipe
+from llmtailor.recipe import grammar
+from llmtailor.recipe.parse import load_recipe
+from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, Select, Whole
 from recipe.anatomies import problems_of, read
 
 A, B = Path("/w/runs/a"), Path("/w/runs/b")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.core.anatomy import Anatomy
-from llmtailor.core.recipe import LayerRange, Recipe, Rule, Select
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe import Choice, resolve
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.recipe import LayerRange, Recipe, Rule, Select
+from llmtailor.recipe.resolve import Choice, resolve
 from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
 
 BASE, A, B = Path("/w/base"), Path("/w/a"), Path("/w/b")

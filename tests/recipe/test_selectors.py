@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.core.anatomy import Anatomy
-from llmtailor.recipe import select
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.selectors import select
 from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama
 
 

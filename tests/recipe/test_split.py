@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.core.anatomy import Anatomy
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe import Choice, resolve
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.resolve import Choice, resolve
 from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
 
 BASE, A, B, C = Path("/w/base"), Path("/w/a"), Path("/w/b"), Path("/w/c")

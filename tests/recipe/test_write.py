@@ -11,15 +11,17 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtailor.core.anatomy import Anatomy
-from llmtailor.core.recipe import Recipe
-from llmtailor.core.run import Assignment, RunCheckpoint
 from llmtailor.errors import RecipeError
-from llmtailor.recipe import parse_recipe, resolve, select
-from llmtailor.recipe.flags import numbering
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.candidates import Assignment, RunCheckpoint
+from llmtailor.recipe.emit import write_normal_form, write_recipe
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.resolve import resolve
+from llmtailor.recipe.selectors import select
 from llmtailor.recipe.spelling import spell
 from llmtailor.recipe.strategies import StrategyOptions, assign
-from llmtailor.recipe.write import write_normal_form, write_recipe
+from llmtailor.recipe.update_log import numbering
 from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
 
 STRANGE = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.recipe.yamltext import MAX_BYTES, Items, Scalar, Table, read_yaml
+from llmtailor.recipe.yaml_tree import MAX_BYTES, Items, Scalar, Table, read_yaml
 
 
 def flaws_of(text: str) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from llmtailor.core.states import BUFFER, State
-from llmtailor.formats.base import index_checkpoint
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.states import BUFFER, State
 from oracle.any import load
 from oracle.zero3 import Snapshot
 

@@ -14,14 +14,14 @@ import pytest
 pytest.importorskip("torch")
 
 from helpers.checkpoints import edit, make, model_states, optim_states
+from llmtailor.compose.write import write
 from llmtailor.errors import StorageError, TargetError
-from llmtailor.io import rename
-from llmtailor.publish import write
-from llmtailor.salvage import replacing
-from llmtailor.salvage.replacing import plan_replacement, put_salvaged_in_place
-from llmtailor.salvage.service import plan_salvage
-from llmtailor.verify.judging import verify_checkpoint
-from llmtailor.verify.latest import find_latest
+from llmtailor.runs.latest import find_latest
+from llmtailor.salvage import replace as replacing
+from llmtailor.salvage.plan import plan_salvage
+from llmtailor.salvage.replace import plan_replacement, put_salvaged_in_place
+from llmtailor.storage import local as rename
+from llmtailor.verify.verify import verify_checkpoint
 from salvage.damage import truncate
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.salvage.elements import Runs, count, union, without
+from llmtailor.checkpoint.placement import Runs, count, union, without
 
 
 @st.composite

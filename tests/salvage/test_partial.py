@@ -12,12 +12,12 @@ pytest.importorskip("torch")
 
 import llmtailor
 from helpers.checkpoints import make
-from llmtailor.core.recipe import Recipe
-from llmtailor.history.ledger import Ledger
-from llmtailor.publish import write
-from llmtailor.salvage.explain import rows
-from llmtailor.salvage.service import plan_salvage
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.compose.write import write
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.salvage.plan import plan_salvage
+from llmtailor.salvage.report import rows
+from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import differ
 from salvage.damage import truncate

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.real
 
 from transformers import Trainer  # noqa: E402
 
-from llmtailor.core.states import EXP_AVG, State  # noqa: E402
-from llmtailor.formats.base import index_checkpoint  # noqa: E402
-from llmtailor.publish import write  # noqa: E402
-from llmtailor.salvage.explain import rows  # noqa: E402
-from llmtailor.salvage.service import Salvage, plan_salvage  # noqa: E402
+from llmtailor.compose.write import write  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import EXP_AVG, State  # noqa: E402
+from llmtailor.salvage.plan import Salvage, plan_salvage  # noqa: E402
+from llmtailor.salvage.report import rows  # noqa: E402
 from llmtailor.saving import attach  # noqa: E402
-from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.composing import read  # noqa: E402
 from plain.training import train  # noqa: E402
 from salvage.damage import flip, truncate  # noqa: E402

@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from llmtailor.core.states import EXP_AVG, MASTER, WEIGHT, State
+from llmtailor.compose.write import write
 from llmtailor.errors import SourceError
-from llmtailor.publish import write
-from llmtailor.salvage.explain import gain, rows
-from llmtailor.salvage.service import Salvage, plan_salvage
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.model.states import EXP_AVG, MASTER, WEIGHT, State
+from llmtailor.salvage.plan import Salvage, plan_salvage
+from llmtailor.salvage.report import gain, rows
+from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import Snapshot, assert_same, differ
 from real.harness import Runs

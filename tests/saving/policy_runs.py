@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmtailor.core.anatomy import Anatomy
 from llmtailor.errors import Problem, UsageError
+from llmtailor.model.parts import Anatomy
 from llmtailor.policies import Policy, Situation, choose
 
 Drift = Callable[[int, Mapping[str, int]], Mapping[str, float]]

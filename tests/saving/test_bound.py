@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.core.anatomy import EMBED, HEAD, NORM
+from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import (
     IN_NO_SAVE,
     MAX_STALENESS,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llmtailor.core.anatomy import EMBED
 from llmtailor.errors import UsageError
+from llmtailor.model.parts import EMBED
 from llmtailor.policies import (
     Filter,
     Full,

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
-from llmtailor.history.ledger import Ledger
 
 PARTS = ("embed_tokens", "layer 0", "norm")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import SaveRecord, composable_steps, deletable, holders, lost_parts, needed
+from llmtailor.checkpoint.lineage import Ledger, SaveRecord
+from llmtailor.runs.retention import composable_steps, deletable, holders, lost_parts, needed
 
 A, B, C = "layer 0", "layer 1", "norm"
 

@@ -14,9 +14,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import SaveRecord, composable_steps, deletable, holders, lost_parts
+from llmtailor.checkpoint.lineage import Ledger, SaveRecord
 from llmtailor.policies import Situation, check_policy, choose, make_policy
+from llmtailor.runs.retention import composable_steps, deletable, holders, lost_parts
 from recipe.anatomies import llama
 
 SPECS = ("full", "parity", "filter:first=1,last=1,every=2", "round_robin:3", "update:0.05", "update:budget_bytes=250")

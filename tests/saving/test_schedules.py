@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.core.anatomy import EMBED, HEAD, NORM, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, layer_part
 from llmtailor.policies import Filter, Full, Parity, Policy, RoundRobin
 from llmtailor.policies.schedules import cut, deal
 from recipe.anatomies import llama, qwen_vl

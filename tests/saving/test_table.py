@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtailor.core.anatomy import EMBED, HEAD, NORM
+from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import check_policy, make_policy
 from recipe.anatomies import llama
 from saving.policy_runs import alike

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llmtailor.core.anatomy import EMBED, HEAD, NORM
+from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import Update
 from recipe.anatomies import llama
 from saving.policy_runs import situation

@@ -27,7 +27,7 @@ def watch(event: str, args: tuple[object, ...]) -> None:
 
 if __name__ == "__main__":
     from llmtailor.cli.main import cli
-    from llmtailor.io import rename
+    from llmtailor.storage import local as rename
 
     if os.environ.get("LLMTAILOR_TEST_NO_EXCHANGE"):
         rename._renameat2 = lambda source, target, flag: False

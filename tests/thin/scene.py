@@ -12,15 +12,15 @@ from click.testing import CliRunner
 
 import llmtailor
 from helpers.checkpoints import make
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
-from llmtailor.execute.stopping import Stop
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.history.ledger import Ledger
+from llmtailor.engine.pool import Stop
+from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.retain.convert import Contents, plan_conversion, write_conversion
-from llmtailor.runs import dissect_checkpoint, recipe_for_run
-from llmtailor.store import Folder
+from llmtailor.runs.folder import Folder
+from llmtailor.runs.scan import dissect_checkpoint, recipe_for_run
+from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
 
 
 def call(*words: object) -> dict[str, Any]:

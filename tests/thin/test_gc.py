@@ -13,9 +13,9 @@ from click.testing import CliRunner
 pytest.importorskip("torch")
 
 from helpers.checkpoints import make, optim_states
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError
-from llmtailor.history.ledger import Ledger
 from thin.scene import call, compose, folders, make_run, save_partial, sources, taken
 
 ODD = ["layer 1", "layer 3", "lm_head"]
@@ -211,7 +211,7 @@ def test_what_a_merge_left_goes_unless_one_is_at_work(tmp_path):
     program = (
         "import sys, llmtailor; from llmtailor.execute import runner; from pathlib import Path\n"
         "def wait(*_):\n    print('in', flush=True); input()\n"
-        "import llmtailor.publish as p; p._check_sources = wait\n"
+        "import llmtailor.compose.write as p; p._check_sources = wait\n"
         "llmtailor.merge(Path(sys.argv[1]) / 'recipe.yaml', Path(sys.argv[1]) / 'out')\n"
     )
     command = [sys.executable, "-c", program, str(run)]

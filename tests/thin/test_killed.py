@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from llmtailor.core.run import composable_steps
-from llmtailor.history.ledger import Ledger
-from llmtailor.runs import scan_run
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.recipe.candidates import composable_steps
+from llmtailor.runs.scan import scan_run
 from thin.scene import compose, contents, folders, make_run, save_partial
 
 STEPS = (100, 200, 300)

@@ -9,13 +9,11 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtailor.core.run import Past, RunCheckpoint
+from llmtailor.checkpoint.lineage import Ledger, Past, SaveRecord
 from llmtailor.errors import SourceError
-from llmtailor.history.ledger import Ledger
-from llmtailor.history.retention import SaveRecord
-from llmtailor.retain.fates import PARTIAL, STAYS, WEIGHTS, Deciding, FullFacts
-from llmtailor.retain.needs import find_needs
-from llmtailor.retain.ways import Chooser, Thinning, make_chooser
+from llmtailor.recipe.candidates import RunCheckpoint
+from llmtailor.runs.retention import find_needs
+from llmtailor.runs.thinning import PARTIAL, STAYS, WEIGHTS, Chooser, Deciding, FullFacts, Thinning, make_chooser
 from recipe.anatomies import llama
 
 ANATOMY = llama(2)

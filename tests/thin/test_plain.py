@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.indexes import make_index
-from llmtailor.core.index import Param
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.formats.partial.layout import check_can_be_partial
+from llmtailor.formats.partial.write import check_can_be_partial
+from llmtailor.model.params import Param
 from plain.training import train
 from thin.scene import call, compose, copy_of, sources, taken
 from thin.test_real import assert_alike

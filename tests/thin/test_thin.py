@@ -15,10 +15,10 @@ from click.testing import CliRunner
 pytest.importorskip("torch")
 
 from helpers.checkpoints import SMALL, edit, make, optim_states
+from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError, TailorError, TargetError, UsageError, VerificationError
-from llmtailor.history.ledger import Ledger
-from llmtailor.runs import scan_run
+from llmtailor.runs.scan import scan_run
 from thin.scene import call, compose, folders, make_run, save_partial, sources, taken
 
 ODD = {"layer 1", "layer 3", "lm_head"}
@@ -310,7 +310,7 @@ def test_words_that_make_no_sense(tmp_path, words, what):
 
 def test_while_a_training_saves(tmp_path):
     run = make_run(tmp_path / "run", (100, 200))
-    program = "import sys; from llmtailor.store import Folder; Folder(sys.argv[1]).lock(); print('in'); input()"
+    program = "import sys; from llmtailor.runs.folder import Folder; Folder(sys.argv[1]).lock(); print('in'); input()"
     command = [sys.executable, "-c", program, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout.readline() == "in\n"
@@ -325,7 +325,7 @@ def test_while_a_training_saves(tmp_path):
 
 def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     """The training writes into the checkpoint that is thinned out: it stays, and nothing else appears."""
-    from llmtailor.retain import thin as service
+    from llmtailor.runs import thin as service
 
     run = make_run(tmp_path / "run", (100, 200))
     plan = service.plan_thinning(run, service.Thinning(1, "full"))
@@ -340,7 +340,8 @@ def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
     """Someone writes notes while gigabytes are written: they are not lost, even if the partial one was there before."""
-    from llmtailor.retain import reduce, thin
+    from llmtailor.runs import thin
+    from llmtailor.runs import to_weights as reduce
 
     run = make_run(tmp_path / "run", (100, 200))
     if is_there and words[0] == "--strategy":
@@ -365,7 +366,7 @@ def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
 @pytest.mark.parametrize("which", ["rank-00001", "trainer_state"])
 def test_what_does_not_read_back_is_not_relied_on(tmp_path, monkeypatch, which):
     """A disk that loses a bit after the write: the full checkpoint stays."""
-    from llmtailor.retain import convert
+    from llmtailor.runs import to_partial as convert
 
     def flip(path: Path, data: bytes) -> None:
         [victim] = path.parent.glob(f"{which}*")

@@ -13,12 +13,11 @@ import transformers
 
 from helpers.checkpoints import SMALL, load, make, model_states
 from helpers.indexes import make_index
-from llmtailor.compose import dissect_checkpoint
-from llmtailor.core.index import Param, ParamGroup
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.plan.groups import DEFAULT, LAYER, find_decaying, regroup
-from llmtailor.training import LayerGroupsMixin, layer_param_groups
-from llmtailor.training.groups import decaying_names
+from llmtailor.checkpoint.index import ParamGroup
+from llmtailor.checkpoint.regroup import DEFAULT, LAYER, find_decaying, regroup
+from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
+from llmtailor.model.params import Param
+from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
 from real.harness import environment
 from real.models import CONFIGS, build
 

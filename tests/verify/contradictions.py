@@ -1,4 +1,4 @@
-"""A damage for every row of `llmtailor.formats.deepspeed.twins.CONTRADICTIONS`, by its title."""
+"""A damage for every row of `llmtailor.formats.zero.contradictions.CONTRADICTIONS`, by its title."""
 
 from __future__ import annotations
 

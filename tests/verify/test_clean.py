@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from llmtailor.core.states import EXP_AVG, MASTER
-from llmtailor.core.verdict import NOT_RESUMABLE, RESUMABLE
-from llmtailor.verify.explain import to_json
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.model.states import EXP_AVG, MASTER
+from llmtailor.verify.report import to_json
+from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE
+from llmtailor.verify.verify import verify_checkpoint
 from real.runs import BATCHES
 
 NAMES = [name for batch in BATCHES.values() for name in batch]

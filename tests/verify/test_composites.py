@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import edit, make, optim_states
-from llmtailor.compose import Options, plan_merge
-from llmtailor.core.recipe import Recipe
-from llmtailor.core.verdict import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.compose.write import merge, write
 from llmtailor.errors import VerificationError
-from llmtailor.publish import merge, write
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS
+from llmtailor.verify.verify import verify_checkpoint
 
 
 def convert(source: Path, out: Path, **options: object) -> Path:
@@ -143,7 +143,7 @@ def test_a_manifest_that_does_not_fit(composite, change, told):
 
 
 def test_merge_does_not_publish_what_no_resume_takes(run, tmp_path, monkeypatch):
-    from llmtailor import publish
+    from llmtailor.compose import write as publish
 
     recipe = Recipe("copy", "", run / "checkpoint-200", (), None, None)
     composition = plan_merge(recipe, tmp_path / "out", Options())

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from llmtailor.core.findings import ERROR
-from llmtailor.formats.deepspeed.twins import CONTRADICTIONS
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.findings import ERROR
+from llmtailor.formats.zero.contradictions import CONTRADICTIONS
+from llmtailor.verify.verify import verify_checkpoint
 from verify.contradictions import DAMAGES
 from verify.damages import OTHER_STEP, STEP
 

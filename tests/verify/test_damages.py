@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import verify.shard_damages  # noqa: F401  (adds to CASES)
-from llmtailor.core.findings import SEVERITIES
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.findings import SEVERITIES
+from llmtailor.verify.verify import verify_checkpoint
 from verify.damages import CASES, OTHER_STEP, STEP
 
 DOCS = Path(__file__).parents[2] / "docs" / "verify.md"

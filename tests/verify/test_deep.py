@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.checkpoints import edit, make, optim_states
-from llmtailor.core.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.core.verdict import NOT_RESUMABLE, RESUMABLE
-from llmtailor.formats.base import index_checkpoint
-from llmtailor.io.checksums import crc32
-from llmtailor.verify import reading
-from llmtailor.verify.blemishes import all_held
-from llmtailor.verify.intervals import Intervals
-from llmtailor.verify.judging import verify_checkpoint
-from llmtailor.verify.values import differing, negative, not_finite
+from llmtailor.checkpoint.intervals import Intervals
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.storage.checksums import crc32
+from llmtailor.verify import read as reading
+from llmtailor.verify.bad_values import all_held, differing, negative, not_finite
+from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE
+from llmtailor.verify.verify import verify_checkpoint
 
 COPIES = {WEIGHT, MODULE, MASTER, FROZEN}
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from helpers.fields import Damage, damages_of, places_of
-from llmtailor.core.findings import ERROR
-from llmtailor.formats.deepspeed.resumed import MODEL, ZERO3, ZERO12
-from llmtailor.formats.resumed.model import CODES, UNLIKE, Field, Table
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.findings import ERROR
+from llmtailor.formats.resumed.tables import CODES, UNLIKE, Field, Table
+from llmtailor.formats.zero.tables import MODEL, ZERO3, ZERO12
+from llmtailor.verify.verify import verify_checkpoint
 from real.harness import Runs
 from verify.damages import STEP
 

@@ -16,9 +16,9 @@ import torch
 
 from helpers.checkpoints import edit
 from llmtailor.codes import Code
-from llmtailor.core.findings import ERROR, WARNING
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.verify.judging import verify_checkpoint
+from llmtailor.findings import ERROR, WARNING
+from llmtailor.verify.verify import verify_checkpoint
 from verify.damages import STEP
 
 OPTIM = f"global_step{STEP}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 from llmtailor.cli.main import cli  # noqa: E402
-from llmtailor.core.states import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
-from llmtailor.core.verdict import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict  # noqa: E402
 from llmtailor.errors import SourceError, UsageError  # noqa: E402
-from llmtailor.formats.base import display_name, index_checkpoint  # noqa: E402
-from llmtailor.salvage.holders import judge  # noqa: E402
-from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from llmtailor.formats.registry import display_name, index_checkpoint  # noqa: E402
+from llmtailor.model.states import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
+from llmtailor.salvage.assess import judge  # noqa: E402
+from llmtailor.verify.verdict import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
 
 

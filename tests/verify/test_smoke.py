@@ -10,12 +10,12 @@ import pytest
 
 pytestmark = pytest.mark.real
 
-from llmtailor.core.findings import ERROR  # noqa: E402
-from llmtailor.core.verdict import NOT_RESUMABLE, RESUMABLE  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.formats.base import index_checkpoint  # noqa: E402
+from llmtailor.findings import ERROR  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.verify import smoke  # noqa: E402
-from llmtailor.verify.judging import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.training import train  # noqa: E402
 from verify.damages import edit, inner, masters, optim  # noqa: E402
 

@@ -12,6 +12,8 @@ A bundle's tensors are ``master/FQN``, ``exp_avg/FQN``, .. (one dimension: the e
 without padding), ``buffer/FQN``, and small ones that trees refer to. Its metadata has ``begin`` (JSON: FQN -> first
 element of this rank's fragments) and, under ``tree:PATH``, the object tree of the stock file PATH as `encoding` writes
 it, with a placeholder where a flat tensor was. There are no pickles, and no weights: these are the rounded masters.
+
+Single values of a manifest that may be damaged: each is returned as what it should be, or raises ValueError.
 """
 
 from __future__ import annotations
@@ -25,22 +27,65 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.core.index import SavedAs
-from llmtailor.core.states import ITEMSIZE
+from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
+from llmtailor.containers.safetensors import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.json_files import MAX_BYTES, read_strict_json
-from llmtailor.formats.names import is_path_below
-from llmtailor.formats.partial.fields import (
-    a_count,
-    a_crc,
-    a_list,
-    a_mapping,
-    a_name,
-    a_plain_name,
-    a_shape,
-    one_of,
-)
-from llmtailor.io.sources import read_source
+from llmtailor.model.params import SavedAs
+from llmtailor.model.states import ITEMSIZE
+from llmtailor.storage.local import read_source
+
+_CRC = re.compile(r"[0-9a-f]{8}")
+
+
+def a_list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.80} is no list")
+    return value
+
+
+def a_mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.80} is no object")
+    return value
+
+
+def a_name(value: Any) -> str:
+    if not is_name(value):
+        raise ValueError(f"{value!r:.80} is no name")
+    return str(value)
+
+
+def a_plain_name(value: Any) -> str:
+    if "/" in a_name(value) or not is_path_below(value):
+        raise ValueError(f"{value!r:.80} is no plain name")
+    return str(value)
+
+
+def a_shape(value: Any) -> tuple[int, ...]:
+    if len(a_list(value)) > MAX_DIMENSIONS:
+        raise ValueError("a shape has too many dimensions")
+    shape = tuple(map(a_count, value))
+    a_count(math.prod(shape))
+    return shape
+
+
+def a_count(value: Any) -> int:
+    if not is_count(value):
+        raise ValueError(f"{value!r:.80} is no count")
+    return int(value)
+
+
+def a_crc(value: Any) -> int:
+    if not _CRC.fullmatch(value):
+        raise ValueError(f"{value!r:.80} is no CRC-32")
+    return int(value, 16)
+
+
+def one_of(value: Any, choices: tuple[Any, ...]) -> Any:
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise ValueError(f"{value!r:.80} is none of {choices[:4]}")
+    return value
+
 
 MANIFEST = "manifest.json"
 SCHEMA = "llmtailor.partial/1"
@@ -94,7 +139,7 @@ class ParamFact:
 
     shape: tuple[int, ...]
     role: str
-    """See `core.index.Param`."""
+    """See `model.params.Param`."""
     dtype: str
     """Of the live tensor"""
 
@@ -126,7 +171,7 @@ class Manifest:
     shards: Mapping[str, Any]
     """Of DeepSpeed: ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
-    """The saver's memory after this save; see `history.ledger`."""
+    """The saver's memory after this save; see `recipe.candidates`."""
 
 
 def read_manifest(root: Path, name: str) -> Manifest:

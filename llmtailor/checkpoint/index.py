@@ -1,0 +1,156 @@
+"""What a checkpoint contains and where: the outcome of indexing, before any tensor byte is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.placement import Absent, Placement
+from llmtailor.errors import Problems
+from llmtailor.findings import Finding
+from llmtailor.model.params import Param, SavedAs
+from llmtailor.model.states import ITEMSIZE, State
+from llmtailor.storage.local import FileFact
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A state: what it looks like, and where in the checkpoint its elements lie."""
+
+    dtype: str
+    """A safetensors dtype name, e.g. ``BF16``."""
+    shape: tuple[int, ...]
+    place: Placement
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements, without any padding."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def is_here(self) -> bool:
+        """False for what a partial checkpoint left out."""
+        return not isinstance(self.place, Absent)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A param group of the optimizer: its hyperparameters and the flat ids it owns."""
+
+    flat_ids: tuple[int, ...]
+    hyper: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatId:
+    """One flat tensor per rank (ZeRO-3: sub-group, ZeRO-1/2: group): params in order, and the optimizer's ``step``."""
+
+    params: tuple[str, ...]
+    step: float
+    step_is_tensor: bool
+    """torch's AdamW keeps ``step`` as a 0-dim fp32 tensor, DeepSpeedCPUAdam as an int."""
+    gaps: tuple[int, ...] = ()
+    """ZeRO-1/2 with ``parameter_alignment``: elements behind each param; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """Settings of the run that decide how ZeRO lays out the optimizer's states."""
+
+    sub_group_size: int = 1_000_000_000
+    """ZeRO-3: elements per rank beyond which a param group is cut into several flat ids."""
+    round_robin: bool = False
+    """ZeRO-1/2: ``round_robin_gradients`` deals a group's params out over the ranks."""
+    parameter_alignment: bool = False
+    """ZeRO-1/2: params begin at 16 bytes of the model's dtype."""
+    fp32_gradients: bool = False
+    """bf16 with gradients accumulated in fp32: ZeRO-1 is then BF16_Optimizer, which knows neither of the two above."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """Everything known about a checkpoint without reading its tensors."""
+
+    root: Path
+    name: str
+    """How messages call it."""
+    format: str
+    """e.g. ``deepspeed-zero3``"""
+    stage: int
+    world_size: int
+    global_step: int
+    skipped_steps: int
+    tag: str
+    precision: str
+    """Of the weights in training: ``BF16``, ``F16`` or ``F32``"""
+    optimizer: str
+    """What the checkpoint tells of the optimizer, e.g. ``AdamW (torch)``."""
+    params: Mapping[str, Param]
+    tied: Mapping[str, str]
+    """A tied name and the name its values are stored under."""
+    held: Mapping[State, Held]
+    """A partial checkpoint lists what it left out, too; see `Held.is_here`. Weights go by the names of the safetensors
+    file, which may differ from the params' (transformers fuses the experts of a MoE in memory, but not on disk)."""
+    groups: tuple[ParamGroup, ...]
+    flat_ids: tuple[FlatId, ...]
+    group_params: tuple[tuple[str, ...], ...]
+    """The params of each group, in the optimizer's order."""
+    settings: ZeroSettings
+    variant: str
+    """``plain``; ``bf16_optimizer`` or ``elastic`` for two special forms of ZeRO-1/2"""
+    files: Mapping[str, FileFact]
+    """Every regular file below root that belongs to the checkpoint, by relative path."""
+    findings: tuple[Finding, ...] = field(default=())
+    """What is odd, or keeps a stock resume from working, but does not keep the states from being read."""
+    part_steps: Mapping[str, int] = field(default_factory=dict)
+    """If this is a composite of ours: the step each part really comes from, by its manifest."""
+    module: Mapping[str, Held] = field(default_factory=dict)
+    """ZeRO-1/2: the trainable params, and tied names, as the model states hold them: the rounded masters, with which a
+    resume takes its first step. Never a source of states, so that the two agree."""
+    inside: frozenset[str] = frozenset()
+    """Stock files, by relative path, whose object trees a partial checkpoint holds in its bundles."""
+
+    unreadable: frozenset[str] = frozenset()
+    """Files of states that are missing, damaged or not of the same save as the others. Only a salvage goes on with such
+    an index. Placements also name fragments in these files: their elements are right, their bytes mean nothing."""
+    saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
+    """Param -> the tensors that the run would save it as, if the checkpoint says so without holding weights."""
+
+    def offers(self, path: str) -> bool:
+        """Whether there is such a stock file, by itself or inside a bundle."""
+        return path in self.files or path in self.inside
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the training-side saver wrote it, with or without every part."""
+        return bool(self.inside)
+
+    def steps(self) -> dict[str, float]:
+        """Return the optimizer's ``step`` of every trainable param."""
+        return {param: flat.step for flat in self.flat_ids for param in flat.params}
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A checkpoint as far as it can be read, damaged or not."""
+
+    index: CheckpointIndex | None
+    """None where damage hides how the states lie. Placements also name fragments in files of ``unreadable``: their
+    elements are right, their bytes mean nothing."""
+    problems: Problems
+    """Everything for which the checkpoint is refused as a source."""
+    unreadable: frozenset[str] = frozenset()
+    """Files with states that are missing, damaged or not of the same save as the others."""
+
+    def sound_index(self) -> CheckpointIndex:
+        """Return the index of a checkpoint that nothing is wrong with. Raises the problems otherwise."""
+        self.problems.raise_if_any()
+        assert self.index is not None, "a checkpoint without an index has problems"
+        return self.index

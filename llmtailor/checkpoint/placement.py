@@ -1,0 +1,183 @@
+"""Where the elements of a state lie: byte ranges of files.
+
+Ranges are half-open: bytes run ``start``..``stop``, elements ``begin``..``end``.
+A *placement* answers one question: which file holds elements begin..end, and where. It computes the
+answer, so an index stays small however many ranks there are.
+
+Sets of elements, as ascending runs ``begin``..``end`` that don't touch. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes ``start``..``stop`` of a file; ``path`` is relative to the checkpoint's root, with ``/``."""
+
+    path: str
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a byte range: {self}")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements ``begin``..``end`` of a state lie in ``extent``."""
+
+    begin: int
+    end: int
+    extent: Extent
+
+
+class Placement(Protocol):
+    """Where the elements of one state lie."""
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        """Yield fragments that tile ``begin``..``end`` in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """All elements in one run: a safetensors tensor, a buffer."""
+
+    extent: Extent
+    itemsize: int
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        if begin < end:
+            start = self.extent.start
+            yield Fragment(
+                begin, end, Extent(self.extent.path, start + begin * self.itemsize, start + end * self.itemsize)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """ZeRO-1/2: one vector per param group, cut into equal partitions; params cross the cuts anywhere.
+
+    ::
+
+        vector      | q_proj       | k_proj | gap | ... | norm | padding |
+        on disk     | rank 0    | rank 1    | ...         | rank n       |
+    """
+
+    shards: tuple[Extent, ...]
+    """The partition of each rank; it may end early, where the padding begins."""
+    offset: int
+    """Elements of the vector in front of this param."""
+    partition: int
+    """Elements per rank."""
+    itemsize: int
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        while begin < end:
+            rank, inside = divmod(self.offset + begin, self.partition)
+            until = min(end, (rank + 1) * self.partition - self.offset)
+            shard = self.shards[rank]
+            start = shard.start + inside * self.itemsize
+            yield Fragment(begin, until, Extent(shard.path, start, start + (until - begin) * self.itemsize))
+            begin = until
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """ZeRO-3: every param is cut on its own into one slice of ``part`` elements per rank.
+
+    ::
+
+        param (8 elements, 3 ranks, part 3)     0 1 2 | 3 4 5 | 6 7 x     x: padding, never addressed
+        rank 1's flat tensor                    [other params ...| 3 4 5 | other params ...]
+                                                                 ^ offset
+    """
+
+    shards: tuple[Extent, ...]
+    """The flat tensor that this param is in, rank by rank."""
+    offset: int
+    """Elements in front of the slice, the same in every rank's flat tensor."""
+    part: int
+    """ceil(numel / world size)"""
+    itemsize: int
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        while begin < end:
+            rank, inside = divmod(begin, self.part)
+            until = min(end, (rank + 1) * self.part)
+            shard = self.shards[rank]
+            start = shard.start + (self.offset + inside) * self.itemsize
+            yield Fragment(begin, until, Extent(shard.path, start, start + (until - begin) * self.itemsize))
+            begin = until
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A partial checkpoint: each rank's fragment of the param is a tensor of its own in that rank's bundle."""
+
+    paths: tuple[str, ...]
+    """The files with a fragment, in the order of the elements."""
+    starts: tuple[int, ...]
+    """Where the fragment begins in each file, in bytes."""
+    cuts: tuple[int, ...]
+    """The first element of each fragment, ascending from 0, and the number of elements at the end."""
+    itemsize: int
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        at = bisect_right(self.cuts, begin) - 1
+        while begin < end:
+            until = min(end, self.cuts[at + 1])
+            start = self.starts[at] + (begin - self.cuts[at]) * self.itemsize
+            stop = start + (until - begin) * self.itemsize
+            yield Fragment(begin, until, Extent(self.paths[at], start, stop))
+            begin, at = until, at + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Nowhere: a partial checkpoint knows what the state looks like, but does not hold it."""
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        raise LookupError("a state that the checkpoint does not hold")
+
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def union(*sets: Runs) -> Runs:
+    """Return the elements that are in any of the sets."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(run for runs in sets for run in runs if run[0] < run[1]):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def without(runs: Runs, taken: Runs) -> Runs:
+    """Return the elements of ``runs`` that are not in ``taken``."""
+    left: list[tuple[int, int]] = []
+    for begin, end in runs:
+        for low, high in taken:
+            if low >= end:
+                break
+            if high > begin:
+                left.append((begin, low))
+                begin = high
+        left.append((begin, end))
+    return tuple(run for run in left if run[0] < run[1])
+
+
+def count(runs: Iterable[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in runs)

@@ -1,0 +1,176 @@
+"""Rebuilds the optimizer's param groups: layer by layer, or the two that the Trainer makes. Pure.
+
+A param keeps its hyperparameters: a new group has those of the old group that its params come from, and where it takes
+from several, these have to agree. `arrange` alone decides the order, for checkpoints and for the training side.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.optimizer import TargetGroup
+from llmtailor.errors import MismatchError, Problem, SourceError
+from llmtailor.model.parts import Anatomy, layer_part
+
+KEEP, LAYER, DEFAULT = "keep", "layer", "default"
+CHOICES = (KEEP, LAYER, DEFAULT)
+
+NAMES_KEY = "lt_params"
+"""In a group of `llmtailor.training`: the names of its params, which torch itself does not write down."""
+_NAMES_KEYS = (NAMES_KEY, "param_names")  # the latter is torch's own, for optimizers made of named params
+
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+"""Names that transformers 5.23 takes out of weight decay. It also takes out what is inside an ``nn.LayerNorm``."""
+
+_HYPER = frozenset(
+    (
+        *("lr", "initial_lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "foreach", "capturable"),
+        *("differentiable", "fused", "decoupled_weight_decay", "bias_correction", "momentum", "base_momentum"),
+        *("max_momentum", "max_lr", "min_lr"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """New param groups, and what else has to follow them."""
+
+    groups: tuple[TargetGroup, ...]
+    from_group: tuple[int, ...]
+    """For each new group the old one whose entries in the scheduler's lists it takes."""
+    notices: tuple[Problem, ...]
+
+
+def regroup(base: CheckpointIndex, anatomy: Anatomy, how: str, model_order: Sequence[str]) -> Regrouping | None:
+    """Make the param groups of a composite; None if they are those of the base.
+
+    ``model_order`` are the params in the order of ``model.named_parameters()``, or of the model's state dict; names of
+    buffers and frozen params among them do no harm. Raises MismatchError if groups would have to be joined whose
+    hyperparameters differ.
+    """
+    if how not in CHOICES:
+        raise ValueError(f"no such grouping: {how}")
+    if how == KEEP:
+        return None
+    old = {param: number for number, params in enumerate(base.group_params) for param in params}
+    names = [name for name in dict.fromkeys(model_order) if name in old]
+    if missing := old.keys() - set(names):
+        what = f"the order of the model's params is not known: {min(missing)} is not among them"
+        raise SourceError.at(base.name, what, "copy the checkpoint again, or keep the groups (--groups keep)")
+    decays = find_decaying(base)
+    arranged = arrange(names, anatomy, decays, how)
+    if arranged == list(base.group_params):
+        return None
+    origins = [sorted({old[name] for name in params}) for params in arranged]
+    _check_agreement(base, origins, how)
+    groups = tuple(
+        TargetGroup(params, _hyper_of(params, [base.groups[number].hyper for number in origin]))
+        for params, origin in zip(arranged, origins, strict=True)
+    )
+    return Regrouping(groups, tuple(origin[0] for origin in origins), _guesses(base, decays, how))
+
+
+def arrange(names: Iterable[str], anatomy: Anatomy, decays: Collection[str], how: str) -> list[tuple[str, ...]]:
+    """Deal out trainable params, given in the order of the model, into groups; those stay in this order inside.
+
+    ``default``: what decays, then what does not. ``layer``: two groups for each part of the model, first those without
+    decay; in each half first what is outside the layers, by its name, then the layers. No group is empty.
+    """
+    names = list(names)
+    if how == DEFAULT:
+        halves = ([name for name in names if name in decays], [name for name in names if name not in decays])
+        return [tuple(half) for half in halves if half]
+    numbers = {layer_part(number): number for number in range(anatomy.num_layers)}
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for name in names:
+        groups.setdefault((name in decays, anatomy.part_of[name]), []).append(name)
+
+    def place(key: tuple[bool, str]) -> tuple[bool, int, str]:
+        number = numbers.get(key[1], -1)
+        return key[0], number, "" if number >= 0 else min(groups[key])
+
+    return [tuple(groups[key]) for key in sorted(groups, key=place)]
+
+
+def find_decaying(base: CheckpointIndex) -> frozenset[str]:
+    """Return the params that weight decay is meant for.
+
+    The groups tell, if some have weight decay and others have none. Otherwise (the Trainer's default is 0 for all; one
+    group from a DeepSpeed config decays as a whole) it is the Trainer's rule, as far as names and shapes tell.
+    """
+    decays = [bool(group.hyper.get("weight_decay")) for group in base.groups]
+    numbered = [(param, number) for number, params in enumerate(base.group_params) for param in params]
+    if len(set(decays)) > 1:
+        return frozenset(param for param, number in numbered if decays[number])
+    vectors = [all(_is_vector(base, param) for param in params) for params in base.group_params]
+    # A group of vectors only, beside groups of matrices, is norms and biases, whatever their names.
+    split = not all(vectors)
+    return frozenset(
+        param for param, number in numbered if not (split and vectors[number]) and _decays_by_rule(base, param)
+    )
+
+
+def _is_vector(base: CheckpointIndex, param: str) -> bool:
+    return len(base.params[param].shape) < 2
+
+
+def _decays_by_rule(base: CheckpointIndex, param: str) -> bool:
+    if NO_DECAY.search(param):
+        return False
+    # A vector beside a bias of its size: an nn.LayerNorm, such as GPT-2's ln_1.
+    module, _, last = param.rpartition(".")
+    bias = base.params.get(f"{module}.bias")
+    return not (last == "weight" and _is_vector(base, param) and bias and bias.shape == base.params[param].shape)
+
+
+def _guesses(base: CheckpointIndex, decays: frozenset[str], how: str) -> tuple[Problem, ...]:
+    """Say so if what decays had to be guessed, and no group border of the base bears it out."""
+    cut = [params for params in base.group_params if 0 < sum(param in decays for param in params) < len(params)]
+    if not cut:
+        return ()
+    values = ", ".join(sorted({f"{group.hyper.get('weight_decay')}" for group in base.groups}))
+    what = (
+        f"the weight decay of the groups of {base.name} ({values}) does not tell which params it is meant for; "
+        "norms and biases are split off by the Trainer's rule on names, and keep the weight decay they have"
+    )
+    return (Problem(f"--groups {how}", what, "compare with the groups of the run that shall resume"),)
+
+
+def _check_agreement(base: CheckpointIndex, origins: Sequence[Sequence[int]], how: str) -> None:
+    """Raise MismatchError for every hyperparameter that has several values within a new group."""
+    problems: dict[str, Problem] = {}
+    for origin in origins:
+        hypers = [base.groups[number].hyper for number in origin]
+        for key in _differing(hypers):
+            if key not in problems and not _is_label(key, [hyper.get(key) for hyper in hypers]):
+                other = next(n for n in origin if base.groups[n].hyper.get(key) != hypers[0].get(key))
+                values = f"{hypers[0].get(key)} and {base.groups[other].hyper.get(key)}"
+                what = f"its param groups {origin[0]} and {other} would become one, but differ in {key} ({values})"
+                fix = f"keep the groups (--groups keep){', or --groups layer' if how == DEFAULT else ''}"
+                problems[key] = Problem(base.name, what, fix)
+    if problems:
+        raise MismatchError(problems.values())
+
+
+def _hyper_of(params: tuple[str, ...], hypers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the hyperparameters of a new group, without labels that were not the same in all its old groups."""
+    differing = _differing(hypers)
+    merged = {key: value for key, value in hypers[0].items() if key not in differing or key in _NAMES_KEYS}
+    return {key: list(params) if key in _NAMES_KEYS else value for key, value in merged.items()}
+
+
+def _differing(hypers: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for hyper in hypers for key in hyper)
+    return [key for key in keys if any(key not in hyper or hyper[key] != hypers[0].get(key) for hyper in hypers)]
+
+
+def _is_label(key: str, values: Iterable[Any]) -> bool:
+    """Whether a key only says what a group is (``layer: 3``, ``name: embed``), and does not enter the update."""
+    if key in _HYPER:
+        return False
+    flat = [word for value in values for word in (value if isinstance(value, list) else [value])]
+    return all(word is None or isinstance(word, str) or type(word) is int for word in flat)

@@ -1,0 +1,308 @@
+"""Decides a composite: recipe -> index -> resolve -> check -> lay out -> plan. `publish` writes it.
+
+A recipe in its normal form: what another form of the YAML means.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Plan, Sources
+from llmtailor.checkpoint.optimizer import Target, make_target
+from llmtailor.checkpoint.regroup import Regrouping, regroup
+from llmtailor.codes import Code
+from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales
+from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
+from llmtailor.compose.layouts import lay_out_composite, model_order
+from llmtailor.compose.opened import Opened
+from llmtailor.compose.planner import plan_composite
+from llmtailor.compose.report import Report, file_rows, part_rows, source_rows, step_notices, step_rows
+from llmtailor.engine.staging import check_target, free_bytes, old_output
+from llmtailor.errors import MismatchError, PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.known_files import check_replaceable
+from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
+from llmtailor.formats.registry import display_name, dissect_checkpoint, index_checkpoint
+from llmtailor.formats.tokenizer import lay_out_tokenizer
+from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.model.parts import Anatomy
+from llmtailor.recipe.emit import write_normal_form
+from llmtailor.recipe.parse import load_recipe
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.resolve import Choice, resolve
+from llmtailor.recipe.text import condense
+from llmtailor.storage.local import Entries
+from llmtailor.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+SPARE_BYTES = 16 << 20
+"""Room for folders, manifest and file system overhead, beyond the bytes of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a merge is told beside the recipe."""
+
+    world_size: int | None = None
+    """How many ranks the output is for; None takes the base's."""
+    groups: str = "keep"
+    """Param groups of the output: ``keep``, ``layer`` or ``default``."""
+    stage: int | None = None
+    """ZeRO stage of the output, 0 for the plain Trainer's form without DeepSpeed; None keeps the base's."""
+    replace: bool = False
+    """Whether the output may be a checkpoint that is there; it is replaced once the new one is complete."""
+    reuse: bool = False
+    """Whether an output that is there is looked at: the same merge's is kept, and beside another one the output gets a
+    number; see `continuing.settle_output`."""
+    copy_tokenizer: bool = True
+    step: str = "base"
+    """Of a flat id whose params bring different steps: ``base`` keeps the base's and the moments as they are,
+    ``rebase`` scales the moments, ``source`` refuses."""
+    allow_split: bool = False
+    """Whether weights and optimizer states of a part may come from different checkpoints."""
+    restart: bool = False
+    """Whether to throw away what an interrupted merge into the same output has left."""
+    checksum: bool = False
+    """Whether to digest every file of the output, and every file that was read for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A planned composite: everything is decided, nothing is written."""
+
+    recipe: Recipe
+    out: Path
+    options: Options
+    indexes: tuple[CheckpointIndex, ...]
+    base: int
+    anatomy: Anatomy
+    target: Target
+    steps: tuple[StepChoice, ...]
+    plan: Plan
+    report: Report
+    replaces: Entries | None = None
+    """What lies where the output will, all of it replaceable; None: nothing may be there."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the output would hold just what its base does."""
+        base, told = self.indexes[self.base], self.options
+        changed = (told.world_size or base.world_size, self.target.stage) != (base.world_size, base.stage)
+        one_source = all(row.source == base.name for row in self.report.parts)
+        return one_source and not base.is_partial and not changed and told.groups == "keep" and not self.recipe.dtype
+
+
+def plan_merge(
+    recipe: Recipe | Path, out: Path | None = None, options: Options | None = None, opened: Opened | None = None
+) -> Composition:
+    """Plan the composite that a recipe, or a recipe file, describes.
+
+    ``out`` goes before the recipe's ``output``; without both it is ``<base>-merged`` beside the base, or the run's
+    ``checkpoint-STEP`` if the base is one of its partial checkpoints.
+    Sources are opened here unless they are ``opened`` already.
+    Raises a TailorError with every problem found; its class is that of the earliest stage that failed.
+    """
+    options = options or Options()
+    read = [recipe] if isinstance(recipe, Path) else []
+    recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
+    problems = Problems()
+    indexes, base = open_sources(recipe, problems, opened)
+    reference, watch = indexes[base], Stopwatch()
+    logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
+    out = (out or recipe.output or _default_out(reference)).absolute()
+    anatomy = dissect_checkpoint(reference)
+    replaces: Entries | None = _attempt(
+        problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
+    )
+    _attempt(problems, lambda: _check_base(reference))
+    _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
+    choice: Choice | None = _attempt(
+        problems,
+        lambda: resolve(recipe, anatomy, reference.root, set(reference.params), allow_split=options.allow_split),
+    )
+    layout_of_tokenizer = _attempt(
+        problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
+    )
+    stage = reference.stage if options.stage is None else options.stage
+    _attempt(problems, lambda: _check_plain(recipe, options, stage))
+    regrouping: Regrouping | None = _attempt(problems, lambda: _regroup(reference, anatomy, options.groups))
+    problems.raise_if_any()
+    assert choice is not None
+
+    sources = _number(choice, indexes)
+    if opened is not None:
+        sources = replace(sources, cuts=opened.number_cuts(indexes, reference.tied))
+    groups = regrouping.groups if regrouping else None
+    target = make_target(reference, world_size=options.world_size, stage=options.stage, groups=groups)
+    steps = choose_steps(indexes, sources, base, target)
+    numbers = [choice.step for choice in steps]
+    from_group = regrouping.from_group if regrouping else None
+    layouts, about_weights = lay_out_composite(reference, target, numbers, recipe.dtype, from_group, len(indexes) == 1)
+    layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
+    layouts, about_attempts = state_attempt(layouts, indexes, base)
+    check_held(layouts, indexes, sources)
+    if options.step == "source":
+        check_one_step(steps)
+    scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
+    plan = plan_composite(layouts, indexes, sources, base, scales)
+    special = [
+        *(opened.notices if opened else ()),
+        *about_weights,
+        *about_attempts,
+        *(regrouping.notices if regrouping else ()),
+        *step_notices(steps, reference.name, bool(scales)),
+    ]
+    logger.info("planned %d files, %s bytes, in %s", len(plan.files), f"{plan.num_bytes:,}", watch.lap())
+    report = Report(
+        recipe=recipe.name,
+        out=display_name(out),
+        base=reference.name,
+        global_step=reference.global_step,
+        world_size=target.world_size,
+        parts=part_rows(plan, anatomy, indexes, sources, base),
+        sources=source_rows(plan, indexes, base),
+        steps=step_rows(steps),
+        files=file_rows(plan),
+        num_bytes=plan.num_bytes,
+        needed_bytes=plan.num_bytes + SPARE_BYTES,
+        free_bytes=free_bytes(out),
+        notices=tuple(_notices(recipe, indexes, base, choice, special)),
+    )
+    return Composition(recipe, out, options, indexes, base, anatomy, target, steps, plan, report, replaces)
+
+
+def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
+    """Return what the output may take the place of, None if it must be new. Raises TargetError."""
+    check_target(out, sources, options.replace or options.reuse)
+    return check_replaceable(old_output(out), display_name(out)) if options.replace else None
+
+
+def _default_out(base: CheckpointIndex) -> Path:
+    if base.is_partial and base.root.parent.name == PARTIAL_FOLDER:
+        out = base.root.parent.parent / f"checkpoint-{base.global_step}"
+        # what was passed over may be there: a checkpoint that is damaged, or of an attempt that was given up
+        return out.with_name(f"{out.name}-merged") if out.exists() else out
+    return base.root.with_name(base.root.name + "-merged")
+
+
+def open_sources(
+    recipe: Recipe, problems: Problems, opened: Opened | None = None
+) -> tuple[tuple[CheckpointIndex, ...], int]:
+    """Index the checkpoints of a recipe; also return which of them is the base.
+
+    What can't be read is added to ``problems``, and left out. Raises at once if that is the base, without which nothing
+    else can be judged.
+    """
+    if opened is None:
+        indexes = _index_all(recipe.sources(), problems)
+    else:
+        indexes = opened.sources(recipe.sources())
+    base = _choose_base(recipe, indexes) if indexes else None
+    if base is None:
+        problems.raise_if_any()
+        raise AssertionError("a recipe without readable base has problems")
+    return indexes, base
+
+
+def _index_all(roots: Sequence[Path], problems: Problems) -> tuple[CheckpointIndex, ...]:
+    found = (_attempt(problems, lambda root=root: index_checkpoint(root)) for root in roots)  # type: ignore[misc]
+    return tuple(index for index in found if index is not None)
+
+
+def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
+    """Make a call; a refusal is put to the others, so that the user sees all of them."""
+    try:
+        return call()
+    except TailorError as error:
+        problems.add(error)
+        return None
+
+
+def _choose_base(recipe: Recipe, indexes: Sequence[CheckpointIndex]) -> int | None:
+    """The recipe's base, or the newest source if it names none."""
+    if recipe.base is None:
+        return max(range(len(indexes)), key=lambda number: indexes[number].global_step)
+    return next((number for number, index in enumerate(indexes) if index.root == recipe.base), None)
+
+
+def _check_base(base: CheckpointIndex) -> None:
+    if base.variant == "elastic":
+        raise UnsupportedCheckpoint.at(
+            base.name,
+            "an elastic checkpoint holds no hyperparameters, so it can give states but can't be the base",
+            "take another checkpoint of the run as base_model, saved without elastic_checkpoint",
+        )
+    if TRAINER_STATE not in base.files:
+        raise SourceError.at(
+            PathIn(base.name, TRAINER_STATE),
+            "the file is missing, and the Trainer can't resume without it",
+            "copy it back, or take another base_model",
+        )
+
+
+def _number(choice: Choice, indexes: Sequence[CheckpointIndex]) -> Sources:
+    number_of = {index.root: number for number, index in enumerate(indexes)}
+    return Sources(
+        {name: number_of[root] for name, root in choice.source_of.items()},
+        {name: number_of[root] for name, root in choice.weights_of.items()},
+    )
+
+
+def _regroup(base: CheckpointIndex, anatomy: Anatomy, how: str) -> Regrouping | None:
+    if how == "keep":
+        return None
+    return regroup(base, anatomy, how, model_order(base))
+
+
+def _check_plain(recipe: Recipe, options: Options, stage: int) -> None:
+    """Refuse what has no meaning in a checkpoint whose weights are the masters."""
+    if stage == 0 and recipe.dtype not in (None, "F32"):
+        what = "without DeepSpeed the weights are the master weights, and rounding them would lose what was trained"
+        raise MismatchError.at("dtype", what, "leave dtype out of the recipe, or say --stage 1, 2 or 3")
+    if stage == 0 and options.allow_split:
+        what = "without DeepSpeed weights and masters are one and can't come from different checkpoints"
+        raise MismatchError.at("--allow-split", what, "leave it out")
+
+
+def _notices(
+    recipe: Recipe, indexes: Sequence[CheckpointIndex], base: int, choice: Choice, special: Sequence[Problem]
+) -> list[Problem]:
+    reference = indexes[base]
+    notices = list(recipe.notices)
+    if recipe.base is None:
+        what = f"the recipe names none; {reference.name} is the newest source and gives what no part does"
+        notices.append(Problem("base_model", what, "name it, to be sure"))
+    if choice.filled and recipe.rules and not recipe.is_ours:
+        what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
+        notices.append(Problem("parts", what, "if something else should give them, name them in a rule"))
+    if choice.split:
+        what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as asked for"
+        fix = "a resume takes the optimizer's masters, not the weights"
+        notices.append(Problem("--allow-split", what, fix, Code.SPLIT_WEIGHTS))
+    notices += special
+    for index in indexes:
+        if keys := differing_hyperparameters(index, reference):
+            what = f"its {', '.join(keys)} differ from the base's, which the composite keeps"
+            notices.append(Problem(index.name, what, "if its own are the right ones, take it as base_model"))
+        notices += index.findings
+    return list(dict.fromkeys(notices))
+
+
+def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = False) -> str:
+    """Return the YAML of a recipe file in the short form; paths are relative to ``folder`` where that is close by.
+
+    Raises a TailorError with every problem of the recipe and of its checkpoints.
+    """
+    recipe = load_recipe(config)
+    problems = Problems()
+    indexes, base = open_sources(recipe, problems)
+    problems.raise_if_any()
+    reference = indexes[base]
+    anatomy = dissect_checkpoint(reference)
+    choice = resolve(recipe, anatomy, reference.root, set(reference.params), allow_split=allow_split)
+    return write_normal_form(recipe, choice.source_of, reference.root, anatomy, folder, choice.weights_of)

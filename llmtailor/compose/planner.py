@@ -1,0 +1,115 @@
+"""From layouts and a choice of sources to pieces: where every output byte comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.layout import (
+    Carry,
+    Checksum,
+    ChecksumOf,
+    Convert,
+    Copy,
+    FileLayout,
+    FilePlan,
+    Fill,
+    Inline,
+    Literal,
+    Piece,
+    Plan,
+    Slot,
+    Sources,
+    Zeros,
+)
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+
+
+def plan_composite(
+    layouts: Iterable[FileLayout],
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    base: int,
+    scales: Mapping[State, float] = MappingProxyType({}),
+) -> Plan:
+    """Fill every slot of every file. Pure: no byte is read.
+
+    ``sources`` are positions in ``indexes``; ``base`` is the one that carried bytes come from. Raises KeyError for a
+    slot that its source does not hold: `checks` refuses those first. States in ``scales`` are multiplied by a factor.
+    """
+    planned = tuple(plan_file(layout, indexes, sources, base, scales) for layout in layouts)
+    return Plan(tuple(str(index.root) for index in indexes), planned)
+
+
+def plan_file(
+    layout: FileLayout,
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    base: int,
+    scales: Mapping[State, float] = MappingProxyType({}),
+) -> FilePlan:
+    """Plan one file: its pieces tile it exactly."""
+    pieces: list[Piece] = []
+    at = 0
+    for segment in layout.segments:
+        if isinstance(segment, Slot):
+            start = at
+            for span in sources.spans(segment.state, segment.begin, segment.end):
+                held = holding(indexes[span.source], segment.state, segment.dtype)
+                slot = _wrap(replace(segment, begin=span.begin, end=span.end), held)
+                pieces += _fill(slot, start, span.source, held, scales.get(segment.state, 1.0))
+                start += slot.num_bytes
+        else:
+            pieces.append(_piece(segment, at, base))
+        at += segment.num_bytes
+    return FilePlan(layout.path, at, tuple(pieces))
+
+
+def _piece(segment: Literal | Fill | Carry | ChecksumOf, at: int, base: int) -> Piece:
+    if isinstance(segment, Literal):
+        return Inline(at, segment.data, segment.why)
+    if isinstance(segment, Fill):
+        return Zeros(at, at + segment.num_bytes, segment.why)
+    if isinstance(segment, Carry):
+        return Copy(at, at + segment.num_bytes, base, segment.extent.path, segment.extent.start)
+    return Checksum(at, segment.start, segment.stop)
+
+
+def _wrap(slot: Slot, held: Held) -> Slot:
+    """Every rank has its own buffers; one that the source did not have takes those of the source's ranks in turn."""
+    if slot.state.kind != BUFFER:
+        return slot
+    begin = slot.begin % held.numel
+    return replace(slot, begin=begin, end=begin + slot.end - slot.begin)
+
+
+def _fill(slot: Slot, at: int, source: int, held: Held, scale: float) -> Iterator[Piece]:
+    itemsize = ITEMSIZE[slot.dtype]
+    for have in held.place.cover(slot.begin, slot.end):
+        start = at + (have.begin - slot.begin) * itemsize
+        stop = at + (have.end - slot.begin) * itemsize
+        where = (source, have.extent.path, have.extent.start)
+        if held.dtype == slot.dtype and scale == 1:
+            yield Copy(start, stop, *where, slot.state, have.begin)
+        else:
+            yield Convert(start, stop, *where, held.dtype, slot.dtype, slot.state, have.begin, scale)
+
+
+def holding(index: CheckpointIndex, state: State, dtype: str) -> Held:
+    """Return where a checkpoint holds a state that shall be written in a dtype.
+
+    A weight that is not in a safetensors file, or in another dtype there, is made from the master, of which it is the
+    rounded copy, or is the frozen param or buffer of the model states: a second rounding would not give the same.
+    Raises KeyError if there is none of these.
+    """
+    kinds = {WEIGHT: (MASTER, FROZEN, BUFFER), MODULE: (MASTER,)}.get(state.kind, (state.kind,))
+    names = [name for name in (state.param, index.tied.get(state.param)) if name]
+    copies = [index.held.get(State(name, WEIGHT)) for name in names] if state.kind == WEIGHT else []
+    originals = [index.held.get(State(name, kind)) for name in names for kind in kinds]
+    alike = [held for held in copies if held and held.dtype == dtype]
+    for held in (*alike, *originals, *copies):
+        if held is not None and held.is_here:
+            return held
+    raise KeyError(state)

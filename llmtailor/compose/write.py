@@ -1,0 +1,231 @@
+"""Writes a planned composite: execute -> read back -> rename."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtailor import __version__
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.compose.plan import Composition, Options, plan_merge
+from llmtailor.compose.report import Report, card, manifest
+from llmtailor.compose.resume import identify_merge, now, take_up, with_what_is_kept
+from llmtailor.containers.torch_zip import list_records
+from llmtailor.engine.copy import Context, FileResult, execute
+from llmtailor.engine.pool import Stop, stoppable
+from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
+from llmtailor.engine.staging import Staging, check_space, occupied_bytes
+from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, VerificationError
+from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.plain.optimizer import without_names
+from llmtailor.formats.registry import display_name
+from llmtailor.formats.trainer import CARD, MANIFEST
+from llmtailor.model.states import MODULE, WEIGHT
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.storage.checksums import DIGEST, combine, part_digest
+from llmtailor.storage.local import FileFact, write_durably
+from llmtailor.timing import Stopwatch
+from llmtailor.verify.composite import is_resumed_from
+from llmtailor.verify.verify import verify_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
+    """Plan and write in one call; see `compose.plan_merge` and `write`."""
+    composition = plan_merge(recipe, out, options)
+    write(composition)
+    return composition.report
+
+
+def check_room(composition: Composition) -> None:
+    """Raise StorageError if the file system of the output has no room for it; what an earlier merge left counts in."""
+    check_space(composition.out, composition.report.needed_bytes - occupied_bytes(composition.out))
+
+
+def bytes_to_move(composition: Composition) -> int:
+    """Return of how many bytes `write` will tell its observer."""
+    files = files_read(composition.plan) if composition.options.checksum else []
+    sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
+    return composition.plan.num_bytes + sources
+
+
+def write(
+    composition: Composition,
+    observe: Callable[[int], None] = lambda num_bytes: None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Write a planned composite and publish it, complete, by one rename; first see whether there is space for it.
+
+    What an interrupted merge has left is gone on with, if it was the same. ``observe`` is told the size of each run of
+    bytes moved, from several threads; ``tell`` gets a sentence now and then. Raises TargetError if the output is being
+    written by someone else or what is there is of another recipe, StorageError, SourceError (also if a source changed
+    meanwhile), VerificationError or Interrupted; whatever happens, the output is absent (or the old one) until it is
+    complete. After StorageError, Unanswered and Interrupted the same call goes on where it ended.
+    """
+    identity, watch = identify_merge(composition), Stopwatch()
+    with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
+        try:
+            check_room(composition)
+            kept, before = take_up(composition, identity, staging, tell)
+            facts = [index.files for index in composition.indexes]
+            context = Context(facts, kept, observe, staging.journal.add, composition.options.checksum, stop)
+            logger.info("writing in %s", staging.path)
+            results = execute(composition.plan, staging.path, context)
+            logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
+            digests = _check_sources(composition, results, before, observe, stop)
+            logger.info("compared the sources with what they were, in %s", watch.lap())
+            readme = card(composition.report, __version__, composition.target.stage).encode()
+            content = _manifest(composition, results, digests, readme, identity.digest())
+            write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
+            write_durably(staging.path / CARD, readme)
+            _check_written(composition, staging.path)
+            logger.info("verified what was written in %s", watch.lap())
+            stop.check()
+            staging.publish()
+            logger.info("published %s in %s", composition.out, watch.lap())
+        except (Interrupted, StorageError) as error:
+            raise with_what_is_kept(error, composition, staging) from error
+    if staging.folder.exists():
+        tell(f"{staging.folder} could not be removed; nothing in it is needed any more")
+
+
+def _check_sources(
+    composition: Composition,
+    results: Sequence[FileResult],
+    before: Mapping[str, FileFact],
+    observe: Callable[[int], None],
+    stop: Stop,
+) -> dict[SourceFile, str]:
+    """See that no source has changed since ``before``; return the digests of those that were read, if wanted.
+
+    A file that merely looks like another one is compared by its content: a backup by hard links, or a mount that
+    numbers its files anew, must not cost a merge of hours. With ``--checksum`` every file that was read is compared,
+    also with the checksums that it, or a manifest beside it, states.
+    """
+    changed, doubtful = [], set()
+    for number, index in enumerate(composition.indexes):
+        for path, fact in index.files.items():
+            try:
+                now = FileFact.of((index.root / path).stat())
+            except OSError:
+                now = None
+            if now is None or not now.is_like(fact):
+                changed.append(
+                    Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
+                )
+            elif now != before.get(f"{composition.plan.sources[number]}/{path}", now):
+                doubtful.add((number, path))
+    if changed:
+        raise SourceError(changed)
+    wanted = files_read(composition.plan)
+    if composition.options.checksum:
+        return read_again(composition.plan, results, wanted, observe, stop, _stated(composition, wanted))
+    read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
+    return {}
+
+
+def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[SourceFile, list[Stated]]:
+    """Return what the sources say of these files' checksums: torch in its files, and we in our manifests."""
+    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
+    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
+    for number, path in files:
+        index, about = composition.indexes[number], manifests[number]
+        if path.endswith((".pt", ".pth", ".bin")):
+            for record in list_records(index.root, path, PathIn(index.name, path)):
+                if record.crc is not None:
+                    stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
+        if about is not None and path in about.files and is_resumed_from(path, index):
+            num_bytes, crc = about.files[path]
+            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
+    return stated
+
+
+def _manifest(
+    composition: Composition,
+    results: Sequence[FileResult],
+    digests: Mapping[SourceFile, str],
+    readme: bytes,
+    merge: str,
+) -> dict[str, Any]:
+    crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
+    # the same elements may be written more than once (a buffer on every rank): count them once, in order
+    # and the rounded masters of ZeRO not at all: a digest depends neither on the stage nor on names on disk
+    rounded = (MODULE, WEIGHT) if composition.target.stage else (MODULE,)
+    runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
+    for (state, _), run in sorted(runs.items()):
+        states = crcs[composition.anatomy.part_of[state.param]]
+        key = (state.param, state.kind)
+        _, num_bytes, crc = states.get(key, (state, 0, 0))
+        states[key] = (state, num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
+    return manifest(
+        composition.report,
+        tool_version=__version__,
+        created=now(),
+        recipe_text=composition.recipe.text,
+        source_facts=[_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
+        digests={part: part_digest(states.values()) for part, states in crcs.items()},
+        checksums={
+            result.path: {"crc32": f"{result.crc:08x}"} | ({DIGEST: result.digest} if result.digest else {})
+            for result in results
+        },
+        card=readme,
+        merge=merge,
+    )
+
+
+def _source_facts(index: CheckpointIndex, number: int, digests: Mapping[SourceFile, str]) -> dict[str, Any]:
+    return {
+        "name": index.name,
+        "path": str(index.root.absolute()),
+        "global_step": index.global_step,
+        "files": [
+            {"path": path, "num_bytes": fact.num_bytes}
+            | ({DIGEST: digests[(number, path)]} if (number, path) in digests else {})
+            for path, fact in index.files.items()
+        ],
+    }
+
+
+def _kind(finding: Finding) -> tuple[object, ...]:
+    """What a finding about a source and one about the composite have in common if they are of the same thing.
+
+    The shards of a composite may have other names than those of its sources: for other ranks, or another stage.
+    """
+    is_shard = finding.path is not None and "/" in finding.path
+    return finding.code, finding.severity, is_shard or finding.path, finding.params
+
+
+def _check_written(composition: Composition, staging: Path) -> None:
+    """Verify what was written as if it were a stranger's, and compare it with what was planned.
+
+    What keeps the sources themselves from being resumed was told as a notice before anything was written.
+    """
+    wanted, out = composition.indexes[composition.base], display_name(composition.out)
+    told = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}
+    try:
+        verdict = verify_checkpoint(staging, name=out)
+    except SourceError as error:
+        raise VerificationError(error.problems) from error
+    if errors := [finding for finding in verdict.of_severity(ERROR) if _kind(finding) not in told]:
+        raise VerificationError(errors)
+    written = verdict.index
+    assert written is not None, "a checkpoint without an index has errors"
+    steps = [choice.step for choice in composition.steps]
+    if (
+        written.params != wanted.params
+        or written.world_size != composition.target.world_size
+        or [flat.params for flat in written.flat_ids] != [flat.params for flat in composition.target.flats]
+        or [flat.step for flat in written.flat_ids] != steps
+        or [without_names(group.hyper) for group in written.groups]
+        != [without_names(group.hyper) for group in composition.target.groups]
+        or any(written.files[file.path].num_bytes != file.num_bytes for file in composition.plan.files)
+    ):
+        raise VerificationError.at(
+            out, "what was written does not read back as planned", "this is a bug in llmtailor: please report it"
+        )

@@ -1,0 +1,155 @@
+"""Writes pickles that name classes without importing them.
+
+The bytes are protocol 2, as ``torch.save`` writes. Strings and containers that occur twice are written once
+and fetched from the memo, so that sharing survives.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from llmtailor.containers.pickle_nodes import STORAGE_CLASSES, Call, Global, Ordered, Storage
+
+
+def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
+    """Encode a tree as `pickle_reader` yields it; also return its storages, in the order of their keys.
+
+    Storage number n is written with the key ``str(n)``, so its record is ``data/n``.
+    """
+    writer = _Writer()
+    writer.out += b"\x80\x02"
+    writer.save(tree)
+    writer.out += b"."
+    return bytes(writer.out), writer.storages
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.out = bytearray()
+        self.memo: dict[Any, int] = {}
+        self.alive: list[Any] = []  # temporaries whose id() is in the memo must not be collected
+        self.storages: list[Storage] = []
+        self.keys: dict[int, str] = {}
+
+    def save(self, node: Any) -> None:
+        key = node if isinstance(node, (str, Global)) else id(node)
+        if node is None or isinstance(node, (bool, int, float)):
+            self.out += _scalar(node)
+        elif key in self.memo:
+            index = self.memo[key]
+            self.out += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
+        elif isinstance(node, str):
+            data = node.encode("utf-8", "surrogatepass")
+            self.out += b"X" + struct.pack("<I", len(data)) + data
+            self.put(key)
+        elif isinstance(node, Global):
+            self.out += f"c{node.module}\n{node.name}\n".encode()
+            self.put(key)
+        elif isinstance(node, Storage):
+            self.save_storage(node)
+        elif isinstance(node, (bytes, set)):
+            self.save(self.keep(_as_call(node)))
+        elif isinstance(node, Ordered):
+            self.save_call(Call(Global("collections", "OrderedDict"), (), items=list(node.items())), key)
+            if node.attributes is not None:
+                self.save(node.attributes)
+                self.out += b"b"
+        elif isinstance(node, Call):
+            self.save_call(node, key)
+        elif isinstance(node, dict):
+            self.out += b"}"
+            self.put(key)
+            self.set_items(list(node.items()))
+        elif isinstance(node, list):
+            self.out += b"]"
+            self.put(key)
+            self.append(node)
+        elif isinstance(node, tuple):
+            self.save_tuple(node, key)
+        else:
+            raise TypeError(f"no pickle form for {type(node).__name__}")
+
+    def keep(self, node: Any) -> Any:
+        self.alive.append(node)
+        return node
+
+    def put(self, key: Any) -> None:
+        index = self.memo[key] = len(self.memo)
+        self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
+
+    def save_tuple(self, node: tuple[Any, ...], key: Any) -> None:
+        if not node:
+            self.out += b")"
+            return
+        if len(node) > 3:
+            self.out += b"("
+        for item in node:
+            self.save(item)
+        self.out += (b"\x85", b"\x86", b"\x87")[len(node) - 1] if len(node) <= 3 else b"t"
+        self.put(key)
+
+    def save_call(self, node: Call, key: Any) -> None:
+        self.save(node.func)
+        self.save(node.args)
+        self.out += b"\x81" if node.new else b"R"
+        self.put(key)
+        self.append(node.appends)
+        self.set_items(node.items)
+        if node.has_state:
+            self.save(node.state)
+            self.out += b"b"
+
+    def set_items(self, items: list[tuple[Any, Any]]) -> None:
+        if items:
+            self.out += b"("
+            for key, value in items:
+                self.save(key)
+                self.save(value)
+            self.out += b"u"
+
+    def append(self, items: list[Any]) -> None:
+        if items:
+            self.out += b"("
+            for item in items:
+                self.save(item)
+            self.out += b"e"
+
+    def save_storage(self, node: Storage) -> None:
+        key = self.keys.get(id(node))
+        if key is None:
+            key = self.keys[id(node)] = str(len(self.storages))
+            self.storages.append(node)
+        pid = ("storage", Global("torch", STORAGE_CLASSES[node.dtype]), key, node.location, node.numel)
+        self.save_tuple(self.keep(pid), id(pid))
+        self.out += b"Q"
+
+
+def _scalar(node: float | bool | None) -> bytes:
+    if node is None:
+        return b"N"
+    if isinstance(node, bool):
+        return b"\x88" if node else b"\x89"
+    if isinstance(node, int):
+        return _integer(node)
+    return b"G" + struct.pack(">d", node)
+
+
+def _integer(node: int) -> bytes:
+    if 0 <= node < 1 << 8:
+        return b"K" + bytes([node])
+    if 0 <= node < 1 << 16:
+        return b"M" + struct.pack("<H", node)
+    if -(1 << 31) <= node < 1 << 31:
+        return b"J" + struct.pack("<i", node)
+    data = node.to_bytes(node.bit_length() // 8 + 1, "little", signed=True)
+    if len(data) < 256:
+        return b"\x8a" + bytes([len(data)]) + data
+    return b"\x8b" + struct.pack("<i", len(data)) + data
+
+
+def _as_call(node: bytes | set[Any]) -> Call:
+    """Protocol 2 has no opcode for bytes and sets; Python writes them as these calls."""
+    if isinstance(node, bytes):
+        return Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1"))
+    return Call(Global("__builtin__", "set"), (list(node),))

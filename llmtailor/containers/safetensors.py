@@ -1,0 +1,211 @@
+"""safetensors: 8 bytes of little-endian header length, a JSON header, then the tensors.
+
+``data_offsets`` count from the end of the header; the tensors tile the data section exactly. Large models are
+split over several files, with ``model.safetensors.index.json`` saying which tensor is where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.layout import FileLayout, Literal, Segment, Slot
+from llmtailor.checkpoint.placement import Contiguous, Extent
+from llmtailor.codes import Code
+from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
+from llmtailor.errors import PathIn, Problems, SourceError
+from llmtailor.model.states import ITEMSIZE, WEIGHT, State
+from llmtailor.storage.local import open_source
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 32 << 20
+"""The library's own limit is 100 MB; a tensor takes some 100 bytes, and Python's objects up to 20 times the header."""
+MAX_DIMENSIONS = 64
+"""torch's limit."""
+
+_COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One safetensors file: its tensors in the order of their data, and the header's metadata."""
+
+    path: str
+    tensors: Mapping[str, Held]
+    metadata: Mapping[str, str]
+    filled_by: Mapping[str, tuple[State, int]] = field(default_factory=dict)
+    """In a file to be written: tensors that are not the weight of their own name, by the state they are made of and
+    the first element of it."""
+
+
+def read_weights(root: Path, where: str) -> tuple[WeightFile, ...]:
+    """Read the headers of a checkpoint's weight files; empty if it has none.
+
+    Raises SourceError with every missing, truncated or malformed file.
+    """
+    problems = Problems()
+    files = survey_weights(root, where, problems)
+    problems.raise_if_any()
+    return files
+
+
+def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFile, ...]:
+    """Read the headers of the weight files that are whole; what is wrong with the others is put to ``problems``."""
+    names_of: dict[str, set[str] | None] = {SINGLE: None}
+    if not (root / SINGLE).exists():  # transformers ignores an index beside it
+        if not (root / INDEX).exists():
+            return ()
+        try:
+            names_of = _names_by_file(_read_weight_map(root, PathIn(where, INDEX)))
+        except SourceError as error:
+            problems.add(error)
+            return ()
+    files = []
+    for path, names in names_of.items():
+        try:
+            file = read_header(root, path, PathIn(where, path))
+        except SourceError as error:
+            problems.add(error)
+            continue
+        files.append(file)
+        listed = set(file.tensors) if names is None else names
+        for name in sorted(listed ^ set(file.tensors)):
+            side = "lists but the file lacks" if name in listed else "does not list but the file has"
+            problems.add(SourceError.at(PathIn(where, path), f"{INDEX} {side} {name}", _COPY_AGAIN))
+    return tuple(files)
+
+
+def _names_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str] | None]:
+    names_of: dict[str, set[str]] = defaultdict(set)
+    for tensor, path in weight_map.items():
+        names_of[path].add(tensor)
+    return dict(names_of)
+
+
+def _read_weight_map(root: Path, where: str) -> dict[str, str]:
+    weight_map = read_json(root / INDEX, where).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(path, str) for path in weight_map.values()):
+        raise SourceError.at(where, "the index has no weight_map of names to files", _COPY_AGAIN)
+    for path in dict.fromkeys(weight_map.values()):
+        if Path(path).name != path or not path.endswith(".safetensors") or not path.isprintable():
+            raise SourceError.at(
+                where, f"the index points to {path!r}", "an index may only name .safetensors files beside it"
+            )
+    return weight_map
+
+
+def read_header(root: Path, path: str, where: str) -> WeightFile:
+    """Read one file's header and check it against the size of the file."""
+    with open_source(root / path, where) as file:
+        size = file.num_bytes
+        length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            what = f"the safetensors header is damaged (a header of {length} bytes in a file of {size})"
+            raise SourceError.at(where, what, _COPY_AGAIN)
+        text = file.read(8, 8 + length)
+    try:
+        header = read_strict_json(text)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("the metadata is no mapping of texts")
+        json.dumps(metadata, ensure_ascii=False).encode()  # no halves of surrogate pairs
+        tensors = {name: _held(path, entry, 8 + length) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError.at(
+            where, f"the safetensors header is damaged ({error})", _COPY_AGAIN, Code.FILE_DAMAGED
+        ) from error
+    for name in tensors:
+        check_name(name, "a tensor", where)
+    ordered = sorted(tensors.items(), key=lambda item: (item[1][1].start, item[1][1].stop))
+    at = 8 + length
+    for name, (_, extent) in ordered:
+        if extent.start != at:
+            raise SourceError.at(
+                where, f"{name} does not begin where the tensor before it ends", _COPY_AGAIN, Code.FILE_DAMAGED
+            )
+        at = extent.stop
+    if at != size:
+        raise SourceError.at(
+            where,
+            f"the file is {'truncated' if at > size else 'too long'}: {size} bytes instead of {at}",
+            _COPY_AGAIN,
+            Code.FILE_DAMAGED,
+        )
+    return WeightFile(path, {name: held for name, (held, _) in ordered}, metadata)
+
+
+def _held(path: str, entry: Any, data_start: int) -> tuple[Held, Extent]:
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype {dtype!r:.40} is unknown")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(is_count, (*shape, start, stop))):
+        raise ValueError("a shape or an offset is no count")
+    if stop - start != math.prod(shape) * ITEMSIZE[dtype]:
+        raise ValueError(f"{stop - start} bytes for a tensor of shape {shape} and dtype {dtype}")
+    extent = Extent(path, data_start + start, data_start + stop)
+    return Held(dtype, tuple(shape), Contiguous(extent, ITEMSIZE[dtype])), extent
+
+
+def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
+    """Lay out a file with the same tensors in the same order; ``dtype`` replaces that of floating-point tensors."""
+    header: dict[str, Any] = {"__metadata__": dict(file.metadata)} if file.metadata else {}
+    segments: list[Segment] = []
+    at = 0
+    for name, held in file.tensors.items():
+        state, begin = file.filled_by.get(name, (State(name, WEIGHT), 0))
+        slot = Slot(state, target_dtype(held.dtype, dtype), begin, begin + held.numel)
+        header[name] = {
+            "dtype": slot.dtype,
+            "shape": list(held.shape),
+            "data_offsets": [at, at + slot.num_bytes],
+        }
+        at += slot.num_bytes
+        if slot.num_bytes:
+            segments.append(slot)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return FileLayout(file.path, (Literal(struct.pack("<Q", len(text)) + text, "safetensors header"), *segments))
+
+
+def lay_out_weight_files(files: tuple[WeightFile, ...], dtype: str | None) -> list[FileLayout]:
+    """Lay out all files and, if they are several, their index."""
+    layouts = [lay_out_weights(file, dtype) for file in files]
+    return layouts if files[0].path == SINGLE else [*layouts, lay_out_index(files, dtype)]
+
+
+def list_tied(files: tuple[WeightFile, ...], tied: Mapping[str, str], listed: bool) -> tuple[WeightFile, ...]:
+    """Add tied names beside the ones their values are stored under, or leave them out.
+
+    ZeRO-1/2 runs write both to their safetensors, ZeRO-3 runs the stored name only.
+    """
+    changed = []
+    for file in files:
+        tensors = {name: held for name, held in file.tensors.items() if listed or name not in tied}
+        for name, stored in tied.items():
+            if listed and stored in tensors:
+                tensors.setdefault(name, tensors[stored])
+        changed.append(WeightFile(file.path, tensors, file.metadata))
+    return tuple(changed)
+
+
+def lay_out_index(files: tuple[WeightFile, ...], dtype: str | None) -> FileLayout:
+    """Lay out the index that belongs to several files."""
+    weight_map = {name: file.path for file in files for name in file.tensors}
+    total = sum(
+        held.numel * ITEMSIZE[target_dtype(held.dtype, dtype)] for file in files for held in file.tensors.values()
+    )
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return FileLayout(INDEX, (Literal(json.dumps(index, indent=2).encode() + b"\n", "safetensors index"),))
+
+
+def target_dtype(own: str, wanted: str | None) -> str:
+    """Return the dtype a tensor gets: only floating-point weights follow ``wanted``."""
+    return wanted if wanted and own in ("F32", "F16", "BF16") else own

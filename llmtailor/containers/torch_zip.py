@@ -1,0 +1,249 @@
+"""``torch.save`` files: a zip of stored records, one of them a pickle, the others tensor storages.
+
+Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pickle, ``NAME/data/KEY`` the bytes of
+storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples
+of 64; the central directory does not show this padding, so offsets are taken from the local headers.
+
+Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with the
+CRCs of tensor records left to be filled in once the bytes have streamed past.
+
+The records of a ``torch.save`` file, with the checksums that stand in its directory; no pickle is decoded.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Segment
+from llmtailor.checkpoint.placement import Extent
+from llmtailor.codes import Code
+from llmtailor.containers.pickle_nodes import Call, Storage
+from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.unpickle import read_pickle
+from llmtailor.containers.zip import BadZip, Compressed, read_records
+from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.model.states import ITEMSIZE
+from llmtailor.storage.local import SourceFile, open_source
+
+ALIGNMENT = 64
+MAX_PICKLE_BYTES = 64 << 20
+"""A larger ``data.pkl`` is refused: the tensors are not in it, and what it says of one takes some 150 bytes."""
+
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_SMALL = 4096
+"""Bytes of a record that is no tensor and not the pickle: versions and the like."""
+_U32 = 0xFFFFFFFF
+_SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
+_COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A decoded file: its object tree, and where each storage's bytes lie."""
+
+    tree: Any
+    records: Mapping[str, Extent]
+    """The storages by key."""
+    archive: str
+    """What the file calls itself: torch takes the stem of the name it was saved under, or ``archive``."""
+
+
+def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) -> TorchFile:
+    """Decode the pickle of ``root/path`` and locate its storages; no tensor byte is read.
+
+    ``any_names`` lets it name what is off the allow-list: only for a file whose tree is not written anywhere.
+    Raises SourceError for a file that is no whole torch zip and UnsafePickle for globals off the allow-list.
+    """
+    with open_source(root / path, where) as file:
+        try:
+            records = read_records(file)
+            if not records:
+                raise BadZip("it holds no data.pkl")
+            prefix = next(iter(records)).partition("/")[0]
+            tree = records.get(f"{prefix}/data.pkl")
+            if tree is None:
+                raise BadZip("it holds no data.pkl")
+            if f"{prefix}/constants.pkl" in records:
+                raise BadZip("it is a TorchScript archive, which torch.load would run")
+            if not {f"{prefix}/version", f"{prefix}/.data/version"} & records.keys():
+                raise BadZip("it does not say its version, without which torch does not load it")
+            if tree.stop - tree.start > MAX_PICKLE_BYTES:
+                raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes, a pickle bomb by any measure")
+        except Compressed as error:
+            what = f"{error}, which torch.load reads, but nothing can be said about, or taken from, the file here"
+            raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
+        except (BadZip, UnicodeDecodeError) as error:
+            raise SourceError.at(where, _why_no_zip(file, error), _COPY_AGAIN, Code.FILE_DAMAGED) from error
+        order = records.get(f"{prefix}/byteorder")
+        if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
+            raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
+        pickle_bytes = file.read(tree.start, tree.stop)
+        for name, record in records.items():
+            small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
+            if record is tree or small:
+                data = pickle_bytes if record is tree else file.read(record.start, record.stop)
+                if record.crc not in (0, zlib.crc32(data)):  # torch writes 0 where it was told not to checksum
+                    what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
+                    raise SourceError.at(where, what, _COPY_AGAIN)
+    extents = {
+        name.removeprefix(f"{prefix}/data/"): Extent(path, record.start, record.stop)
+        for name, record in records.items()
+        if name.startswith(f"{prefix}/data/")
+    }
+    storages: dict[str, Storage] = {}
+
+    def find_storage(dtype: str, key: str, numel: int, location: str) -> Storage:
+        extent = extents.get(key)
+        if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
+            have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
+            raise ValueError(f"storage {key!r:.40} {have} where {numel} elements of {dtype} belong")
+        storage = storages.setdefault(key, Storage(dtype, numel, (Carry(extent),), location))
+        if storage.dtype != dtype:  # torch would go by whichever it meets first
+            raise ValueError(f"storage {key!r:.40} is named with two types")
+        return storage
+
+    return TorchFile(read_pickle(pickle_bytes, where, find_storage, any_names), extents, prefix)
+
+
+def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
+    """Return the attributes of the object that ``root/path`` pickles, as data; the object is never made.
+
+    Raises SourceError for a file that is no whole torch zip, or holds something else.
+    """
+    tree = read_torch_file(root, path, where, any_names=True).tree
+    if not isinstance(tree, Call) or not isinstance(tree.state, dict):
+        raise SourceError.at(where, "it holds no object with attributes", _COPY_AGAIN, Code.FIELD_TYPE)
+    return tree.state
+
+
+def _why_no_zip(file: SourceFile, error: Exception) -> str:
+    head = file.read(0, min(4, file.num_bytes))
+    if not head:
+        return "the file is empty"
+    if head[:1] == b"\x80":
+        return "this is torch's legacy format (before 1.6) or a bare pickle, not a torch.save zip"
+    if head != b"PK\x03\x04":
+        return f"this is no torch.save file (it has {file.num_bytes} bytes and begins with {head!r})"
+    return f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
+
+
+def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
+    """Lay out a file that ``torch.load`` opens as ``tree``.
+
+    Storages that came from `read_torch_file` carry their bytes over from there; those of `make_tensor` have
+    the content they were made with.
+    """
+    data, storages = write_pickle(tree)
+    builder = _ZipBuilder(Path(path).stem)
+    builder.add("data.pkl", (Literal(data, "pickle"),))
+    builder.add(".format_version", (Literal(b"1", "torch's format version"),))
+    builder.add(".storage_alignment", (Literal(str(ALIGNMENT).encode(), "torch's alignment"),))
+    builder.add("byteorder", (Literal(b"little", "byte order"),))
+    for key, storage in enumerate(storages):
+        expected, actual = storage.numel * ITEMSIZE[storage.dtype], sum(part.num_bytes for part in storage.content)
+        if expected != actual:
+            raise ValueError(f"{path}: storage {key} needs {expected} bytes and is given {actual}")
+        builder.add(f"data/{key}", storage.content)
+    builder.add("version", (Literal(b"3\n", "torch's zip version"),))
+    return FileLayout(path, builder.finish())
+
+
+class _ZipBuilder:
+    def __init__(self, name: str):
+        self.name = name
+        self.segments: list[Segment] = []
+        self.at = 0
+        self.directory: list[tuple[bytes, int, int, int, Segment | Literal]] = []
+
+    def put(self, segment: Segment) -> None:
+        if segment.num_bytes:
+            self.segments.append(segment)
+            self.at += segment.num_bytes
+
+    def add(self, record: str, content: tuple[Segment, ...]) -> None:
+        """Append a record: local header, data, data descriptor."""
+        name, size, header_at = f"{self.name}/{record}".encode(), sum(part.num_bytes for part in content), self.at
+        big = size >= _U32
+        zip64 = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
+        bare = self.at + _LOCAL_HEADER.size + len(name) + len(zip64) + 4
+        padding = -bare % ALIGNMENT
+        short = _U32 if big else 0  # sizes stand in the data descriptor; zip64 readers look into the extra field
+        header = _LOCAL_HEADER.pack(
+            b"PK\x03\x04", 45 if big else 0, 0x0808, 0, 0, 0, 0, short, short, len(name), len(zip64) + 4 + padding
+        )
+        extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        self.put(Literal(header + name + extra, f"zip header of {record}"))
+        start = self.at
+        for part in content:
+            self.put(part)
+        crc = self.checksum(start, content)
+        self.put(Literal(b"PK\x07\x08", "zip data descriptor"))
+        self.put(crc)
+        self.put(Literal(struct.pack("<QQ" if big else "<II", size, size), "zip data descriptor"))
+        self.directory.append((name, size, header_at, 45 if big else 0, crc))
+
+    def checksum(self, start: int, content: tuple[Segment, ...]) -> Segment:
+        """Of a record: known now if all its bytes are, otherwise to be computed while they stream."""
+        if all(isinstance(part, (Literal, Fill)) for part in content):
+            crc = 0
+            for part in content:
+                crc = zlib.crc32(part.data if isinstance(part, Literal) else bytes(part.num_bytes), crc)
+            return Literal(struct.pack("<I", crc), "CRC-32")
+        return ChecksumOf(start, self.at)
+
+    def finish(self) -> tuple[Segment, ...]:
+        start = self.at
+        for name, size, header_at, version, crc in self.directory:
+            wide = [value for value in (size, size, header_at) if value >= _U32]
+            extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+            self.put(
+                Literal(
+                    struct.pack("<4sHHHHHH", b"PK\x01\x02", 45 if wide else 0, version, 0x0808, 0, 0, 0), "zip entry"
+                )
+            )
+            self.put(crc)
+            short = min(size, _U32)
+            rest = struct.pack("<IIHHHHHII", short, short, len(name), len(extra), 0, 0, 0, 0, min(header_at, _U32))
+            self.put(Literal(rest + name + extra, "zip entry"))
+        size, count, zip64_at = self.at - start, len(self.directory), self.at
+        end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+        locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, zip64_at, 1)
+        short_count = min(count, 0xFFFF)
+        end = struct.pack(
+            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short_count, short_count, min(size, _U32), min(start, _U32), 0
+        )
+        self.put(Literal(end64 + locator + end, "zip end records"))
+        return tuple(self.segments)
+
+
+_FIX = "copy the file again from where it was saved, or leave this checkpoint out"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes ``start``..``stop`` of the file."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int | None
+    """CRC-32; None for a record that was written without, or deflated."""
+
+
+def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
+    """List the records of ``root/path`` in the order of their bytes. Raises SourceError for what is no whole zip."""
+    with open_source(root / path, where) as file:
+        try:
+            found = read_records(file, may_be_deflated=True)
+        except (BadZip, UnicodeDecodeError) as error:
+            raise SourceError.at(
+                where, f"the file is truncated or damaged ({error})", _FIX, Code.FILE_DAMAGED
+            ) from error
+    # torch writes 0 for records it was told not to checksum
+    records = (Record(name, record.start, record.stop, record.crc or None) for name, record in found.items())
+    return tuple(sorted(records, key=lambda record: record.start))

@@ -1,0 +1,136 @@
+"""The one reader of pickles: it decodes them as data, runs nothing, and refuses what a checkpoint has no use for.
+
+`pickle_machine` decodes; here is what may be named and called. It runs nothing whatever is on the list, but names that
+are not on it are refused all the same, because what we read is written into checkpoints that stock ``torch.load`` opens
+without protection.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from llmtailor.codes import Code
+from llmtailor.containers.pickle_machine import FindStorage, Machine
+from llmtailor.containers.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
+from llmtailor.errors import Problem, SourceError, UnsafePickle
+
+_NUMPY = {
+    "numpy": {"ndarray", "dtype"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy.core.multiarray": {"_reconstruct", "scalar"},
+}
+_TORCH_DTYPES = {
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("float8_e4m3fn", "float8_e5m2", "complex64"),
+}
+ALLOWED: dict[str, set[str]] = {
+    "collections": {"OrderedDict"},
+    "builtins": {"set"},
+    "__builtin__": {"set"},
+    "_codecs": {"encode"},
+    "torch": {"Size", "Tensor", "device", *_TORCH_DTYPES, *STORAGE_DTYPES},
+    "torch.nn.parameter": {"Parameter"},
+    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"},
+    "torch._tensor": {"_rebuild_from_type_v2"},
+    **_NUMPY,
+    # DeepSpeed's own, by the paths they have had from 0.14 on; carried through by name
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
+    "deepspeed.runtime.fp16.loss_scaler": {"LossScaler", "DynamicLossScaler"},
+    "deepspeed.utils.tensor_fragment": {"fragment_address"},
+}
+"""Every global that a checkpoint's pickle may name: module -> names."""
+
+_ONLY_NAMED = {
+    "torch": ALLOWED["torch"] - {"Size", "device"},
+    "torch.nn.parameter": {"Parameter"},
+    "numpy": {"ndarray"},
+}
+"""Of these the ones that no pickle of a checkpoint calls: ``torch.FloatStorage(10**12)`` would be a bomb."""
+_REBUILD_TYPED = Global("torch._tensor", "_rebuild_from_type_v2")
+
+MAX_DEPTH = 100
+"""Nesting beyond this is refused. Real checkpoints nest about ten deep."""
+MAX_NODES = 32_000_000
+"""Nodes of the tree, a shared one counted as often as it is reached: so everything behind may walk it without care."""
+_CONTAINERS = (dict, list, tuple, set, Call)
+_SHOWN = 20
+
+
+def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None, any_names: bool = False) -> Any:
+    """Decode a pickle into plain values and nodes.
+
+    ``find_storage(dtype, key, numel, location)`` turns a persistent id of torch into a `Storage`; without it
+    persistent ids are refused. ``any_names`` takes globals that are off the allow-list as the names they are.
+    Raises UnsafePickle, with every name, for globals off the allow-list, and SourceError for bytes that are no whole
+    pickle, or one that is made to be a burden.
+    """
+    machine, damage = Machine(data, find_storage), None
+    try:
+        tree = machine.run()
+        check_tree(tree)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
+        damage = error
+    refused = [name for name in machine.globals if name.name not in ALLOWED.get(name.module, ())]
+    if refused and not any_names:
+        raise UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]]) from damage
+    if damage is not None:
+        missing = isinstance(damage, (IndexError, KeyError))
+        what = f"the pickle is damaged ({'it takes what is not there' if missing else damage})"
+        raise SourceError.at(
+            where, what, "copy the file again, or leave this checkpoint out", Code.FILE_DAMAGED
+        ) from damage
+    return tree
+
+
+def check_tree(tree: Any) -> None:
+    """Raise ValueError for a tree that is made to be a burden to whoever walks it, or loads it from a pickle."""
+    _measure(tree, 0, {})
+
+
+def _unsafe(name: Global, where: str) -> Problem:
+    return Problem(
+        where,
+        f"the pickle names {name}, which is not on the list of what a checkpoint may hold",
+        "do not load this file with torch.load unless you trust it; leave this checkpoint out, or save it again "
+        "without that object",
+    )
+
+
+def _measure(node: Any, depth: int, done: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return how high and how large a container is. Refuse cycles, absurd nesting and size, and calls of mere names."""
+    known = done.get(id(node))
+    if known is not None:
+        if known[0] == 0:
+            raise ValueError("it contains itself")
+        return known
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it nests deeper than {MAX_DEPTH}")
+    done[id(node)] = (0, 0)
+    if isinstance(node, Call):
+        _check_call(node)
+    height, size = 1, 1
+    for child in children(node):
+        size += 1
+        if isinstance(child, _CONTAINERS) and (child or isinstance(child, Ordered)):
+            below, inside = _measure(child, depth + 1, done)
+            height, size = max(height, below + 1), size + inside
+    if height > MAX_DEPTH:
+        raise ValueError(f"it nests deeper than {MAX_DEPTH}")
+    if size > MAX_NODES:
+        raise ValueError(f"it unfolds to more than {MAX_NODES:,} values")
+    done[id(node)] = (height, size)
+    return height, size
+
+
+def _check_call(node: Call) -> None:
+    if node.func.name in _ONLY_NAMED.get(node.func.module, ()):
+        raise ValueError(f"it calls {node.func}, which a checkpoint only names")
+    if node.func == REBUILD_TENSOR:
+        view = as_tensor(node)
+        if view is None or not view.fits:
+            raise ValueError("a tensor reaches beyond its storage")
+    if node.func == _REBUILD_TYPED:  # which calls its first argument
+        inner = node.args[0] if node.args else None
+        if not isinstance(inner, Global) or inner.module != "torch._utils":
+            raise ValueError(f"it calls {node.func} for something else than a tensor")

@@ -1,1 +1,0 @@
-"""The vocabulary: frozen dataclasses over the standard library, importing nothing else of ours."""

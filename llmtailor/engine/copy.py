@@ -1,0 +1,262 @@
+"""Carries out a plan: fills every file from its pieces, several files at once, in flat memory.
+
+Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it in
+chunks. While the disk makes one file durable, its worker goes on with the next. The CRC-32 of every byte is computed on
+the way: for the zip records, the files and the states. What an earlier run has written is read back by the same pieces,
+so that nothing but its size and CRC need be remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import BoundedSemaphore
+
+from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Piece, Plan, Zeros
+from llmtailor.engine import streams
+from llmtailor.engine.journal import Mark
+from llmtailor.engine.pool import Stop, run_all
+from llmtailor.engine.streams import Output, Reader, cannot_write
+from llmtailor.model.states import ITEMSIZE, State
+from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import combine, new_digest
+from llmtailor.storage.local import FileFact
+from llmtailor.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+MAX_WORKERS = 4
+MARK_BYTES = 256 << 20
+"""A long file is made durable, and marked in the journal, whenever so much of it is new. This goes on beside the
+writing and costs no time: what the disk does now it need not do at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The checksum of consecutive elements of a state, from ``begin`` on, as they were written."""
+
+    state: State
+    begin: int
+    num_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileResult:
+    """What was written."""
+
+    plan: FilePlan
+    crc: int
+    crcs: tuple[int, ...]
+    """CRC-32 of every piece."""
+    digest: str | None
+    """XXH3 of the file, if it was asked for."""
+
+    @property
+    def path(self) -> str:
+        return self.plan.path
+
+    @property
+    def num_bytes(self) -> int:
+        return self.plan.num_bytes
+
+    def runs(self) -> Iterator[Run]:
+        for piece, crc in zip(self.plan.pieces, self.crcs, strict=True):
+            if isinstance(piece, (Copy, Convert)) and piece.state is not None:
+                yield Run(piece.state, piece.begin, piece.stop - piece.start, crc)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What goes along with a plan."""
+
+    facts: Sequence[Mapping[str, FileFact]] = ()
+    """For each source what its files were like; a file that has changed is refused when it is opened."""
+    kept: Mapping[str, tuple[Mark, ...]] = field(default_factory=dict)
+    """How far files are that an earlier run began: read back, and written from the last mark on that is true."""
+    observe: Callable[[int], None] = lambda num_bytes: None
+    """Told of every run of bytes written or read back, from several threads; a negative number takes some back."""
+    record: Callable[[str, Mark], None] = lambda path, mark: None
+    """Told how far a file is durable, from several threads."""
+    digest: bool = False
+    """Whether to take the XXH3 of every file too."""
+    stop: Stop = field(default_factory=Stop)
+
+
+def num_workers() -> int:
+    return min(MAX_WORKERS, os.cpu_count() or 1)
+
+
+def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
+    """Write every file of the plan below ``staging``, each fsynced; return their checksums in plan order.
+
+    Raises SourceError if a source file is missing, has changed or ends early, StorageError if the disk fails or is
+    full, and Interrupted if that was asked for, once all workers have stopped.
+    """
+    context = context or Context()
+    roots = [Path(source) for source in plan.sources]
+    try:
+        for folder in {(staging / file.path).parent for file in plan.files}:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(staging, error) from error
+    # the largest first, so that no long file is left to one worker at the end
+    order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
+    turns = BoundedSemaphore(num_workers())
+    jobs = [partial(_write_file, plan.files[number], roots, staging, context, turns) for number in order]
+    results = run_all(jobs, 2 * num_workers(), context.stop)
+    return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
+
+
+def _write_file(
+    plan: FilePlan, roots: Sequence[Path], staging: Path, context: Context, turns: BoundedSemaphore
+) -> FileResult:
+    """Write one file: its bytes in turn with others, then its fsync, which needs no core, beside them."""
+    target = staging / plan.path
+    marks = context.kept.get(plan.path, ())
+    try:
+        fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
+        try:
+            with turns, Reader(roots, context.facts) as reader, ThreadPoolExecutor(1) as beside:
+                watch = Stopwatch()
+                context.stop.check()
+                filled, output = _take_over(plan, fd, marks, context)
+                done_before = bool(marks) and output.at == plan.num_bytes
+                output.begin()
+                _fill(filled, output, reader, beside, context)
+            os.fsync(fd)
+            if not done_before:
+                context.record(plan.path, Mark(plan.num_bytes, filled.crc))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise cannot_write(target, error) from error
+    logger.info("%s: %s bytes, CRC-32 %08x, in %s", plan.path, f"{plan.num_bytes:,}", filled.crc, watch.lap())
+    return FileResult(plan, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None)
+
+
+class _Filled:
+    """What is known of the pieces that a file has so far."""
+
+    def __init__(self, plan: FilePlan):
+        self.plan = plan
+        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Checksum))
+        self.crc = 0
+        self.crcs: list[int] = []
+        self.at = 0
+
+    def missing(self) -> tuple[Piece, ...]:
+        return self.plan.pieces[len(self.crcs) :]
+
+    def add(self, piece: Piece, crc: int) -> None:
+        length = piece.stop - piece.start
+        self.ranges.add(piece.start, crc, length)
+        self.crc = combine(self.crc, crc, length)
+        self.crcs.append(crc)
+        self.at = piece.stop
+
+
+def _take_over(plan: FilePlan, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
+    """Read back what an earlier run wrote, up to the last mark that is true."""
+    filled, output = _Filled(plan), Output(fd, context.observe, new_digest() if context.digest else None)
+    for number, mark in enumerate(marks):
+        try:
+            for piece in filled.missing():
+                if piece.stop > mark.num_bytes:
+                    break
+                filled.add(piece, output.take_over(piece.stop - piece.start, context.stop))
+            true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
+        except (EOFError, OSError):  # cut short, or on a spot that the disk can't read any more
+            true = False
+        if not true:
+            logger.info("%s: what is there up to byte %d is not as the journal says", plan.path, mark.num_bytes)
+            context.observe(-output.at)
+            return _take_over(plan, fd, marks[:number], context)
+    if marks:
+        logger.info("%s: %d of %d bytes are there and as the journal says", plan.path, output.at, plan.num_bytes)
+    return filled, output
+
+
+def _fill(filled: _Filled, output: Output, reader: Reader, beside: Executor, context: Context) -> None:
+    """Write the pieces that are missing."""
+    marked = filled.at
+    marking: Future[None] | None = None
+
+    def mark(reached: Mark) -> None:
+        os.fdatasync(output.fd)
+        logger.debug("%s: %d of %d bytes are durable", filled.plan.path, reached.num_bytes, filled.plan.num_bytes)
+        context.record(filled.plan.path, reached)
+
+    for piece in filled.missing():
+        context.stop.check()
+        filled.add(piece, _write_piece(piece, output, reader, filled.ranges, context.stop))
+        if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
+            output.flush()
+            if marking:
+                marking.result()
+            marked, marking = filled.at, beside.submit(mark, Mark(filled.at, filled.crc))
+    output.flush()
+    if marking:
+        marking.result()  # a disk tells of an error once, and not again at the last fsync
+
+
+def _write_piece(piece: Piece, output: Output, reader: Reader, ranges: _Ranges, stop: Stop) -> int:
+    """Write one piece; return its CRC-32."""
+    if isinstance(piece, Inline):
+        return output.put(piece.data)
+    if isinstance(piece, Checksum):
+        return output.put(ranges.crc_of(piece).to_bytes(4, "little"))
+    crc = 0
+    if isinstance(piece, Zeros):
+        for length in _chunks(piece.stop - piece.start, len(_ZEROS)):
+            crc = output.put(_ZEROS[:length], crc)
+    elif isinstance(piece, Convert):
+        wide, narrow = ITEMSIZE[piece.source_dtype], ITEMSIZE[piece.dtype]
+        offset = piece.offset
+        for numel in _chunks((piece.stop - piece.start) // narrow, streams.BUFFER_BYTES // 16):
+            stop.check()
+            data = reader.read(piece.source, piece.path, offset, numel * wide)
+            crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
+            offset += numel * wide
+    else:
+        at, left = piece.offset, piece.stop - piece.start
+        while left:
+            stop.check()
+            room = output.room()[:left]
+            reader.read_into(piece.source, piece.path, at, room)
+            crc = output.commit(len(room), crc)
+            at, left = at + len(room), left - len(room)
+    return crc
+
+
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+def _chunks(total: int, size: int) -> Iterator[int]:
+    while total > 0:
+        yield min(size, total)
+        total -= size
+
+
+class _Ranges:
+    """Keeps the CRC-32 of the ranges that checksum pieces ask for; they never overlap, and come in order."""
+
+    def __init__(self, wanted: Iterator[Checksum]):
+        self.spans = sorted({(piece.over_start, piece.over_stop) for piece in wanted}, reverse=True)
+        self.done: dict[tuple[int, int], int] = {}
+        self.crc = 0
+
+    def add(self, start: int, crc: int, length: int) -> None:
+        while self.spans and self.spans[-1][1] <= start:
+            self.done[self.spans.pop()] = self.crc
+            self.crc = 0
+        if self.spans and self.spans[-1][0] <= start:
+            self.crc = combine(self.crc, crc, length)
+
+    def crc_of(self, piece: Checksum) -> int:
+        self.add(piece.start, 0, 0)
+        return self.done[(piece.over_start, piece.over_stop)]

@@ -1,0 +1,197 @@
+"""The journal of a merge: what it is, and what of it has been written for good.
+
+It is a file of JSON lines in the staging folder. The first says which merge it is; each of the others that a file is
+durable up to some byte, with the CRC-32 so far. Whoever goes on reads those bytes again and compares, so a line that
+is torn, lost or wrong costs time and no more.
+
+What a merge is, so that another run can tell whether it may go on with what is there. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmtailor.checkpoint.layout import Convert, Copy, Inline, Plan
+from llmtailor.storage.local import FileFact, write_all
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What decides every byte of the output, and a few words for messages."""
+
+    tool_version: str
+    plan: str
+    """Digest of the plan: every piece with the folders it reads from, literal bytes included."""
+    sources: Mapping[str, FileFact]
+    """Every file that pieces read from, by path."""
+    request: str
+    """Digest of the recipe and the options. It tells whether the user wants the same, even if the plan has changed."""
+    recipe: str
+    begun: str
+    num_bytes: int
+
+    def digest(self) -> str:
+        """Return the SHA-256 of what decides the bytes of the output, and of the states that the sources were in."""
+        facts = [(path, fact.num_bytes, fact.mtime_ns) for path, fact in sorted(self.sources.items())]
+        return hashlib.sha256(repr((self.tool_version, self.plan, facts)).encode()).hexdigest()
+
+
+def identify(
+    plan: Plan,
+    facts: Sequence[Mapping[str, FileFact]],
+    *,
+    tool_version: str,
+    recipe: str,
+    request: object,
+    begun: str,
+) -> Identity:
+    """Identify a merge. ``facts`` are those of each source's files; ``request`` is anything whose repr is stable."""
+    read = {
+        (piece.source, piece.path) for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Convert))
+    }
+    sources = {f"{plan.sources[source]}/{path}": facts[source][path] for source, path in sorted(read)}
+    asked = hashlib.sha256(repr(request).encode()).hexdigest()
+    return Identity(tool_version, plan_digest(plan), sources, asked, recipe, begun, plan.num_bytes)
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return the SHA-256 of all that a plan says."""
+    digest = hashlib.sha256(repr(plan.sources).encode())
+    for file in plan.files:
+        digest.update(f"{file.path!r} {file.num_bytes}".encode())
+        for piece in file.pieces:
+            if isinstance(piece, Inline):  # its data may be large, and a repr four times that
+                digest.update(b"Inline %d %d " % (piece.start, len(piece.data)))
+                digest.update(piece.data)
+            else:
+                digest.update(repr(piece).encode())
+    return digest.hexdigest()
+
+
+def why_not(old: Identity, new: Identity) -> str:
+    """Return why the merge ``new`` can't go on with what ``old`` has written; empty if it can."""
+    changed = [
+        path for path, fact in new.sources.items() if path not in old.sources or not fact.is_like(old.sources[path])
+    ]
+    if old.tool_version != new.tool_version:
+        return f"it was begun by llmtailor {old.tool_version}, and this is {new.tool_version}"
+    if old.plan == new.plan and not changed:
+        return ""
+    if old.plan != new.plan and old.request != new.request:
+        return "it is of another recipe, or has other options"
+    shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more files" if len(changed) > 3 else "")
+    return f"its sources have changed since: {shown}" if shown else "its sources have changed since"
+
+
+def is_another(old: Identity, new: Identity) -> bool:
+    """Whether somebody may still want what ``old`` has written, because it is not the same merge in an older state."""
+    return old.request != new.request and old.plan != new.plan
+
+
+_SCHEMA = "llmtailor.journal/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The first ``num_bytes`` of a file are durable, and ``crc`` is their CRC-32."""
+
+    num_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What an earlier merge left behind."""
+
+    identity: Identity
+    marks: Mapping[str, tuple[Mark, ...]]
+    """By relative path, ascending."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(marks[-1].num_bytes for marks in self.marks.values())
+
+
+class Journal:
+    """Writes the journal; several threads may add to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.reached: dict[str, int] = {}
+        """Durable bytes by path."""
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.reached.values())
+
+    def begin(self, identity: Identity) -> None:
+        """Begin the journal of this merge; it is empty. Raises OSError."""
+        facts = {path: asdict(fact) for path, fact in identity.sources.items()}
+        self._append({"schema": _SCHEMA, **asdict(identity), "sources": facts})
+
+    def add(self, path: str, mark: Mark) -> None:
+        """Note, durably, how far a file is. Raises OSError."""
+        with self._lock:
+            self._append({"path": path, "num_bytes": mark.num_bytes, "crc32": f"{mark.crc:08x}"})
+            self.reached[path] = mark.num_bytes
+
+    def clear(self) -> None:
+        """Forget everything, durably. Raises OSError."""
+        os.ftruncate(self.fd, 0)
+        os.fsync(self.fd)
+        self.reached = {}
+
+    def _append(self, content: dict[str, Any]) -> None:
+        os.lseek(self.fd, 0, os.SEEK_END)
+        # the line feed in front closes a line that was torn
+        write_all(self.fd, b"\n" + json.dumps(content).encode())
+        os.fsync(self.fd)
+
+
+def read_journal(fd: int) -> Unfinished | None:
+    """Return what a journal says; None if it is empty or doesn't even say which merge it is of. Raises OSError."""
+    lines = _lines(fd)
+    try:
+        identity = _identity(next(lines))
+    except (StopIteration, KeyError, TypeError, ValueError):
+        return None
+    marks: dict[str, tuple[Mark, ...]] = {}
+    for line in lines:
+        try:
+            path, mark = line["path"], Mark(line["num_bytes"], int(line["crc32"], 16))
+        except (KeyError, TypeError, ValueError):
+            continue
+        if isinstance(path, str) and isinstance(mark.num_bytes, int):
+            # a file that was cut and written again has later lines for less
+            marks[path] = (*(one for one in marks.get(path, ()) if one.num_bytes < mark.num_bytes), mark)
+    return Unfinished(identity, marks)
+
+
+def _lines(fd: int) -> Iterator[dict[str, Any]]:
+    data = b""
+    while chunk := os.pread(fd, 1 << 20, len(data)):
+        data += chunk
+    for line in data.split(b"\n"):
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(content, dict):
+            yield content
+
+
+def _identity(line: dict[str, Any]) -> Identity:
+    if line.pop("schema") != _SCHEMA:
+        raise KeyError("schema")
+    sources = {path: FileFact(**fact) for path, fact in dict(line.pop("sources")).items()}
+    identity = Identity(**line, sources=sources)
+    if not isinstance(identity.num_bytes, int):
+        raise TypeError("num_bytes")
+    return identity

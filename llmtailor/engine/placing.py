@@ -1,0 +1,62 @@
+"""Renames of finished folders, for what is put in the place of something else."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+
+from llmtailor.errors import StorageError, TargetError, some
+from llmtailor.storage.local import Entries, added_since, fsync_folder, rename_new, replace_folder
+
+
+def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
+    """Rename a finished folder to ``target``, and other folders, maybe ``target`` among them, to other names.
+
+    Nothing is deleted or copied, and ``target`` is there, whole, at every moment from the first rename on. All are in
+    one folder. Raises TargetError if one of the new names is taken, StorageError if a rename fails.
+    """
+    try:
+        if new != target:
+            if target.exists():
+                if aside[target].exists():
+                    raise FileExistsError(errno.EEXIST, "it exists", str(aside[target]))
+                replace_folder(new, target, aside[target])
+                fsync_folder(target.parent)
+                if new.exists():
+                    rename_new(new, aside[target])
+            else:
+                rename_new(new, target)
+            fsync_folder(target.parent)
+        for folder, name in aside.items():
+            if folder != target:
+                rename_new(folder, name)
+        fsync_folder(target.parent)
+    except FileExistsError as error:
+        raise TargetError.at(error.filename, "the name is taken already", "move that folder away") from error
+    except OSError as error:
+        fix = "check the disk and the permissions"
+        raise StorageError.at(target, f"can't rename: {error.strerror}", fix) from error
+
+
+def check_old(folder: Path, out: Path, replaces: Entries) -> None:
+    """Raise TargetError for what has come into an old output since all of it was found to be replaceable."""
+    if added := added_since(folder, replaces):
+        what = f"the output is not replaced: {some(added, 8)} appeared or changed in the meantime"
+        raise TargetError.at(out, what, "move that away, and run this again; or choose another output")
+
+
+def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
+    """Put a finished output in the place of the old one, which is then at ``new``, or else at ``aside``.
+
+    The old one is looked into before, and once more where nobody else finds it. Raises TargetError if something has
+    come into it, and puts it back; or OSError.
+    """
+    check_old(out, out, replaces)
+    replace_folder(new, out, aside)
+    old = new if new.exists() else aside
+    try:
+        check_old(old, out, replaces)
+    except TargetError:
+        replace_folder(old, out, new)
+        raise

@@ -1,0 +1,154 @@
+"""Bytes in and out: source files that must not have changed, and an output file that is filled front to back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from llmtailor.engine.pool import Stop
+from llmtailor.errors import SourceError, StorageError
+from llmtailor.storage.checksums import crc32
+from llmtailor.storage.local import FileFact, write_all
+
+BUFFER_BYTES = 512 << 10
+"""What a core's cache holds, so that a chunk is read, summed and written without going to memory in between."""
+
+
+class Digest(Protocol):
+    """The part of a hash that is needed here."""
+
+    def update(self, data: bytes | memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class Reader:
+    """Reads from source files, each opened once per output file.
+
+    ``facts`` are what each source's files were like when they were indexed; what is not in there is not compared.
+    """
+
+    def __init__(self, roots: Sequence[Path], facts: Sequence[Mapping[str, FileFact]]):
+        self.roots = roots
+        self.facts = facts
+        self.open: dict[tuple[int, str], int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self.open.values():
+            os.close(fd)
+
+    def read(self, source: int, path: str, offset: int, length: int) -> bytearray:
+        data = bytearray(length)
+        self.read_into(source, path, offset, memoryview(data))
+        return data
+
+    def read_into(self, source: int, path: str, offset: int, room: memoryview) -> None:
+        """Fill ``room``. Raises SourceError for a file that is missing, too short or changed, else StorageError."""
+        where = self.roots[source] / path
+        try:
+            fd = self.open.get((source, path))
+            if fd is None:
+                fd = self.open[(source, path)] = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._check(where, fd, self.facts[source].get(path) if self.facts else None)
+            while room:
+                count = os.preadv(fd, [room], offset)
+                if count == 0:
+                    raise ends_early(where, offset)
+                offset, room = offset + count, room[count:]
+        except OSError as error:
+            raise cannot_read(where, error) from error
+
+    def _check(self, where: Path, fd: int, fact: FileFact | None) -> None:
+        if fact is not None and not fact.is_like(FileFact.of(os.fstat(fd))):
+            raise changed(where)
+
+
+def ends_early(where: Path, offset: int) -> SourceError:
+    what = f"the file ends before byte {offset}"
+    return SourceError.at(where, what, "it changed while it was read; stop what writes to it")
+
+
+def changed(where: object) -> SourceError:
+    return SourceError.at(where, "the file changed while it was read", "stop what writes to it, and run this again")
+
+
+def cannot_read(where: Path, error: OSError) -> SourceError | StorageError:
+    """Tell a source that is not there, or not ours, from a disk or a network that fails (and may recover)."""
+    what = f"can't read: {error.strerror or error}"
+    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
+        return SourceError.at(where, what, "copy the file again, or mend its permissions")
+    return StorageError.at(where, what, "check the disk")
+
+
+def cannot_write(where: Path, error: OSError) -> StorageError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = "free some space, or choose another place for the output" if full else "check the disk and the permissions"
+    return StorageError.at(where, f"can't write: {error.strerror or error}", fix)
+
+
+class Output:
+    """Gathers bytes in one buffer and writes it when full; first it may take over what the file has already."""
+
+    def __init__(self, fd: int, observe: Callable[[int], None], digest: Digest | None):
+        self.fd = fd
+        self.observe = observe
+        self.digest = digest
+        self.buffer = memoryview(bytearray(BUFFER_BYTES))
+        self.filled = 0
+        self.at = 0
+        """Bytes in the file that count."""
+
+    def take_over(self, length: int, stop: Stop) -> int:
+        """Read the next bytes back; return their CRC-32. Raises EOFError if there are fewer."""
+        crc, end = 0, self.at + length
+        while self.at < end:
+            stop.check()
+            room = self.buffer[: end - self.at]
+            count = os.preadv(self.fd, [room], self.at)
+            if count == 0:
+                raise EOFError
+            crc = crc32(room[:count], crc)
+            self._count(room[:count])
+        return crc
+
+    def begin(self) -> None:
+        """Cut off what has not been taken over, and go on behind it."""
+        os.ftruncate(self.fd, self.at)
+        os.lseek(self.fd, self.at, os.SEEK_SET)
+
+    def room(self) -> memoryview:
+        """Return the free part of the buffer, never empty; fill it from the front, then `commit`."""
+        if self.filled == len(self.buffer):
+            self.flush()
+        return self.buffer[self.filled :]
+
+    def commit(self, length: int, crc: int) -> int:
+        """Take what was filled into `room`; return the CRC-32 continued from ``crc``."""
+        crc = crc32(self.buffer[self.filled : self.filled + length], crc)
+        self.filled += length
+        return crc
+
+    def put(self, data: bytes | memoryview, crc: int = 0) -> int:
+        data = memoryview(data)
+        while data:
+            room = self.room()[: len(data)]
+            room[:] = data[: len(room)]
+            crc = self.commit(len(room), crc)
+            data = data[len(room) :]
+        return crc
+
+    def flush(self) -> None:
+        write_all(self.fd, self.buffer[: self.filled])
+        self._count(self.buffer[: self.filled])
+        self.filled = 0
+
+    def _count(self, data: memoryview) -> None:
+        if self.digest is not None:
+            self.digest.update(data)
+        self.at += len(data)
+        self.observe(len(data))

@@ -1,0 +1,155 @@
+"""From a partial checkpoint to a `CheckpointIndex`.
+
+Its bundles have the object trees of the stock files inside, so everything but the place of the trained params' states
+is read as from stock files. States that the save left out are listed as absent: their shapes and dtypes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from llmtailor.checkpoint.index import CheckpointIndex, FlatId, Held, ParamGroup, ZeroSettings
+from llmtailor.checkpoint.placement import Absent, Sliced
+from llmtailor.errors import PathIn, Problem, Problems, SourceError
+from llmtailor.findings import Finding
+from llmtailor.formats.partial.manifest import bundle_name, frozen_name
+from llmtailor.formats.partial.read import Partial, open_partial
+from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
+from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.trainer import SCHEDULER, read_trainer_files
+from llmtailor.model.params import Param
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
+from llmtailor.storage.local import FileFact
+
+_ABSENT = Absent()
+_KEPT = (FROZEN, BUFFER)
+_FIX = "leave this checkpoint out; its save is damaged"
+
+
+def index_partial(root: Path, name: str, index_deepspeed: Callable[[Path, str], CheckpointIndex]) -> CheckpointIndex:
+    """Index a partial checkpoint; no tensor byte is read but the 4 bytes of each ``step``.
+
+    Raises SourceError with every problem of every file.
+    """
+    partial = open_partial(root, name)
+    manifest = partial.manifest
+    index = index_deepspeed(root, name) if manifest.stage else _index_plain(partial)
+    told = (index.stage, index.global_step, index.world_size, index.precision)
+    if told != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
+        what = "its object trees are of another step, stage, world size or precision than manifest.json says"
+        raise SourceError.at(name, what, _FIX)
+    params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
+    if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
+        raise SourceError.at(name, "its object trees are of other params than manifest.json lists", _FIX)
+    return replace(
+        index,
+        format=f"partial-{index.format}",
+        held=_place(index.held, partial),
+        files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
+        inside=frozenset(partial.tree_of),
+        saved_as=partial.manifest.saved_as,
+        module={},
+    )
+
+
+def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
+    """Say where the trained params' states really lie. Raises SourceError if they are not what the trees describe."""
+    placed: dict[State, Held] = {}
+    problems = []
+    chosen = {param for names in partial.manifest.params_of.values() for param in names}
+    for state, described in held.items():
+        if state.kind in _KEPT:
+            placed[state] = described
+            continue
+        fragment = partial.fragments.get(state)
+        placed[state] = fragment or replace(described, place=_ABSENT)
+        if fragment and (fragment.dtype, fragment.shape) != (described.dtype, described.shape):
+            what = f"{state.kind} of {state.param} is not what its tree describes"
+            problems.append(Problem(partial.name, what, _FIX))
+        elif described.numel and (fragment is not None) != (state.param in chosen):
+            lacks = "lack" if state.param in chosen else "hold"
+            what = f"its bundles {lacks} {state.kind} of {state.param}, against what manifest.json says of the parts"
+            problems.append(Problem(partial.name, what, _FIX))
+    if not partial.fragments.keys() <= held.keys():
+        problems.append(Problem(partial.name, "its bundles hold states that its trees don't know", _FIX))
+    if problems:
+        raise SourceError(problems)
+    return placed
+
+
+def _index_plain(partial: Partial) -> CheckpointIndex:
+    """Index a save of training without DeepSpeed: `formats.plain.read` has the layout of the stock files."""
+    manifest, root, name = partial.manifest, partial.root, partial.name
+    optimizer = read_optimizer(root, PathIn(name, OPTIMIZER))
+    problems = Problems()
+    trainer = read_trainer_files(root, name, problems)
+    problems.raise_if_any()
+    groups = tuple(group.names or () for group in optimizer.groups)
+    params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
+    _check_names(groups, params, name)
+    flat_ids: list[FlatId] = []
+    numbered: list[ParamGroup] = []
+    for names, saved in zip(groups, optimizer.groups, strict=True):
+        numbered.append(ParamGroup(tuple(range(len(flat_ids), len(flat_ids) + len(names))), saved.hyper))
+        flat_ids += [
+            FlatId((param,), optimizer.steps[number], optimizer.step_is_tensor)
+            for param, number in zip(names, saved.ids, strict=True)
+        ]
+    compared: list[Finding] = []
+    if trainer.scheduler is not None:
+        hyper = [saved.hyper for saved in optimizer.groups]
+        compared = compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
+    return CheckpointIndex(
+        root=root,
+        name=name,
+        format="trainer",
+        stage=0,
+        world_size=manifest.world_size,
+        global_step=manifest.step,
+        skipped_steps=0,
+        tag="",
+        precision=manifest.precision,
+        optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
+        params=params,
+        tied=manifest.tied,
+        held=_hold(partial, optimizer, groups, params),
+        groups=tuple(numbered),
+        flat_ids=tuple(flat_ids),
+        group_params=groups,
+        settings=ZeroSettings(),
+        variant="plain",
+        files=trainer.files,
+        findings=(*trainer.findings, *optimizer.findings, *compared),
+    )
+
+
+def _check_names(groups: tuple[tuple[str, ...], ...], params: Mapping[str, Param], name: str) -> None:
+    trained = {param for group in groups for param in group}
+    if trained != {param.name for param in params.values() if param.role == "trainable"}:
+        raise SourceError.at(name, "its optimizer's params are not those of its manifest", _FIX)
+
+
+def _hold(
+    partial: Partial, optimizer: SavedOptimizer, groups: tuple[tuple[str, ...], ...], params: Mapping[str, Param]
+) -> dict[State, Held]:
+    held: dict[State, Held] = {}
+    for names, saved in zip(groups, optimizer.groups, strict=True):
+        for param, number in zip(names, saved.ids, strict=True):
+            fact = partial.manifest.params[param]
+            held[State(param, MASTER)] = Held(fact.dtype, fact.shape, _ABSENT)
+            for kind, tensor in optimizer.kinds[number].items():
+                held[State(param, kind)] = Held(tensor.dtype, tensor.shape, _ABSENT)
+    world_size = partial.manifest.world_size
+    bundle, frozen = partial.files[bundle_name(0, world_size)], partial.files.get(frozen_name(0, 1))
+    for one in params.values():
+        if one.role == "buffer":
+            tensor_held = bundle.tensors[f"{BUFFER}/{one.name}"]
+            for whole in tensor_held.place.cover(0, tensor_held.numel):  # of rank 0, for all: as the Trainer does
+                itemsize = ITEMSIZE[tensor_held.dtype]
+                copies = Sliced((whole.extent,) * world_size, 0, tensor_held.numel, itemsize)
+                held[State(one.name, BUFFER)] = Held(tensor_held.dtype, (world_size, *one.shape), copies)
+        elif one.role == "frozen" and frozen is not None:
+            held[State(one.name, FROZEN)] = frozen.tensors[one.name]
+    return held

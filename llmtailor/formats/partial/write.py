@@ -1,0 +1,350 @@
+"""Lays out a partial checkpoint from a full one: what the saver would have written at that step.
+
+Fragments are cut as the states lie on the ranks of the full checkpoint, so nothing is gathered. Weights are left out,
+as in any partial checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
+
+Lays out a bundle, or a file of frozen params: a safetensors file whose tensors are filled by segments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Carry, FileLayout, Fill, Literal, Segment, Slot
+from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Sliced
+from llmtailor.containers.fields import extent_of
+from llmtailor.containers.json import read_json
+from llmtailor.containers.pickle_nodes import Ordered, TensorView, as_tensor
+from llmtailor.errors import PathIn, UnsupportedCheckpoint
+from llmtailor.formats.partial.manifest import (
+    MANIFEST,
+    SCHEMA_BUNDLE,
+    TREE,
+    BundleFact,
+    Manifest,
+    ParamFact,
+    bundle_name,
+    frozen_name,
+)
+from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
+from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER
+from llmtailor.formats.trainer import CARD, CONFIG, SCALER, SCHEDULER, carry, is_weight_file
+from llmtailor.formats.trees import read_tree
+from llmtailor.formats.zero.files import LATEST, ShardFiles, find_shard_files
+from llmtailor.formats.zero.read3 import part_size
+from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
+from llmtailor.model.params import SavedAs
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of the file, and what it consists of."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: tuple[Segment, ...]
+
+
+@dataclass(slots=True)
+class Bundle:
+    """A rank's bundle while it is put together."""
+
+    path: str
+    entries: list[Entry] = field(default_factory=list)
+    begin: dict[str, int] = field(default_factory=dict)
+    trees: dict[str, str] = field(default_factory=dict)
+
+    def add_tree(self, stock: str, tree: Any, flats: Collection[Extent], where: str) -> None:
+        """Take the object tree of a stock file inside, with its tensors but those of ``flats``, whose elements are
+        fragments. Raises SourceError for a tensor that is not contiguous."""
+
+        def place(view: TensorView) -> Mapping[str, Any]:
+            key = f"tree/{len(self.entries)}"
+            extent = extent_of(view, key, where)
+            if extent in flats:
+                return placeholder(view.storage.dtype, view.shape)
+            content = (Carry(extent),) if extent.num_bytes else ()
+            self.entries.append(Entry(key, view.storage.dtype, view.shape, content))
+            return stored(self.path, key)
+
+        self.trees[stock] = _json(encode_nodes(tree, place))
+
+    def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
+        metadata = {
+            "schema": SCHEMA_BUNDLE,
+            **facts,
+            "begin": _json(self.begin),
+            **{TREE + stock: text for stock, text in self.trees.items()},
+        }
+        return lay_out_tensors(self.path, self.entries, metadata)
+
+
+def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
+    """Lay out a safetensors file; by falling item size, so that every tensor is aligned."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    segments: list[Segment] = []
+    at = 0
+    for entry in sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype]):
+        stop = at + sum(segment.num_bytes for segment in entry.content)
+        header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, stop]}
+        segments += entry.content
+        at = stop
+    text = _json(header).encode()
+    text += b" " * (-len(text) % 8)
+    return FileLayout(path, (Literal(struct.pack("<Q", len(text)) + text, "safetensors header"), *segments))
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))
+
+
+_RNG = re.compile(r"rng_state(_\d+)?\.pth")
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLayout:
+    """The files of a partial checkpoint but its manifest, which lists the checksums of the others."""
+
+    bundles: tuple[FileLayout, ...]
+    """One per rank"""
+    frozen: tuple[FileLayout, ...]
+    """Files of frozen params; the same at every step."""
+    carried: tuple[FileLayout, ...]
+    """What the full checkpoint's root has beside states: trainer state, config, tokenizer, .."""
+
+    @property
+    def files(self) -> tuple[FileLayout, ...]:
+        return (*self.bundles, *self.frozen, *self.carried)
+
+
+def check_can_be_partial(index: CheckpointIndex) -> None:
+    """Raise UnsupportedCheckpoint for a full checkpoint that holds something in its weights' files alone."""
+    reason = None
+    for param in index.params.values():
+        if param.role == "trainable" and State(param.name, MASTER) not in index.held:
+            reason = (
+                f"its weights' files have other names for {param.name} than the model, and these are its only masters"
+            )
+        elif param.role == "frozen" and State(param.name, FROZEN) not in index.held:
+            reason = f"only its weights' files hold the frozen {param.name}"
+    if reason is None and _saved_as(index) is None and any(state.kind == WEIGHT for state in index.held):
+        reason = "its weights' files hold tensors that are no params of the model, or by names of an unknown rule"
+    if index.variant == "elastic":
+        reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
+    if reason:
+        raise UnsupportedCheckpoint.at(index.name, f"it can't become partial: {reason}", "leave it as it is")
+
+
+def lay_out_partial(index: CheckpointIndex, params: Collection[str], save_id: str) -> PartialLayout:
+    """Lay out a full checkpoint as a partial one with the states of ``params``.
+
+    ``save_id`` is a new random id. Raises SourceError, or what `check_can_be_partial` raises.
+    """
+    check_can_be_partial(index)
+    files = find_shard_files(index.root, index.name) if index.stage else None
+    bundles = [Bundle(bundle_name(rank, index.world_size)) for rank in range(index.world_size)]
+    _add_fragments(bundles, index, params, files)
+    for rank, bundle in enumerate(bundles):
+        if index.stage == 3 or rank == 0:
+            bundle.entries += _buffers(index, rank)
+    _add_trees(bundles, index, files)
+    facts = {"save_id": save_id, "step": str(index.global_step), "world_size": str(index.world_size)}
+    return PartialLayout(
+        bundles=tuple(bundle.lay_out({**facts, "rank": str(rank)}) for rank, bundle in enumerate(bundles)),
+        frozen=tuple(_lay_out_frozen(index)),
+        carried=tuple(carry(path, fact) for path, fact in index.files.items() if _is_carried(path)),
+    )
+
+
+def describe_partial(
+    index: CheckpointIndex,
+    save_id: str,
+    parts: Mapping[str, str],
+    params_of: Mapping[str, Sequence[str]],
+    bundles: tuple[BundleFact, ...],
+    ledger: Mapping[str, Any],
+) -> Manifest:
+    """Return the manifest of a partial checkpoint made of a full one.
+
+    ``parts`` are those it holds, and why; ``params_of`` the trained params of each.
+    """
+    files = find_shard_files(index.root, index.name) if index.stage else None
+    return Manifest(
+        step=index.global_step,
+        save_id=save_id,
+        stage=index.stage,
+        world_size=index.world_size,
+        precision=index.precision,
+        tag=index.tag or "plain",
+        parts=parts,
+        params_of=params_of,
+        params={
+            param.name: ParamFact(param.shape, param.role, _live_dtype(index, param.name))
+            for param in index.params.values()
+        },
+        tied=index.tied,
+        saved_as=_saved_as(index),
+        bundles=bundles,
+        shards={"is_bf16": files.is_bf16, "optim": list(files.optim), "model": list(files.model)} if files else {},
+        ledger=ledger,
+    )
+
+
+def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
+    """Return what each param is called in the weights' files; None if there are none, or that does not explain all."""
+    weights = {state.param: held.shape for state, held in index.held.items() if state.kind == WEIGHT}
+    config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
+    for naming in (AS_IN_MEMORY, naming_of(str(config.get("model_type")))):
+        found = {name: tuple(on_disk(param, naming)) for name, param in index.params.items()} if naming else {}
+        made = {one.name: one.shape for ones in found.values() for one in ones}
+        if weights and made == {name: shape for name, shape in weights.items() if name not in index.tied}:
+            return found
+    return None
+
+
+def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
+    """Return what the optimizer keeps of each trained param: master and moments, in a fixed order."""
+    states: dict[str, list[State]] = {name: [] for group in index.group_params for name in group}
+    for state in index.held:
+        if state.param in states and state.kind != WEIGHT:
+            states[state.param].append(state)
+    return states
+
+
+def _live_dtype(index: CheckpointIndex, name: str) -> str:
+    """The dtype of a param in training: under ZeRO that of the weights, of which the optimizer has fp32 copies."""
+    role = index.params[name].role
+    if role == "trainable" and index.stage:
+        return index.precision
+    return index.held[State(name, {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[role])].dtype
+
+
+def _is_carried(path: str) -> bool:
+    made = {LATEST, CARD, MANIFEST, OPTIMIZER, SCHEDULER, SCALER}
+    return "/" not in path and path not in made and not is_weight_file(path) and not _RNG.fullmatch(path)
+
+
+def _add_fragments(
+    bundles: list[Bundle], index: CheckpointIndex, params: Collection[str], files: ShardFiles | None
+) -> None:
+    """Cut the states as they lie on the ranks. Without DeepSpeed there is one file, so the first bundle has them."""
+    rank_of = {path: rank for rank, path in enumerate(files.optim)} if files else {}
+    for param, states in trained_states(index).items():
+        if param not in params:
+            continue
+        for state in states:
+            held = index.held[state]
+            for fragment in held.place.cover(0, held.numel):
+                bundle = bundles[rank_of.get(fragment.extent.path, 0)]
+                slot = Slot(state, held.dtype, fragment.begin, fragment.end)
+                numel = fragment.end - fragment.begin
+                bundle.entries.append(Entry(f"{state.kind}/{param}", held.dtype, (numel,), (slot,)))
+                bundle.begin[param] = fragment.begin
+            if not held.numel:
+                bundles[0].entries.append(Entry(f"{state.kind}/{param}", held.dtype, (0,), ()))
+                bundles[0].begin[param] = 0
+
+
+def _buffers(index: CheckpointIndex, rank: int) -> Iterator[Entry]:
+    for param in index.params.values():
+        if param.role == "buffer":
+            state = State(param.name, BUFFER)
+            dtype, begin = index.held[state].dtype, rank * param.numel
+            slots = (Slot(state, dtype, begin, begin + param.numel),) if param.numel else ()
+            yield Entry(f"{BUFFER}/{param.name}", dtype, param.shape, slots)
+
+
+def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
+    """Frozen params: under ZeRO-3 a slice per rank, with its padding, as DeepSpeed keeps them; else whole."""
+    frozen = {
+        param.name: index.held[State(param.name, FROZEN)] for param in index.params.values() if param.role == "frozen"
+    }
+    ranks = index.world_size if index.stage == 3 else 1
+    for rank in range(ranks) if frozen else ():
+        entries = []
+        for name, held in frozen.items():
+            part = part_size(held.numel, ranks)
+            begin, end = min(rank * part, held.numel), min((rank + 1) * part, held.numel)
+            content: list[Segment] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
+            if padding := part - (end - begin):
+                content.append(Fill(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
+            entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, tuple(content)))
+        yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
+
+
+def _add_trees(bundles: list[Bundle], index: CheckpointIndex, files: ShardFiles | None) -> None:
+    """Take the object trees of all stock files that are not carried, each into the bundle of its rank."""
+    flats = _flats(index)
+
+    def add(rank: int, path: str, change: Callable[[Any], Any] = lambda tree: tree) -> None:
+        where = PathIn(index.name, path)
+        bundles[rank].add_tree(path, change(read_tree(index.root, path, where)), flats, where)
+
+    if files is not None:
+        for rank, path in enumerate(files.optim):
+            add(rank, path, _without_mappings)
+        for rank, path in enumerate(files.model):
+            add(rank, path, lambda tree, rank=rank: _model_tree(tree, index, rank))  # type: ignore[misc]
+    else:
+        add(0, OPTIMIZER, lambda tree: _with_names(tree, index))
+    for path in (SCHEDULER, *(() if files is not None else (SCALER,))):
+        if path in index.files:
+            add(0, path)
+    for rank in range(index.world_size):
+        path = "rng_state.pth" if index.world_size == 1 else f"rng_state_{rank}.pth"
+        if path in index.files:
+            add(rank, path)
+
+
+def _flats(index: CheckpointIndex) -> set[Extent]:
+    """Return the tensors in the files that the trained states lie in."""
+    found: set[Extent] = set()
+    for states in trained_states(index).values():
+        for state in states:
+            place = index.held[state].place
+            found.update(place.shards if isinstance(place, (Sliced, Partitioned)) else ())
+            found.update((place.extent,) if isinstance(place, Contiguous) else ())
+    return found
+
+
+def _without_mappings(tree: Any) -> Any:
+    outer = {key: value for key, value in tree["optimizer_state_dict"].items() if key != "param_slice_mappings"}
+    return {**tree, "optimizer_state_dict": outer}
+
+
+def _model_tree(tree: Any, index: CheckpointIndex, rank: int) -> Any:
+    """Say of each tensor in ``model_states`` where the partial checkpoint has it, or that it follows from a master."""
+    bundle = bundle_name(rank, index.world_size)
+    frozen_file = frozen_name(rank, index.world_size) if index.stage == 3 else frozen_name(0, 1)
+    module = Ordered()
+    for name, node in tree["module"].items():
+        stored_name = index.tied.get(name, name)
+        param, view = index.params.get(stored_name), as_tensor(node)
+        if param is not None and param.role == "buffer":
+            module[name] = Known(stored(bundle, f"{BUFFER}/{stored_name}"))
+        elif param is not None and param.role == "frozen" and index.stage < 3:
+            module[name] = Known(stored(frozen_file, stored_name))
+        else:
+            module[name] = Known(placeholder(view.storage.dtype, view.shape)) if view else node
+    module.attributes = tree["module"].attributes
+    fragments = tree.get("frozen_param_fragments")
+    if fragments:
+        fragments = Ordered((name, Known(stored(frozen_file, name))) for name in fragments)
+    return {**tree, "module": module, **({"frozen_param_fragments": fragments} if fragments else {})}
+
+
+def _with_names(tree: Any, index: CheckpointIndex) -> Any:
+    """Name the params of ``optimizer.pt``, which has bare ids: a partial checkpoint is read without the model."""
+    groups = [
+        {**group, NAME_KEYS[0]: list(names)}
+        for group, names in zip(tree["param_groups"], index.group_params, strict=True)
+    ]
+    return {**tree, "param_groups": groups}

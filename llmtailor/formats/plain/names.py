@@ -1,0 +1,197 @@
+"""Do optimizer, weights and model of a plain checkpoint fit together, and what is each param?
+
+From the ids of ``optimizer.pt`` to names.
+
+Where the param groups list names, these count. Else the groups must be the Trainer's own two: params with weight
+decay, then those without, each in the order of the model, frozen ones left out. Shapes are compared id by id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmtailor.checkpoint.index import Held
+from llmtailor.codes import Code
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
+from llmtailor.formats.plain.ask_transformers import ModelFacts
+from llmtailor.formats.plain.optimizer import FLOATING, OPTIMIZER, SavedOptimizer
+from llmtailor.model.params import Param
+
+_OTHER_RUN = "put the optimizer.pt and the config.json of one and the same save together"
+_NAME_THEM = (
+    "train with the params' names in the param groups (a key lt_params beside params); a checkpoint without them can "
+    "be read only if it has the Trainer's own two groups"
+)
+_SHOWN = 5
+
+
+def has_names(saved: SavedOptimizer) -> bool:
+    """Whether every group lists the names of its params."""
+    return all(group.names is not None or not group.ids for group in saved.groups)
+
+
+def listed_names(saved: SavedOptimizer, where: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names that the groups list. Raises SourceError for one that is listed twice."""
+    groups = tuple(group.names or () for group in saved.groups)
+    names = [name for group in groups for name in group]
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise SourceError.at(where, f"the param groups list {', '.join(twice[:_SHOWN])} twice", _OTHER_RUN)
+    return groups
+
+
+def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the params of each group by the Trainer's rule.
+
+    Raises SourceError for every shape that does not fit, and UnsupportedCheckpoint where there is no telling: for
+    groups that are not the Trainer's, and where frozen params leave more than one way to name the ids.
+    """
+    if len(saved.groups) != 2 or saved.groups[1].hyper.get("weight_decay") != 0:
+        what = f"it has {len(saved.groups)} param groups without names, and they are not the Trainer's two"
+        raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
+    wanted = (
+        [name for name in model.params if name in model.decaying],
+        [name for name in model.params if name not in model.decaying],
+    )
+    problems: list[Problem] = []
+    groups = []
+    for number, (group, names) in enumerate(zip(saved.groups, wanted, strict=True)):
+        shapes = [saved.shape(param) for param in group.ids]
+        if len(shapes) > len(names):
+            what = f"group {number} has {len(shapes)} ids, the model has {len(names)} such params"
+            problems.append(Problem(where, what, _OTHER_RUN))
+        elif len(shapes) == len(names):
+            problems += compare_shapes(group.ids, shapes, names, model.params, where)
+            groups.append(tuple(names))
+        else:
+            chosen, problem = _without_frozen(number, shapes, names, model.params, where)
+            problems += problem
+            groups.append(chosen)
+    if problems:
+        raise SourceError(problems)
+    return tuple(groups)
+
+
+def compare_shapes(
+    ids: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    wanted: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> list[Problem]:
+    """Return a problem for every id whose state has another shape than the param it belongs to."""
+    return [
+        Problem(where, f"the state of id {number} has shape {list(shape)}, {name} has {list(wanted[name])}", _OTHER_RUN)
+        for number, shape, name in zip(ids, shapes, names, strict=True)
+        if shape != wanted[name]
+    ]
+
+
+def _without_frozen(
+    group: int,
+    shapes: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    params: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> tuple[tuple[str, ...], list[Problem]]:
+    """Name fewer ids than the model has params: the others are frozen, and the shapes must leave no doubt which.
+
+    If taking each id as early as possible and as late as possible comes to the same, there is no other way.
+    """
+    available = [params[name] for name in names]
+    early = _match(shapes, available)
+    late = _match(shapes[::-1], available[::-1])
+    if early is None or late is None:
+        what = f"the shapes of group {group}'s {len(shapes)} states do not fit the model's {len(names)} such params"
+        return (), [Problem(where, what, _OTHER_RUN)]
+    if early != [len(names) - 1 - at for at in reversed(late)]:
+        what = (
+            f"group {group} has {len(shapes)} ids for {len(names)} params; some are frozen (or their ids missing), and "
+            "the shapes do not tell which"
+        )
+        raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
+    return tuple(names[at] for at in early), []
+
+
+def _match(wanted: Sequence[tuple[int, ...]], available: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Return the earliest positions of ``wanted`` in ``available``, in order; None if it is not contained."""
+    found: list[int] = []
+    for at, shape in enumerate(available):
+        if len(found) < len(wanted) and shape == wanted[len(found)]:
+            found.append(at)
+    return found if len(found) == len(wanted) else None
+
+
+_FIX = "copy the checkpoint again, whole, or leave it out of the recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What the model is made of, as far as it is known."""
+
+    params: Mapping[str, Param]
+    tied: Mapping[str, str]
+    weight_of: Mapping[str, str]
+    """The name of each param's weight in the file. A fused param has none (transformers 5 fuses a MoE's experts in
+    memory, and splits them on disk)."""
+
+
+def fit(
+    groups: tuple[tuple[str, ...], ...],
+    optimizer: SavedOptimizer,
+    weights_held: Mapping[str, Held],
+    model: ModelFacts | None,
+    listed: Collection[str],
+    name: str,
+) -> Fitted:
+    """Return the params with their roles; ``listed`` are buffers that the weights' files name as such.
+
+    Raises SourceError where optimizer, weights and model do not fit together.
+    """
+    trainable = {param: None for group in groups for param in group}
+    ids = [number for group in optimizer.groups for number in group.ids]
+    shapes = [optimizer.shape(number) for number in ids]
+    weights = {weight: held.shape for weight, held in weights_held.items()}
+    others = [weight for weight in weights if weight not in trainable and not (model and weight in model.tied)]
+    if model and all(param in model.params for param in trainable):
+        buffers = {buffer for buffer in others if buffer in model.buffers or buffer in listed}
+        wanted = {**model.params, **{buffer: weights[buffer] for buffer in others if buffer in buffers}}
+        tied = model.tied
+    else:  # a model of one's own, known by the names in the param groups
+        wanted = {**dict(zip(trainable, shapes, strict=True)), **{other: weights[other] for other in others}}
+        buffers = {other for other in others if weights_held[other].dtype not in FLOATING} | set(listed)
+        tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
+    problems = compare_shapes(ids, shapes, list(trainable), wanted, PathIn(name, OPTIMIZER))
+    problems += [
+        Problem(name, f"the weight {param} has shape {list(weights[param])} where {list(shape)} belongs", _FIX)
+        for param, shape in wanted.items()
+        if weights.get(param, shape) != shape
+    ]
+    problems += [
+        Problem(name, f"the weight {param} is {held.dtype}, which holds no fractions", _FIX, Code.WEIGHTS_DTYPE)
+        for param, held in weights_held.items()
+        if param in trainable and held.dtype not in FLOATING
+    ]
+    lacking = {param: shape for param, shape in wanted.items() if param not in weights}
+    extra = {other: weights[other] for other in others if other not in wanted or (lacking and other not in buffers)}
+    extra = {other: shape for other, shape in extra.items() if not (model and other in model.params)}
+    if lacking and _numel(lacking) != _numel(extra):
+        what = f"the weights of {some(lacking)} are missing; a resume would keep their initial values"
+        problems.append(Problem(name, what, _FIX))
+    if problems:
+        raise SourceError(problems)
+    renamed = zip(lacking, extra, strict=True) if len(lacking) == 1 and [*lacking.values()] == [*extra.values()] else ()
+    roles = {
+        param: "trainable" if param in trainable else "buffer" if param in buffers else "frozen" for param in wanted
+    }
+    return Fitted(
+        {param: Param(param, shape, roles[param]) for param, shape in wanted.items()},
+        tied,
+        {**{param: param for param in wanted if param in weights}, **dict(renamed)},
+    )
+
+
+def _numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,298 @@
+"""From a Trainer checkpoint without DeepSpeed to a `CheckpointIndex`.
+
+There are no masters beside the weights: the weights are what the optimizer updates, so the same bytes are held under
+both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
+Adam counts its ``step`` per param here, so every param is a flat id of its own, numbered through the groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from llmtailor.checkpoint.index import CheckpointIndex, FlatId, Held, ParamGroup, Survey, ZeroSettings
+from llmtailor.checkpoint.placement import Contiguous, Sliced
+from llmtailor.codes import Code
+from llmtailor.containers.json import read_json, step_of
+from llmtailor.containers.safetensors import SINGLE, read_weights
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
+from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
+from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
+from llmtailor.formats.resumed.tables import check_fields
+from llmtailor.formats.resumed.trainer import CONFIG_TABLE
+from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.trainer import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+    TrainerFiles,
+    find_lost_rng,
+    read_trainer_files,
+)
+from llmtailor.formats.weights import read_adapter
+from llmtailor.formats.zero.common import attempt
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+
+FORMAT = "trainer"
+OTHER_WEIGHTS = "pytorch_model.bin"
+BUFFERS_KEY = "buffers"
+"""In the metadata of a composite's safetensors: the names of buffers among the tensors, with commas between."""
+_RNG = re.compile(r"rng_state_([0-9]{1,5})\.pth")
+_NOT_PLAIN = ("latest", "zero_to_fp32.py", "optimizer.bin", "optimizer_0", "pytorch_model_fsdp.bin")
+"""Files of a checkpoint of DeepSpeed or FSDP."""
+
+
+def is_plain(root: Path) -> bool:
+    """Whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey_plain` says what it lacks."""
+    if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
+        return False
+    return any((root / name).exists() for name in (OPTIMIZER, SCHEDULER))
+
+
+def survey_plain(root: Path, name: str) -> Survey:
+    """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read but the 4 bytes of each ``step``.
+
+    Raises UnsupportedCheckpoint for a run of PEFT whose param groups don't list names.
+    """
+    problems = Problems()
+    trainer = read_trainer_files(root, name, problems)
+    optimizer = attempt(lambda: read_optimizer(root, PathIn(name, OPTIMIZER)), problems)
+    if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
+        what = "this is a run of PEFT without DeepSpeed, and its optimizer.pt does not tell which params it holds"
+        fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
+        raise UnsupportedCheckpoint.at(name, what, fix)
+    weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
+    attempt(lambda: _check_complete(trainer, weights, name), problems)
+    findings = [*trainer.findings, *_folder(root, trainer, name), *(optimizer.findings if optimizer else ())]
+    index = None
+    if optimizer is not None and weights and trainer.has_all_weights:
+        told = replace(trainer, findings=tuple(findings))
+        index = attempt(lambda: _index(root, name, optimizer, told, weights, problems), problems)
+    if index is None and (wrong := [finding.problem for finding in findings if finding.severity == ERROR]):
+        problems.add(SourceError(wrong))
+    return Survey(index, problems)
+
+
+def _weights(root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles) -> Mapping[State, Held]:
+    """Return the weights of the model, or of the adapter that is trained on it. Raises SourceError."""
+    if ADAPTER_CONFIG not in trainer.files:
+        return trainer.weights
+    trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
+    return {State(param, WEIGHT): held for param, held in read_adapter(root, name, trained).items()}
+
+
+def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
+    """Tell of what a resume takes instead of the weights that the index has found."""
+    if OTHER_WEIGHTS in trainer.files and SINGLE not in trainer.files:
+        fix = "silent: a resume takes it, and not the safetensors beside it; remove it"
+        yield Finding(PathIn(name, OTHER_WEIGHTS), "there are two sets of weights", fix, Code.FIELD_CONFLICT, ERROR)
+    for path in sorted(root.iterdir()):
+        if "pytorch_model_fsdp" in path.name and path.is_dir():
+            fix = "a resume without FSDP fails when it finds such a folder; move it away"
+            what = "the folder is one of an FSDP checkpoint"
+            yield Finding(PathIn(name, path.name), what, fix, Code.FILE_NAME, ERROR)
+    if CONFIG in trainer.files:
+        with suppress(SourceError):  # told by the reader of the files
+            where = PathIn(name, CONFIG)
+            yield from check_fields(read_json(root / CONFIG, where), CONFIG_TABLE, where)
+    if trainer.facts.scales_loss and SCALER not in trainer.files:
+        fix = "a resume begins with the scale of a new run, and skips some steps; copy it back"
+        yield Finding(PathIn(name, SCALER), "the loss scale of an fp16 run is missing", fix, Code.FILE_MISSING, WARNING)
+
+
+def _index(
+    root: Path,
+    name: str,
+    optimizer: SavedOptimizer,
+    trainer: TrainerFiles,
+    stored: Mapping[State, Held],
+    problems: Problems,
+) -> CheckpointIndex:
+    """Raises SourceError where optimizer, weights and model don't fit together."""
+    where = PathIn(name, OPTIMIZER)
+    findings = list(trainer.findings)
+    model = _ask_model(root, name, optimizer, trainer, findings)
+    if has_names(optimizer):
+        groups = listed_names(optimizer, where)
+    else:
+        assert model is not None
+        groups = derived_names(optimizer, model, where)
+    weights = {state.param: held for state, held in stored.items()}
+    known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
+    frozen = [param.name for param in known.params.values() if param.role == "frozen"]
+    if frozen and not has_names(optimizer):
+        fix = "if that was trained, its state is lost: leave this checkpoint out"
+        findings.append(
+            Finding(where, f"it has no state of {some(frozen)}: taken to be frozen", fix, Code.STATE_MISSING)
+        )
+    if renamed := [param for param in known.params if param not in weights]:
+        what = (
+            f"the weights' files have other names for {some(renamed)} than the model, and a resume does not find them"
+        )
+        fix = (
+            "save with llmtailor.saving, or under DeepSpeed; from this one, transformers 5.23 keeps the initial values"
+        )
+        if all(param in known.weight_of for param in renamed):
+            fix = "resume from a copy with the model's own names: llmtailor convert makes it"
+        findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
+    steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
+    findings += attempt(lambda: [*_check_steps(root, groups, steps, trainer, name)], problems) or ()
+    if trainer.scheduler is not None:
+        hyper = [group.hyper for group in optimizer.groups]
+        findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
+    world_size = _world_size(trainer.files)
+    findings += find_lost_rng(trainer, world_size, name)
+    held = _hold(groups, optimizer, stored, known, world_size)
+    dtypes = Counter(weight.dtype for weight in stored.values())
+    return CheckpointIndex(
+        root=root,
+        name=name,
+        format=FORMAT,
+        stage=0,
+        world_size=world_size,
+        global_step=trainer.global_step if trainer.global_step is not None else int(max(steps)),
+        skipped_steps=0,
+        tag="",
+        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+        optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
+        params=known.params,
+        tied=known.tied,
+        held={**held, **trainer.weights},
+        groups=_number_groups(optimizer),
+        flat_ids=tuple(
+            FlatId((param,), step, optimizer.step_is_tensor)
+            for param, step in zip((param for group in groups for param in group), steps, strict=True)
+        ),
+        group_params=groups,
+        settings=ZeroSettings(),
+        variant="plain",
+        files=trainer.files,
+        findings=tuple(findings),
+    )
+
+
+def _check_complete(trainer: TrainerFiles, weights: Mapping[State, Held] | None, name: str) -> None:
+    """Raise SourceError for what a resume does not do without, or silently drops the optimizer without."""
+    problems = []
+    if SCHEDULER not in trainer.files:
+        what = "the file is missing; a resume without it takes neither the schedule nor the optimizer, without a word"
+        problems.append(
+            Problem(PathIn(name, SCHEDULER), what, "copy it back, or leave this checkpoint out", Code.FILE_MISSING)
+        )
+    if weights is not None and not weights:
+        fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
+        problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
+    if problems:
+        raise SourceError(problems)
+
+
+def _ask_model(
+    root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, findings: list[Finding]
+) -> ModelFacts | None:
+    """Have the model described if need be. Where the names are known without it, a failure is only a finding."""
+    if not has_names(optimizer):
+        return describe_model(root, name)
+    if ADAPTER_CONFIG in trainer.files:  # has nothing tied, and its model is not here
+        return None
+    named = {param for group in optimizer.groups for param in group.names or ()}
+    config = read_json(root / CONFIG, PathIn(name, CONFIG)) if CONFIG in trainer.files else {}
+    # the class's own default counts where the config is silent, so it must say that nothing is tied
+    if named == {state.param for state in trainer.weights} and config.get("tie_word_embeddings") is False:
+        return None
+    try:
+        return describe_model(root, name)
+    except SourceError as error:
+        fix = "nothing, if the model has neither; else install a transformers that knows it"
+        what = f"tied names and buffers are not known ({error.problems[0].what})"
+        findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
+        return None
+
+
+def _hold(
+    groups: tuple[tuple[str, ...], ...],
+    optimizer: SavedOptimizer,
+    weights: Mapping[State, Held],
+    known: Fitted,
+    world_size: int,
+) -> dict[State, Held]:
+    held: dict[State, Held] = {}
+    for group, saved in zip(groups, optimizer.groups, strict=True):
+        for name, number in zip(group, saved.ids, strict=True):
+            for kind, tensor in optimizer.kinds[number].items():
+                place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
+                held[State(name, kind)] = Held(tensor.dtype, tensor.shape, place)
+    for name, weight_name in known.weight_of.items():
+        weight = weights[State(weight_name, WEIGHT)]
+        role = known.params[name].role
+        if role != "buffer":
+            held[State(name, MASTER if role == "trainable" else FROZEN)] = weight
+            continue
+        for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
+            copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
+            held[State(name, BUFFER)] = Held(weight.dtype, (world_size, *weight.shape), copies)
+    return held
+
+
+def _check_steps(
+    root: Path, groups: tuple[tuple[str, ...], ...], steps: list[float], trainer: TrainerFiles, name: str
+) -> Iterator[Finding]:
+    """Optimizer and schedule are saved and restored together, so they count alike; a composite of ours may mix.
+
+    A param without gradients makes no step, so its states may lag behind, but not alone: with its module. Raises
+    SourceError if no state is of the step that the schedule is at.
+    """
+    counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
+    if counted is None or MANIFEST in trainer.files:
+        return
+    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
+    if counted not in steps:
+        what = f"the optimizer's states are from step {max(steps):g}, the schedule is at step {counted}"
+        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+    of_step: dict[float, list[str]] = {}
+    for param, step in zip((param for group in groups for param in group), steps, strict=True):
+        of_step.setdefault(step, []).append(param)
+    for step, params in of_step.items():
+        if step > counted or (step == 0 and counted) or (step < counted and len(params) == 1):
+            what = f"Adam's step of {some(params)} is {step:g}, the schedule is at step {counted}"
+            severity = WARNING if 0 < step < counted else ERROR
+            why = "nothing, if it had no gradients in some steps" if severity == WARNING else f"silent: {fix}"
+            yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
+    if trainer.global_step not in (None, counted):
+        what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
+        is_sure = counted > (trainer.global_step or 0) or step_of(root) == counted
+        fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
+        if is_sure:
+            fix = "silent: data order and step count follow the former; copy the file of this save"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
+
+
+def _number_groups(optimizer: SavedOptimizer) -> tuple[ParamGroup, ...]:
+    groups, at = [], 0
+    for group in optimizer.groups:
+        groups.append(ParamGroup(tuple(range(at, at + len(group.ids))), group.hyper))
+        at += len(group.ids)
+    return tuple(groups)
+
+
+def _world_size(files: Iterable[str]) -> int:
+    """One process writes rng_state.pth, several write one file each."""
+    return max((int(match[1]) + 1 for path in files if (match := _RNG.fullmatch(path))), default=1)
+
+
+def _listed_buffers(root: Path, name: str) -> set[str]:
+    """Return the buffers that a composite's weight files list: a stranger's model does not tell them from params."""
+    return {
+        buffer
+        for file in read_weights(root, name)
+        for buffer in file.metadata.get(BUFFERS_KEY, "").split(",")
+        if buffer
+    }

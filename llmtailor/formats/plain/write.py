@@ -1,0 +1,148 @@
+"""Lays out a Trainer checkpoint without DeepSpeed: optimizer.pt and the weights.
+
+From a ZeRO base the weights are the fp32 masters, for nothing else would keep them: the Trainer should build the
+model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They go by the params' own names, which is
+what a resume looks for, and so do they from a partial base. From a plain base the files keep their names, order and
+dtypes, unless a resume would not find a param by its name there.
+
+The groups list the names of their params, so that the checkpoint can be read again whatever its groups; the Trainer
+keeps the key and saves it again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.layout import FileLayout, Literal, Slot
+from llmtailor.checkpoint.optimizer import Target
+from llmtailor.containers.pickle_nodes import make_tensor
+from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
+from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER, without_names
+from llmtailor.formats.plain.read import BUFFERS_KEY
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCALER, SCHEDULER
+from llmtailor.formats.weights import adapter_file, new_weights
+from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
+
+_NOT_OF_THE_OPTIMIZER = {WEIGHT, MASTER, FROZEN, MODULE, BUFFER}
+_DEEPSPEED_FILES = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
+_PLAIN_FILES = {OPTIMIZER, SCALER}
+
+
+def lay_out_plain(base: CheckpointIndex, target: Target, steps: Sequence[float]) -> list[FileLayout]:
+    """Lay out optimizer.pt and the weight files of a composite.
+
+    ``steps`` is the optimizer's step of each flat id; in a plain target that is each param, through the groups. Raises
+    SourceError for a base that has not what a resume needs.
+    """
+    _check_base(base)
+    return [_lay_out_optimizer(base, target, steps), *_lay_out_weights(base)]
+
+
+def left_out(base: CheckpointIndex, stage: int) -> Callable[[str], bool]:
+    """Return which files in the base's root a composite of a stage (0: none) does not carry over.
+
+    Those that belong to the other world, and those that are laid out anew; weights are not among them.
+    """
+    names = _PLAIN_FILES | {"latest"} if stage else _DEEPSPEED_FILES | {OPTIMIZER}
+    if stage and base.stage:
+        return lambda path: False
+    return lambda path: path in names
+
+
+def _check_base(base: CheckpointIndex) -> None:
+    problems = []
+    if not base.offers(SCHEDULER):
+        what = "there is no scheduler state; without DeepSpeed a resume then drops the optimizer's as well"
+        problems.append(
+            Problem(PathIn(base.name, SCHEDULER), what, "take a base whose run used the Trainer's scheduler")
+        )
+    if not _kinds_by_param(base):
+        what = "its optimizer has made no step yet, so it has no states"
+        problems.append(Problem(base.name, what, "take a later checkpoint as base"))
+    if problems:
+        raise SourceError(problems)
+
+
+def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, Held]]:
+    kinds: dict[str, dict[str, Held]] = {}
+    for state, held in base.held.items():
+        if state.kind not in _NOT_OF_THE_OPTIMIZER:
+            kinds.setdefault(state.param, {})[state.kind] = held
+    return kinds
+
+
+def _lay_out_optimizer(base: CheckpointIndex, target: Target, steps: Sequence[float]) -> FileLayout:
+    kinds = _kinds_by_param(base)
+    state: dict[int, dict[str, Any]] = {}
+    nodes = []
+    for group in target.groups:
+        ids = list(range(len(state), len(state) + len(group.params)))
+        for number, param in zip(ids, group.params, strict=True):
+            step = (Literal(struct.pack("<f", steps[number]), f"step of {param}"),)
+            state[number] = {
+                "step": make_tensor("F32", (), step),
+                **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
+            }
+        nodes.append({**without_names(group.hyper), NAME_KEYS[0]: list(group.params), "params": ids})
+    return lay_out_torch_file(OPTIMIZER, {"state": state, "param_groups": nodes})
+
+
+def _tensor(state: State, held: Held, base: CheckpointIndex) -> Any:
+    dtype = held.dtype if base.stage == 0 else "F32"  # the dtype of the param
+    return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
+
+
+def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
+    if ADAPTER_CONFIG in base.files:
+        file = adapter_file(base)
+        if file is None:
+            what = f"{ADAPTER} has its masters without DeepSpeed, but what it calls the trained params is not known"
+            raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: say --stage 1, 2 or 3")
+        file = replace(file, filled_by=_originals(file.filled_by, base))
+        return [lay_out_weights(file, "F32" if base.stage else None)]
+    if base.stage == 0 and (base.is_partial or _is_renamed(base)):  # a resume looks for the params' own names
+        files = _with_buffers_named(new_weights(replace(base, saved_as=None)), base)
+        return lay_out_weight_files(
+            tuple(replace(file, filled_by=_originals(file.filled_by, base)) for file in files), None
+        )
+    files = read_weights(base.root, base.name) if base.stage == 0 else new_weights(base, dtype="F32")
+    if base.stage:
+        files = _with_buffers_named(files, base)
+    return lay_out_weight_files(tuple(replace(file, filled_by=_copies(file.tensors, base)) for file in files), None)
+
+
+def _is_renamed(base: CheckpointIndex) -> bool:
+    """Whether the weights' files have other names than the params, and it is known which is which."""
+    params = [param.name for param in base.params.values() if param.role != "buffer"]
+    unnamed = [name for name in params if State(name, WEIGHT) not in base.held]
+    return bool(unnamed) and all({State(name, MASTER), State(name, FROZEN)} & base.held.keys() for name in unnamed)
+
+
+def _copies(names: Iterable[str], base: CheckpointIndex) -> dict[str, tuple[State, int]]:
+    """Have weights filled from the states that they are copies of; a weight by another name stays a weight."""
+    states = ((name, State(name, kind)) for name in names for kind in (MASTER, FROZEN, BUFFER))
+    return {name: (state, 0) for name, state in states if state in base.held}
+
+
+def _originals(filled_by: Mapping[str, tuple[State, int]], base: CheckpointIndex) -> dict[str, tuple[State, int]]:
+    """Have pieces of weights filled from the states that these are copies of."""
+    found = {}
+    for name, (weight, begin) in filled_by.items():
+        states = (State(weight.param, kind) for kind in (MASTER, FROZEN, BUFFER))
+        found[name] = (next((state for state in states if state in base.held), weight), begin)
+    return found
+
+
+def _with_buffers_named(files: tuple[WeightFile, ...], base: CheckpointIndex) -> tuple[WeightFile, ...]:
+    return tuple(replace(file, metadata={**file.metadata, **_buffers_in(file.tensors, base)}) for file in files)
+
+
+def _buffers_in(shard: Iterable[str], base: CheckpointIndex) -> dict[str, str]:
+    buffers = [name for name in shard if name in base.params and base.params[name].role == "buffer"]
+    return {BUFFERS_KEY: ",".join(buffers)} if buffers else {}

@@ -1,0 +1,227 @@
+"""``rng_state.pth`` and ``rng_state_N.pth``: would a resume take what they hold?
+
+``scaler.pt``: the loss scale of an fp16 run without DeepSpeed.
+
+``trainer_state.json``: would the Trainer take it, and does it agree with itself?
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from llmtailor.codes import Code
+from llmtailor.containers.fields import extent_of
+from llmtailor.containers.json import is_count
+from llmtailor.containers.pickle_nodes import as_tensor
+from llmtailor.errors import PathIn, SourceError, some
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.refused_names import OF_ARRAYS, find_refused
+from llmtailor.formats.resumed.tables import Table, check_fields
+from llmtailor.formats.resumed.trainer import (
+    RNG_TABLE,
+    SCALER_TABLE,
+    TORCH_STATE_BYTES,
+    TRAINER_STATE_TABLE,
+    TWISTER_WORDS,
+    is_torch_state,
+)
+from llmtailor.formats.training_args import RunFacts
+from llmtailor.storage.local import open_source
+
+_STATE = struct.Struct("<qiiq")
+"""How torch's state begins: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
+_COPY_AGAIN = "copy the file again, or leave this checkpoint out"
+
+
+def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
+    """Yield what keeps a resume from taking a file's states. Of tensors, only that of the CPU's generator is read."""
+    yield from find_refused(tree, where, OF_ARRAYS)
+    if not isinstance(tree, dict):
+        fix = f"a resume fails; {_COPY_AGAIN}"
+        yield Finding(where, f"it holds a {type(tree).__name__}, and no random states", fix, Code.FIELD_TYPE, ERROR)
+        return
+    yield from check_fields(tree, RNG_TABLE, where)
+    if is_torch_state(tree.get("cpu")) and not _is_valid(_bytes_of(root, tree["cpu"], where)):
+        fix = f"a resume fails, or reads beyond the end; {_COPY_AGAIN}"
+        yield Finding(where, "cpu holds no state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
+
+
+def _bytes_of(root: Path, node: Any, where: str) -> bytes:
+    view = as_tensor(node)
+    assert view is not None
+    extent = extent_of(view, "cpu", where)
+    with open_source(root / extent.path, where) as file:
+        return file.read(extent.start, extent.stop)
+
+
+def _is_valid(state: bytes) -> bool:
+    """Whether torch takes it: it compares the counters by themselves. Together they count the words, but at first."""
+    _, left, seeded, following = _STATE.unpack_from(state)
+    words = state[_STATE.size : _STATE.size + 8 * TWISTER_WORDS]
+    return (
+        len(state) == TORCH_STATE_BYTES
+        and seeded == 1
+        and ((left, following) == (1, 0) or (left + following == TWISTER_WORDS + 1 and left > 0 < following))
+        and any(words)
+    )
+
+
+def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> Iterator[Finding]:
+    """Yield files that are another rank's. ``saved_as`` is what each was called when it was saved.
+
+    With ``may_repeat``, some may have been given to several ranks on purpose: a composite for more ranks does that.
+    """
+    is_mixed = saved_as.keys() != set(saved_as.values())
+    if may_repeat and is_mixed:
+        return
+    for path, other in saved_as.items():
+        if path != other and (not is_mixed or other in saved_as):
+            what = f"the file was saved as {other}, so it holds the random numbers of another rank"
+            fix = "give it its own name back, to repeat dropout exactly"
+            yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
+
+
+def check_scaler(tree: Any, facts: RunFacts, where: str) -> Iterator[Finding]:
+    """Yield what keeps a resume from taking a loss scale, or makes it skip every step."""
+    yield from find_refused(tree, where)
+    if facts.scales_loss is False:
+        what = "the run trained without a loss scale, and can't take one"
+        yield Finding(where, what, "a resume fails; remove the file", Code.FIELD_UNKNOWN, ERROR)
+    if not isinstance(tree, dict):
+        fix = "a resume fails; copy the file again"
+        yield Finding(where, f"it holds a {type(tree).__name__}, and no loss scale", fix, Code.FIELD_TYPE, ERROR)
+        return
+    yield from check_fields(tree, SCALER_TABLE, where)
+
+
+KEYS = frozenset(
+    (
+        *("epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
+        *("num_train_epochs", "num_input_tokens_seen", "total_flos", "log_history", "best_metric"),
+        *("best_global_step", "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero"),
+        *("is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks"),
+    )
+)
+"""Those of transformers 5.23, for where none is installed"""
+KEYS_OF = "5.23"
+CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
+"""Where the saver states the attempt; see `formats.attempt_mark`"""
+_SAME_TO = 0.011
+"""Versions before 4.53 rounded the epochs that they logged to hundredths"""
+
+
+def read_global_step(content: Mapping[str, Any], where: str) -> int:
+    """Return the step of a state. Raises SourceError where it has none."""
+    if "global_step" not in content:
+        raise SourceError.at(
+            where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN, Code.FIELD_MISSING
+        )
+    step = content["global_step"]
+    if not is_count(step):
+        code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
+        raise SourceError.at(where, f"global_step is {step!r:.40}, and no number of steps", _COPY_AGAIN, code)
+    return int(step)
+
+
+def is_trainers(content: Mapping[str, Any]) -> bool:
+    """Whether the Trainer wrote this, and not the saver in a training loop without it, where no Trainer resumes.
+
+    All that the saver writes there is the step, and its own mark.
+    """
+    callbacks = content.get(CALLBACKS, {})
+    if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
+        return True
+    return callbacks.keys() - {MARK} != set()
+
+
+def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str) -> Iterator[Finding]:
+    """Yield what keeps a resume from taking a state, and what is lost in it. ``facts`` say what the run reads of it."""
+    if not is_trainers(content):
+        return
+    yield from _unknown(content, where)
+    yield from check_fields(content, _read_in(facts), where)
+    yield from _log(content, where)
+
+
+def _read_in(facts: RunFacts) -> Table:
+    unread = {
+        key
+        for key, is_read in (
+            ("logging_steps", facts.logs_by_steps),
+            ("save_steps", facts.saves_by_steps),
+            ("eval_steps", facts.evaluates_by_steps),
+        )
+        if is_read is False
+    }
+    return replace(
+        TRAINER_STATE_TABLE,
+        fields=tuple(field for field in TRAINER_STATE_TABLE.fields if field.path[0] not in unread),
+    )
+
+
+def _unknown(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    installed = installed_keys()
+    unknown = sorted(content.keys() - (KEYS if installed is None else installed[1]))
+    if not unknown:
+        return
+    if installed is None:
+        what = f"it has {some(unknown)}, which transformers {KEYS_OF} does not know"
+        fix = "a resume fails unless the transformers there knows it; copy the file again"
+        yield Finding(where, what, fix, Code.FIELD_UNKNOWN, WARNING)
+        return
+    what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
+    fix = "a resume fails; take out what was added, or resume with the transformers that has saved it"
+    yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
+
+
+@lru_cache(maxsize=1)
+def installed_keys() -> tuple[str, frozenset[str]] | None:
+    """Return the version of transformers that is installed, and the fields of its TrainerState, by its source.
+
+    None if it is not installed, or the class is not where it was. Nothing is imported.
+    """
+    try:
+        spec = importlib.util.find_spec("transformers")  # of a top-level name: finds it, and imports nothing
+        if spec is None or spec.origin is None:
+            return None
+        tree = ast.parse(Path(spec.origin).with_name("trainer_callback.py").read_text(encoding="utf-8"))
+        fields = {
+            one.target.id
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == "TrainerState"
+            for one in node.body
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        }
+        return (version("transformers"), frozenset(fields)) if "global_step" in fields else None
+    except (OSError, ValueError, SyntaxError, PackageNotFoundError):
+        return None
+
+
+def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    """Compare with the log, whose entries were added step by step."""
+    step, epoch, log = content.get("global_step"), content.get("epoch"), content.get("log_history")
+    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    steps = [entry["step"] for entry in entries if type(entry.get("step")) is int]
+    if type(step) is not int:
+        return
+    if steps and max(steps) > step:
+        what = f"global_step is {step}, but log_history goes on to step {max(steps)}"
+        fix = f"a resume goes by the former; {_COPY_AGAIN}"
+        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
+    best = content.get("best_global_step")
+    if type(best) is int and best > step:
+        what = f"global_step is {step}, but best_global_step is {best}"
+        yield Finding(where, what, f"a resume goes by the former; {_COPY_AGAIN}", Code.FIELD_CONFLICT, WARNING)
+    logged = [entry.get("epoch") for entry in entries if entry.get("step") == step]
+    told = next((one for one in reversed(logged) if isinstance(one, (int, float))), None)
+    if told is not None and not (isinstance(epoch, (int, float)) and abs(epoch - told) <= _SAME_TO):
+        what = f"epoch is {epoch!r:.20}, but log_history says {told:g} at this step"
+        yield Finding(where, what, "a resume counts it anew; copy the file again", Code.FIELD_CONFLICT, WARNING)

@@ -1,0 +1,193 @@
+"""Weight files for a checkpoint that has none, laid out from what is known of its params alone.
+
+The weights of a composite whose base saved none: rounded from the masters, if it is known what to call them.
+
+PEFT: a run that trains an adapter saves that alone, as ``adapter_model.safetensors``.
+
+The checkpoint holds the trained params only; the model below them comes from elsewhere, as it was. On disk a param goes
+without the name of the adapter (``lora_A.default.weight`` is ``lora_A.weight``); the file in the root is that of the
+adapter ``default``, others have folders of their own. A resume with DeepSpeed reads none of these; without DeepSpeed
+the file holds the masters. Checked against peft 0.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.layout import FileLayout
+from llmtailor.checkpoint.optimizer import Target
+from llmtailor.checkpoint.placement import Contiguous, Extent
+from llmtailor.containers.json import read_json
+from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
+from llmtailor.errors import PathIn, Problem, SourceError, some
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CONFIG, carry
+from llmtailor.model.disk_names import AS_IN_MEMORY, Naming, naming_of, on_disk
+from llmtailor.model.params import Param, SavedAs
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+
+SHARD_BYTES = 5_000_000_000
+"""Weights above this are spread over several files, which are then written side by side."""
+
+
+def new_weights(
+    index: CheckpointIndex, naming: Naming = AS_IN_MEMORY, *, dtype: str | None = None, list_tied: bool = False
+) -> tuple[WeightFile, ...]:
+    """Lay out all params and buffers of a checkpoint as weight files. Nothing of its folder is read.
+
+    They are called what the checkpoint says that the run would call them, or else what ``naming`` says.
+    ``dtype`` is that of params; None gives them what the training run has: its precision, and a frozen param what that
+    is held in. Buffers keep theirs. ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
+    """
+    tensors: dict[str, Held] = {}
+    filled_by: dict[str, tuple[State, int]] = {}
+    for param, stored in _listed(index, list_tied):
+        held_as = _dtype(stored, index, dtype)
+        for tensor in _tensors(param, index, naming):
+            # where it lies in the output, the layout decides
+            tensors[tensor.name] = Held(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
+            filled_by[tensor.name] = (State(stored.name, WEIGHT), tensor.begin)
+    # the order of the safetensors library, so that the files are those that the Trainer would have written
+    ordered = sorted(tensors.items(), key=lambda item: (-ITEMSIZE[item[1].dtype], item[0]))
+    return tuple(
+        WeightFile(path, shard, {"format": "pt"}, {name: filled_by[name] for name in shard})
+        for path, shard in _shard(ordered)
+    )
+
+
+def _tensors(param: Param, index: CheckpointIndex, naming: Naming) -> Iterable[SavedAs]:
+    if index.saved_as is None:
+        return on_disk(param, naming)
+    return index.saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is no param of its own
+
+
+def _listed(index: CheckpointIndex, list_tied: bool) -> Iterator[tuple[Param, Param]]:
+    """Yield every param under the name it is listed by, and as it is stored."""
+    yield from ((param, param) for param in index.params.values())
+    if list_tied:
+        yield from (
+            (replace(index.params[stored], name=name), index.params[stored]) for name, stored in index.tied.items()
+        )
+
+
+def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
+    if param.role == "buffer":
+        held = index.held.get(State(param.name, BUFFER))  # an empty one may not be held
+        return held.dtype if held else "F32"
+    if dtype or param.role == "trainable":
+        if index.stage == 0 and not dtype:  # the weights are the masters
+            return index.held[State(param.name, MASTER)].dtype
+        return dtype or index.precision
+    return index.held[State(param.name, FROZEN)].dtype
+
+
+def _shard(tensors: Iterable[tuple[str, Held]]) -> list[tuple[str, dict[str, Held]]]:
+    """Spread tensors over files, by path."""
+    shards: list[dict[str, Held]] = [{}]
+    room = SHARD_BYTES
+    for name, held in tensors:
+        if shards[-1] and held.num_bytes > room:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = held
+        room -= held.num_bytes
+    count = len(shards)
+    paths = [SINGLE] if count == 1 else [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    return list(zip(paths, shards, strict=True))
+
+
+NAMING = Naming(r"(?<=\.lora_magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.[^.]+$)|\.default$")
+_COPY = "copy it back, or leave this checkpoint out"
+_EXPORT_ADAPTER = "nothing, to resume; to export the adapter, call trainer.save_model() after the resume"
+
+
+def lay_out_adapter(base: CheckpointIndex, dtype: str | None, is_alone: bool) -> tuple[list[FileLayout], list[Problem]]:
+    """Lay out the adapter's file of a ZeRO base, its tensors rounded from the masters, and say what is left out.
+
+    Where tensors are no params by the rule, the base's file is taken as it is if nothing comes from another source
+    (``is_alone``), or left out.
+    """
+    folders = sorted(path.parent.name for path in base.root.glob(f"*/{ADAPTER_CONFIG}"))
+    notices = [
+        Problem(PathIn(base.name, folder), "this adapter's folder is left out", _EXPORT_ADAPTER) for folder in folders
+    ]
+    if file := adapter_file(base):
+        return [lay_out_weights(file, dtype)], notices
+    if ADAPTER in base.files and is_alone:
+        return [carry(ADAPTER, base.files[ADAPTER])], notices
+    what = f"{ADAPTER} is left out: its tensors have other names than the trained params, by a rule that is not known"
+    return [], [*notices, Problem(base.name, what, _EXPORT_ADAPTER)]
+
+
+def adapter_file(base: CheckpointIndex) -> WeightFile | None:
+    """Return the adapter's file, each tensor with the param that fills it: that of the base, or else one of all that is
+    trained. None where tensors are no params by the rule, or trained params are not those of the adapter ``default``.
+    """
+    file = read_header(base.root, ADAPTER, PathIn(base.name, ADAPTER)) if ADAPTER in base.files else None
+    if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
+        return _new_file(base)
+    named = {tensor.name: param for param in base.params.values() for tensor in on_disk(param, NAMING)}
+    if any(_shape(named.get(name)) != held.shape for name, held in file.tensors.items()):
+        return None
+    return replace(file, filled_by={name: (State(named[name].name, WEIGHT), 0) for name in file.tensors})
+
+
+def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, Held]:
+    """Return the tensors of the adapter's file by the params' names, which for all but ``trained`` are those on disk.
+
+    Raises SourceError if the file is missing or damaged.
+    """
+    where = PathIn(name, ADAPTER)
+    if not (root / ADAPTER).exists():
+        raise SourceError.at(where, "the file is missing; without DeepSpeed it is what the optimizer updates", _COPY)
+    named = {tensor.name: param for param in trained for tensor in on_disk(Param(param, (), "trainable"), NAMING)}
+    return {named.get(tensor, tensor): held for tensor, held in read_header(root, ADAPTER, where).tensors.items()}
+
+
+def _shape(param: Param | None) -> tuple[int, ...] | None:
+    return param.shape if param else None
+
+
+def _new_file(base: CheckpointIndex) -> WeightFile | None:
+    """Return a file of all that the base says is saved, or else of all trained params.
+
+    None if some of these are not those of the adapter ``default``.
+    """
+    params = {name: param for name, param in base.params.items() if param.role == "trainable"}
+    if base.saved_as is not None:
+        params = {name: base.params[name] for name, tensors in base.saved_as.items() if tensors}
+    elif any(tensor.name == name for name, param in params.items() for tensor in on_disk(param, NAMING)):
+        return None
+    files = new_weights(replace(base, params=params), NAMING)
+    tensors = {name: held for file in files for name, held in file.tensors.items()}
+    return WeightFile(ADAPTER, tensors, files[0].metadata, {k: v for file in files for k, v in file.filled_by.items()})
+
+
+_EXPORT = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+
+
+def lay_out_missing_weights(
+    base: CheckpointIndex, target: Target, dtype: str | None, is_alone: bool
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Lay out weight files if a ZeRO base has none, as a run of the target's stage would have saved them.
+
+    ``dtype`` is that of floating-point weights, None takes the run's; ``is_alone`` says that no other source gives
+    anything. Where it can't be done, a notice says so.
+    """
+    if any(state.kind == WEIGHT for state in base.held):
+        return [], []
+    if ADAPTER_CONFIG in base.files:
+        return lay_out_adapter(base, dtype, is_alone)
+    config = read_json(base.root / CONFIG, PathIn(base.name, CONFIG)) if CONFIG in base.files else {}
+    model_type = str(config["model_type"]) if "model_type" in config else None
+    naming = AS_IN_MEMORY if base.saved_as is not None else naming_of(model_type)
+    frozen = [param.name for param in base.params.values() if param.role == "frozen"]
+    lost = [name for name in frozen if State(name, FROZEN) not in base.held]
+    if naming is not None and not lost:
+        return lay_out_weight_files(new_weights(base, naming, list_tied=target.stage < 3), dtype), []
+    reason = f"transformers may save a {model_type} by other names than it has in memory"
+    if lost:
+        reason = f"nor do the shards hold the frozen {some(lost)}"
+    return [], [Problem(base.name, f"it has no weights, and neither will the composite: {reason}", _EXPORT)]

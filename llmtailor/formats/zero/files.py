@@ -1,0 +1,301 @@
+"""Which files a DeepSpeed checkpoint consists of, and which kinds of checkpoint are refused by name.
+
+Names (DeepSpeed 0.14 .. 0.19)::
+
+    latest                                                    the tag, as text
+    TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt      one per rank; the prefix says the run was bf16
+    TAG/zero_pp_rank_R_mp_rank_00_model_states.pt             ZeRO-3, one per rank
+    TAG/mp_rank_00_model_states.pt                            ZeRO-0/1/2, one
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import ParamGroup
+from llmtailor.codes import Code
+from llmtailor.containers.fields import FIX, as_dict
+from llmtailor.containers.pickle_nodes import as_ints
+from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.partial.read import Partial, is_partial, open_partial
+from llmtailor.formats.trees import read_tree
+from llmtailor.storage.local import read_source
+
+LATEST = "latest"
+_RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
+_OPTIM = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")
+_MODEL = re.compile(rf"zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_model_states\.pt")
+_WHOLE_MODEL = re.compile(r"mp_rank_([0-9]{2,5})_model_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
+WHOLE_MODEL = "mp_rank_00_model_states.pt"
+_COPY_BACK = "copy the file back, or leave this checkpoint out of the recipe"
+_SHOWN = 8
+_RANKS_PER_FILE = 64
+_MAX_TAG_BYTES = 4096
+_OTHER_KINDS = (
+    ("pytorch_model_fsdp_0", "an FSDP checkpoint in DCP form"),
+    ("pytorch_model_fsdp.bin", "an FSDP checkpoint"),
+    (".metadata", "a torch DCP checkpoint"),
+    ("zero", "a DeepSpeed universal checkpoint"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """The shard files of a ZeRO checkpoint, in rank order, relative to the checkpoint's root."""
+
+    tag: str
+    is_bf16: bool
+    optim: tuple[str, ...]
+    model: tuple[str, ...]
+    """ZeRO-3: one per rank. ZeRO-1/2: one for all."""
+    is_zero3: bool = True
+    missing: frozenset[str] = frozenset()
+    """Those of the above that are not there."""
+
+
+def find_shard_files(root: Path, where: str) -> ShardFiles:
+    """Find the shards of any ZeRO stage; in a partial checkpoint, those that its bundles have inside.
+
+    Raises SourceError or UnsupportedCheckpoint with everything that is wrong.
+    """
+    problems = Problems()
+    files = survey_shard_files(root, where, problems)
+    problems.raise_if_any()
+    assert files is not None
+    return files
+
+
+def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles | None:
+    """Find the shards that are there and name those that are not, which is put to ``problems``.
+
+    None if there is nothing to go by. Raises SourceError or UnsupportedCheckpoint for what is no DeepSpeed checkpoint,
+    and for a partial one that is damaged.
+    """
+    if is_partial(root):
+        return _shards_inside(open_partial(root, where))
+    _check_is_checkpoint(root, where)
+    tag = _read_tag(root, where, problems)
+    if tag is None:
+        return None
+    names = sorted(entry.name for entry in (root / tag).iterdir())
+    place = PathIn(where, tag)
+    _refuse_other_parallelism(names, place)
+    optim: dict[int, str] = {}
+    prefixes = set()
+    for name in names:
+        if match := _OPTIM.fullmatch(name):
+            optim[int(match[2])] = name
+            prefixes.add(match[1] or "")
+    model = {int(match[1]): name for name in names if (match := _MODEL.fullmatch(name))}
+    if len(prefixes) > 1:
+        what = "optimizer shards with and without the bf16_ prefix lie side by side"
+        problems.add(
+            SourceError.at(place, what, "two runs have saved here; remove the files of the wrong one", Code.FILE_NAME)
+        )
+        return None
+    is_zero3 = bool(model) or not (root / tag / WHOLE_MODEL).exists()
+    if not is_zero3 and not optim:
+        raise UnsupportedCheckpoint.at(
+            place,
+            "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read",
+            "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out",
+        )
+    if lacking := [kind for kind, shards in (("optim", optim), ("model", model)) if is_zero3 and not shards]:
+        fix = "copy the tag folder again, whole"
+        problems.add(SourceError(Problem(place, f"there are no {kind}_states files", fix) for kind in lacking))
+        return None
+    files = ShardFiles(tag, "bf16_" in prefixes, (), () if is_zero3 else (f"{tag}/{WHOLE_MODEL}",), is_zero3)
+    return _of_ranks(files, max([*optim, *model]) + 1, frozenset(names), where, problems)
+
+
+def _shards_inside(partial: Partial) -> ShardFiles:
+    shards, manifest = partial.manifest.shards, partial.manifest
+    return ShardFiles(
+        manifest.tag, shards["is_bf16"], tuple(shards["optim"]), tuple(shards["model"]), manifest.stage == 3
+    )
+
+
+def _of_ranks(
+    files: ShardFiles, count: int, names: frozenset[str], where: str, problems: Problems
+) -> ShardFiles | None:
+    """Name the files of ``count`` ranks, and tell of those that are not among the names in the tag folder.
+
+    None, with a problem, if hardly any of so many ranks has files: a stray name or number must not cost memory.
+    """
+    if count > _RANKS_PER_FILE * (len(names) + 1):
+        what = f"its files are for {count} ranks, but there are only {len(names)} files"
+        problems.add(SourceError.at(PathIn(where, files.tag), what, "copy the tag folder again, whole", Code.FILE_NAME))
+        return None
+    prefix = "bf16_" if files.is_bf16 else ""
+    optim = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(count)]
+    model = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(count)] if files.is_zero3 else []
+    missing = [
+        (f"{files.tag}/{name}", f"{kind} shard {rank} of {count} is missing (rank {rank} of 0..{count - 1})")
+        for kind, shards in (("optim_states", optim), ("model_states", model))
+        for rank, name in enumerate(shards)
+        if name not in names
+    ]
+    untold = [(path, what) for path, what in missing if path not in files.missing]
+    for path, what in untold[:_SHOWN]:
+        problems.add(SourceError.at(PathIn(where, path), what, _COPY_BACK, Code.FILE_MISSING))
+    if len(untold) > _SHOWN:
+        what = f"{len(untold) - _SHOWN} more shards of {count} ranks are missing"
+        problems.add(SourceError.at(PathIn(where, files.tag), what, _COPY_BACK, Code.FILE_MISSING))
+    return replace(
+        files,
+        optim=tuple(f"{files.tag}/{name}" for name in optim),
+        model=tuple(f"{files.tag}/{name}" for name in model) if files.is_zero3 else files.model,
+        missing=frozenset(path for path, _ in missing),
+    )
+
+
+def read_shard(root: Path, path: str, where: str) -> Any:
+    """Decode a shard; return its tree. Raises SourceError if the file was saved as that of another rank.
+
+    torch.save names the archive after the file. Files of all ranks look alike, and nothing else in those of ZeRO-3
+    says whose they are.
+    """
+    if is_partial(root):
+        return read_tree(root, path, where)
+    file = read_torch_file(root, path, where)
+    saved_as, name = f"{file.archive}.pt", Path(path).name
+    if _rank(saved_as) not in (None, _rank(name)):
+        what = f"the file was saved as {saved_as}, so it is the shard of another rank"
+        raise SourceError.at(
+            where, what, "give the file its own name back; then see which one is missing", Code.FILE_NAME
+        )
+    return file.tree
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file in a tag folder is one of those that DeepSpeed saves for ZeRO."""
+    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _WHOLE_MODEL))
+
+
+def _rank(name: str) -> str | None:
+    match = _OPTIM.fullmatch(name) or _MODEL.fullmatch(name)
+    return match.groups()[-2] if match else None
+
+
+def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Problems) -> ShardFiles | None:
+    """Return the files of as many ranks as the world size written inside them; what is too few or too many is told.
+
+    None if there are far too few.
+    """
+    have = len(files.optim)
+    if have > world_size:
+        what = f"there are shards of {have} ranks, but they say that {world_size} ranks saved them"
+        fix = f"remove the shards of ranks {world_size} and up, left over from another run"
+        problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_UNKNOWN))
+    there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
+    return files if have == world_size else _of_ranks(files, world_size, frozenset(there), where, problems)
+
+
+def _check_is_checkpoint(root: Path, where: str) -> None:
+    if not root.exists():
+        near = sorted(path.name for path in root.parent.glob("checkpoint-*")) if root.parent.is_dir() else []
+        hint = f"; beside it are {', '.join(near[:5])}" if near else ""
+        raise SourceError.at(where, "there is no such checkpoint folder", f"check the path{hint}", Code.NO_CHECKPOINT)
+    if not root.is_dir():
+        raise SourceError.at(
+            where, "this is a file, not a checkpoint folder", "name the checkpoint-N folder", Code.NO_CHECKPOINT
+        )
+    if any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
+        raise SourceError.at(
+            where,
+            "this is the tag folder inside a checkpoint",
+            f"name the folder above it: {root.parent}",
+            Code.NO_CHECKPOINT,
+        )
+
+
+def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
+    """Return what ``latest`` says. Where that is wrong, it is told, and the newest tag folder is taken, if any."""
+    tags = sorted((path.name for path in root.glob("global_step*") if path.is_dir()), key=lambda tag: (len(tag), tag))
+    latest = root / LATEST
+    if not latest.exists():
+        if not tags:
+            problems.add(_what_else(root, where))
+            return None
+        what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"
+        command = f"printf %s {shlex.quote(tags[-1])} > {shlex.quote(str(latest))}"
+        problems.add(SourceError.at(PathIn(where, LATEST), what, f"{fix}: {command}", Code.FILE_NAME))
+        return tags[-1]
+    try:
+        tag = read_source(latest, PathIn(where, LATEST), _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
+    except SourceError as error:
+        problems.add(error)
+        return tags[-1] if tags else None
+    # one name, so that nothing outside of the checkpoint is read, nor anything written outside of the output
+    is_name = tag not in ("", "..") and Path(tag).name == tag and tag.isprintable() and len(tag.encode()) <= 255
+    if is_name and (root / tag).is_dir():
+        return tag
+    found = f"the tag folders here are {', '.join(tags)}" if tags else "there is no tag folder here"
+    what = f"it points to {tag!r}, which is no folder of this checkpoint"
+    fix = f"{found}; write the right one into {LATEST}, or copy the folder back"
+    problems.add(SourceError.at(PathIn(where, LATEST), what, fix, Code.FILE_NAME))
+    return tags[-1] if tags else None
+
+
+def _what_else(root: Path, where: str) -> SourceError:
+    """Return what is wrong with a Trainer's folder without optimizer states. Raises for what is none."""
+    inside = sorted(path.name for path in root.glob("checkpoint-*"))
+    if inside:
+        fix = f"name one of {', '.join(inside[-5:])} inside it"
+        raise SourceError.at(where, "this is a run's folder, not a checkpoint", fix, Code.NO_CHECKPOINT)
+    for name, kind in _OTHER_KINDS:
+        if (root / name).exists():
+            what = f"this is {kind}; only DeepSpeed ZeRO and plain Trainer checkpoints can be read"
+            raise UnsupportedCheckpoint.at(where, what, "leave it out of the recipe")
+    if any(root.glob("*.safetensors")):
+        what = "this folder holds weights only, no optimizer state: nothing to resume from"
+        return SourceError.at(where, what, "name a full checkpoint (save_only_model must be off)", Code.NO_CHECKPOINT)
+    what = "this is no checkpoint: there is neither latest nor a global_step folder"
+    raise SourceError.at(where, what, "check the path", Code.NO_CHECKPOINT)
+
+
+def _refuse_other_parallelism(names: list[str], place: str) -> None:
+    for name in names:
+        kind = None
+        if _PIPELINE.fullmatch(name):
+            kind = "pipeline parallelism"
+        elif _EXPERT.fullmatch(name):
+            kind = "DeepSpeed expert parallelism (MoE)"
+        elif name == "offloaded_tensors":
+            kind = "optimizer state offloaded to NVMe"
+        elif (match := _OPTIM.fullmatch(name) or _MODEL.fullmatch(name) or _WHOLE_MODEL.fullmatch(name)) and int(
+            match.groups()[-1]
+        ) > 0:
+            kind = "tensor (model) parallelism"
+        if kind:
+            raise unsupported_parallelism(place, kind, f"it holds {name}")
+
+
+def unsupported_parallelism(place: str, kind: str, evidence: str) -> UnsupportedCheckpoint:
+    """Build the refusal of a checkpoint whose states are cut by something else than ZeRO."""
+    return UnsupportedCheckpoint.at(
+        place,
+        f"the checkpoint uses {kind}, which is not supported ({evidence})",
+        "leave it out; of DeepSpeed's checkpoints, those of data-parallel ZeRO-1, 2 and 3 can be composed",
+    )
+
+
+def read_param_group(group: Any, where: str) -> ParamGroup:
+    group = as_dict(group, "a param group", where)
+    ids = as_ints(group.get("params"))
+    if ids is None:
+        raise SourceError.at(where, "a param group's params are no list of flat ids", FIX, Code.FIELD_TYPE)
+    if group.get("moe"):
+        raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
+    if group.get("use_muon"):
+        raise UnsupportedCheckpoint.at(
+            where, "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
+        )
+    return ParamGroup(ids, {key: value for key, value in group.items() if key != "params"})

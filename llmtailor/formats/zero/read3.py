@@ -1,0 +1,228 @@
+"""ZeRO-3: where the states lie in the files of all ranks.
+
+The cutting rule (verified against DeepSpeed 0.19.8, about 100 checkpoints): every param is cut on its own into
+``part = ceil(numel / world size)`` elements per rank; a rank's flat tensor is its slices in ``param_shapes`` order
+without gaps. What a slice has beyond the param is padding, in fp32 uninitialised memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmtailor.checkpoint.index import FlatId, Held
+from llmtailor.checkpoint.placement import Sliced
+from llmtailor.codes import Code
+from llmtailor.errors import PathIn, Problems, SourceError, some
+from llmtailor.findings import WARNING, Finding
+from llmtailor.formats.trainer import ADAPTER_CONFIG
+from llmtailor.formats.zero.common import (
+    FIX,
+    Saved,
+    attempt,
+    check_params,
+    check_tied,
+    findings_of,
+    first,
+    keep_agreeing,
+    place_of,
+    read_all,
+)
+from llmtailor.formats.zero.files import ShardFiles, fit_world_size
+from llmtailor.formats.zero.shards3 import ModelShard, OptimShard, read_model_shard, read_optim_shard
+from llmtailor.model.params import Param
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, State
+
+
+def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
+    """Read the files of all ranks; no tensor byte is read but the 4 bytes of each ``step``.
+
+    Every problem of every file is put to ``problems``. Files that can't be used leave holes; None if none are left.
+    """
+    model = read_all(read_model_shard, root, files.model, files.missing, name, problems)
+    findings = findings_of(model)
+    model = keep_agreeing(name, files.model, model, _model_facts, problems)
+    optim = read_all(read_optim_shard, root, files.optim, files.missing, name, problems)
+    findings += findings_of(optim)
+    optim = keep_agreeing(name, files.optim, optim, _optim_facts, problems)
+    told = first(model)
+    if told is None:
+        return None
+    world_size = told.world_size
+    fitted = fit_world_size(files, world_size, name, problems)
+    if fitted is None:
+        return None
+    files = fitted
+    attempt(lambda: _check_ranks(name, files.model, model[:world_size]), problems)
+    optim = _check_flats(name, files.optim, optim[:world_size], told, problems)
+    model = _check_modules(name, files.model, model[:world_size], told, problems)
+    sample, told = first(optim), first(model)
+    if sample is None or told is None:
+        return None
+    if model[0]:  # only rank 0 names what is tied
+        place, tied = PathIn(name, files.model[0]), model[0].tied
+        trainable = [param for shapes in told.param_shapes for param in shapes]
+        if not (root / ADAPTER_CONFIG).exists():  # PEFT leaves out what is frozen, but not its other names
+            attempt(lambda: check_tied(tied, told.module_names, place), problems)
+        attempt(
+            lambda: check_params(trainable, told.frozen_shapes, told.buffers, told.module_names, tied, place), problems
+        )
+    params, held = _hold(files, told, sample, model, optim)
+    flat_ids = tuple(
+        FlatId(tuple(shapes), step, sample.step_is_tensor)
+        for shapes, step in zip(told.param_shapes, sample.steps, strict=True)
+    )
+    shards = [*zip(files.optim, optim, strict=False), *zip(files.model, model, strict=False)]
+    return Saved(
+        stage=3,
+        variant="plain",
+        world_size=world_size,
+        counters=told.counters,
+        params=params,
+        tied={tied: stored for tied, stored in told.tied.items() if stored in params},
+        held=held,
+        groups=sample.groups,
+        flat_ids=flat_ids,
+        group_params=tuple(
+            tuple(param for flat_id in group.flat_ids for param in flat_ids[flat_id].params) for group in sample.groups
+        ),
+        ds_config=sample.ds_config,
+        unreadable=frozenset({*files.missing, *(path for path, shard in shards if shard is None)}),
+        findings=(*findings, *_count_findings(name, files, sample.partition_count, world_size)),
+        facts=sample.facts,
+    )
+
+
+def _hold(
+    files: ShardFiles,
+    told: ModelShard,
+    sample: OptimShard,
+    model: Sequence[ModelShard | None],
+    optim: Sequence[OptimShard | None],
+) -> tuple[dict[str, Param], dict[State, Held]]:
+    """Return the params of the model and where their states lie; ``told`` and ``sample`` are usable shards."""
+    world_size = told.world_size
+    held: dict[State, Held] = {}
+    params: dict[str, Param] = {}
+    ranks = [*zip(files.optim, [*optim, *[None] * (world_size - len(optim))], strict=True)]
+    for flat_id, shapes in enumerate(told.param_shapes):
+        for kind, like in sample.flats[flat_id].items():
+            shards = tuple(place_of(rank.flats[flat_id][kind] if rank else None, path) for path, rank in ranks)
+            offset = 0
+            for param, shape in shapes.items():
+                params[param] = Param(param, shape, "trainable")
+                part = part_size(params[param].numel, world_size)
+                place = Sliced(shards, offset, part, ITEMSIZE[like.dtype])
+                held[State(param, kind)] = Held(like.dtype, shape, place)
+                offset += part
+    models = [*zip(files.model, [*model, *[None] * (world_size - len(model))], strict=True)]
+    for param, shape in told.frozen_shapes.items():
+        params[param] = Param(param, shape, "frozen")
+        if param in told.frozen_fragments:
+            like = told.frozen_fragments[param]
+            part = part_size(params[param].numel, world_size)
+            extents = tuple(place_of(rank.frozen_fragments[param] if rank else None, path) for path, rank in models)
+            held[State(param, FROZEN)] = Held(like.dtype, shape, Sliced(extents, 0, part, ITEMSIZE[like.dtype]))
+    for param, like in told.buffers.items():
+        params[param] = Param(param, like.shape, "buffer")
+        extents = tuple(place_of(rank.buffers[param] if rank else None, path) for path, rank in models)
+        place = Sliced(extents, 0, like.numel, ITEMSIZE[like.dtype])
+        held[State(param, BUFFER)] = Held(like.dtype, (world_size, *like.shape), place)
+    return params, held
+
+
+def part_size(numel: int, world_size: int) -> int:
+    """Return how many elements of a param each rank has a slice for."""
+    return -(-numel // world_size)
+
+
+def _model_facts(shard: ModelShard) -> dict[str, object]:
+    return {
+        "global_steps": shard.counters.global_steps,
+        "skipped_steps": shard.counters.skipped_steps,
+        "dp_world_size": shard.world_size,
+        "the order, names or shapes of params (param_shapes)": [list(shapes.items()) for shapes in shard.param_shapes],
+        "the names in the module": shard.module_names,
+        "the set of frozen params": shard.frozen_shapes,
+        "the set or dtypes of frozen fragments": {name: piece.dtype for name, piece in shard.frozen_fragments.items()},
+        "the set, shapes or dtypes of buffers": {
+            name: (tensor.dtype, tensor.shape) for name, tensor in shard.buffers.items()
+        },
+        **shard.facts,
+    }
+
+
+def _optim_facts(shard: OptimShard) -> dict[str, object]:
+    return {
+        "Adam's step": shard.steps,
+        "partition_count": shard.partition_count,
+        "the number of flat tensors": len(shard.flats),
+        "the kinds of optimizer state": [sorted(flat) for flat in shard.flats],
+        "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in shard.flats],
+        **shard.facts,
+    }
+
+
+def _check_flats(
+    name: str, paths: Sequence[str], optim: Sequence[OptimShard | None], told: ModelShard, problems: Problems
+) -> list[OptimShard | None]:
+    """Tell of every flat tensor whose length is not that of the cutting rule; put None for its file."""
+    lengths = [
+        sum(part_size(Param("", shape, "").numel, told.world_size) for shape in shapes.values())
+        for shapes in told.param_shapes
+    ]
+    kept: list[OptimShard | None] = []
+    for path, shard in zip(paths, optim, strict=False):
+        wrong = []
+        if shard is not None and len(shard.flats) != len(lengths):
+            wrong.append(f"it holds {len(shard.flats)} flat tensors, the model states describe {len(lengths)}")
+        elif shard is not None:
+            for flat_id, (flat, length) in enumerate(zip(shard.flats, lengths, strict=True)):
+                have = next(iter(flat.values())).numel  # all kinds of a flat id are of one length
+                if have != length:
+                    wrong.append(f"flat id {flat_id} has {have} elements where the params add up to {length}")
+        for what in wrong:
+            problems.add(SourceError.at(PathIn(name, path), what, FIX, Code.STATE_SIZE))
+        kept.append(None if wrong else shard)
+    return kept
+
+
+def _check_modules(
+    name: str, paths: Sequence[str], model: Sequence[ModelShard | None], told: ModelShard, problems: Problems
+) -> list[ModelShard | None]:
+    """Tell of frozen fragments of a wrong length, and of names that a strict load would stumble over."""
+    trained = {param for shapes in told.param_shapes for param in shapes}
+    known = trained | set(told.frozen_shapes) | set(told.buffers) | set(told.tied)
+    kept: list[ModelShard | None] = []
+    for path, shard in zip(paths, model, strict=False):
+        wrong = []
+        for param, piece in shard.frozen_fragments.items() if shard else ():
+            length = part_size(Param("", told.frozen_shapes.get(param, ()), "").numel, told.world_size)
+            if piece.shape != (length,):
+                wrong.append(f"the fragment of frozen {param} has shape {list(piece.shape)} where [{length}] belongs")
+        if shard and (lacking := sorted(known.difference(shard.module_names))):
+            wrong.append(f"module lacks {some(lacking)}; a resume would fail")
+        if (
+            shard and model[0] and (unknown := sorted(set(shard.module_names) - known))
+        ):  # only rank 0 names what is tied
+            wrong.append(f"module lists {some(unknown)}, of which there is no state; a resume may fail")
+        for what in wrong:
+            problems.add(SourceError.at(PathIn(name, path), what, FIX))
+        kept.append(None if wrong else shard)
+    return kept
+
+
+def _check_ranks(name: str, paths: Sequence[str], model: Sequence[ModelShard | None]) -> None:
+    """Raise SourceError for ``shared_params`` in the file of another rank than 0, which alone writes them."""
+    for path, shard in zip(paths[1:], model[1:], strict=False):
+        if model[0] and shard and shard.tied and not model[0].tied:
+            what = "it lists shared_params, as only rank 0 does, and the file of rank 0 does not"
+            raise SourceError.at(PathIn(name, path), what, "the files of two ranks are swapped: put them back")
+
+
+def _count_findings(name: str, files: ShardFiles, count: int, world_size: int) -> tuple[Finding, ...]:
+    if count == world_size:
+        return ()
+    what = f"partition_count is {count}, but the model states say {world_size} ranks saved them"
+    fix = "a resume does not read it, DeepSpeed's tools do; copy the optim_states again"
+    return (Finding(PathIn(name, files.tag), what, fix, Code.PARTITION_COUNT, WARNING),)

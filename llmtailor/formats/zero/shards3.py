@@ -1,0 +1,262 @@
+"""One rank's two files of a ZeRO-3 checkpoint, decoded into checked facts.
+
+``optim_states`` (key tree verified against DeepSpeed 0.19.8)::
+
+    optimizer_state_dict
+      zero_stage, loss_scaler, dynamic_loss_scale, overflow, partition_count
+      optimizer_state_dict    {state: {flat id: {step, exp_avg, exp_avg_sq}}, param_groups: [{.., params: [flat id]}]}
+      fp32_flat_groups        [flat tensor per flat id]
+    ds_config, ds_version
+
+``model_states``: ``module`` (empty placeholders for params, full buffers), ``param_shapes`` (one dict per flat id, in
+the order of the flat tensors), ``frozen_param_shapes`` and ``frozen_param_fragments``, ``shared_params``, counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import ParamGroup
+from llmtailor.codes import Code
+from llmtailor.containers.fields import (
+    FIX,
+    Tensor,
+    as_dict,
+    get,
+    get_count,
+    read_elementwise,
+    read_masters,
+    read_names,
+    read_shapes,
+    read_step,
+    read_tensor,
+    read_tied,
+)
+from llmtailor.containers.json import check_name
+from llmtailor.containers.pickle_nodes import Call, as_tensor
+from llmtailor.errors import SourceError, some
+from llmtailor.findings import Finding
+from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
+from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.formats.zero.files import read_param_group, read_shard, unsupported_parallelism
+from llmtailor.formats.zero.tables import MODEL, ZERO3
+from llmtailor.model.states import MASTER
+
+_EXTRA = "_extra_state"
+"""torch's name for what a module keeps beside tensors"""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimShard:
+    """What one rank's ``optim_states`` says."""
+
+    partition_count: int
+    flats: tuple[Mapping[str, Tensor], ...]
+    """Per flat id: kind -> flat tensor; ``master`` and every elementwise state of the optimizer."""
+    steps: tuple[float, ...]
+    """Per flat id."""
+    step_is_tensor: bool
+    """Or an int. An empty state tells neither: then it is taken for a tensor."""
+    groups: tuple[ParamGroup, ...]
+    ds_config: Mapping[str, Any]
+    facts: Mapping[str, object]
+    """What a resume reads beside the states and must be alike on all ranks"""
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What ``model_states`` say beside the model, whatever the stage."""
+
+    global_steps: int
+    skipped_steps: int
+    scheduler: SchedulerFacts | None
+    """Of DeepSpeed's own, or of one that it was handed; None if the Trainer keeps the scheduler to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """What one rank's ``model_states`` says."""
+
+    param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
+    """Per flat id, in the order of the flat tensors."""
+    frozen_shapes: Mapping[str, tuple[int, ...]]
+    frozen_fragments: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    module_names: tuple[str, ...]
+    """Of params, frozen params, buffers and tied names, in the order of the model."""
+    tied: Mapping[str, str]
+    world_size: int
+    counters: Counters
+    facts: Mapping[str, object]
+    """What a resume reads beside the states and must be alike on all ranks"""
+    findings: tuple[Finding, ...]
+
+
+def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
+    """Decode one ``optim_states`` file. Raises SourceError, or UnsupportedCheckpoint for other ZeRO stages."""
+    tree = read_shard(root, path, where)
+    outer = get(tree, "optimizer_state_dict", dict, where)
+    _check_stage(outer, where)
+    partition_count = outer.get("partition_count")
+    if isinstance(partition_count, list) or "ds_zero_partition_groups" in outer:
+        raise unsupported_parallelism(where, "expert parallelism", "its partition counts differ by group")
+    inner = get(outer, "optimizer_state_dict", dict, where)
+    masters = read_masters(get(outer, "fp32_flat_groups", list, where), "fp32_flat_groups", where)
+    groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
+    ids = [flat_id for group in groups for flat_id in group.flat_ids]
+    if ids != list(range(len(masters))):
+        raise SourceError.at(
+            where,
+            f"{len(masters)} master tensors, but the param groups own {ids}, in this order",
+            FIX,
+            Code.FIELD_CONFLICT,
+        )
+    state = get(inner, "state", dict, where)
+    if foreign := [key for key in state if key not in range(len(masters))]:
+        raise SourceError.at(
+            where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX, Code.FIELD_UNKNOWN
+        )
+    flats, steps, step_is_tensor = [], [], True
+    for flat_id, master in enumerate(masters):
+        if not state:  # Adam has not made a step yet; `zero3` checks that this is so
+            flats.append({MASTER: master})
+            steps.append(0.0)
+            continue
+        if flat_id not in state:
+            raise SourceError.at(
+                where,
+                f"the optimizer state of flat id {flat_id} is missing; a resume would restart Adam for it",
+                FIX,
+                Code.STATE_MISSING,
+            )
+        kinds, step_node = read_elementwise(
+            as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel, flat_id, where
+        )
+        flats.append({MASTER: master, **kinds})
+        step_is_tensor = not isinstance(step_node, (int, float))
+        steps.append(read_step(root, step_node, flat_id, where))
+    return OptimShard(
+        partition_count=get_count(outer, "partition_count", where),
+        flats=check_alike(flats, where),
+        steps=tuple(steps),
+        step_is_tensor=step_is_tensor,
+        groups=groups,
+        ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
+        facts=facts_of_rank(tree, ZERO3),
+        findings=tuple(check_fields(tree, ZERO3, where)),
+    )
+
+
+def _check_stage(outer: dict[str, Any], where: str) -> None:
+    if "base_optimizer_state" in outer:
+        what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, beside model states of ZeRO-3"
+        raise SourceError.at(where, what, "two runs have saved here; remove the files of the wrong one")
+    stage = outer.get("zero_stage")
+    number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
+    if type(number) is not int or number != 3:
+        told = number if type(number) is int else "no number"
+        raise SourceError.at(
+            where, f"zero_stage is {told} in a file with the name of a ZeRO-3 shard", FIX, Code.FIELD_CONFLICT
+        )
+    if "loss_scaler" not in outer:
+        raise SourceError.at(
+            where, "loss_scaler is missing; DeepSpeed refuses to resume without it", FIX, Code.FIELD_MISSING
+        )
+
+
+def read_model_shard(root: Path, path: str, where: str) -> ModelShard:
+    """Decode one ``model_states`` file. Raises SourceError, or UnsupportedCheckpoint for other parallelism."""
+    tree = as_dict(read_shard(root, path, where), "the file", where)
+    refuse_other_parallelism(tree, where)
+    module = get(tree, "module", dict, where)
+    shapes = tree.get("param_shapes")
+    param_shapes = tuple(
+        read_shapes(entry, "param_shapes", where) for entry in (shapes if isinstance(shapes, list) else [shapes])
+    )
+    frozen_shapes = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
+    frozen_fragments = as_dict(tree.get("frozen_param_fragments") or {}, "frozen_param_fragments", where)
+    if frozen_fragments and frozen_fragments.keys() != frozen_shapes.keys():
+        raise SourceError.at(
+            where, "frozen_param_fragments and frozen_param_shapes list different params", FIX, Code.FIELD_CONFLICT
+        )
+    return ModelShard(
+        param_shapes=param_shapes,
+        frozen_shapes=frozen_shapes,
+        frozen_fragments={
+            name: read_tensor(node, f"frozen_param_fragments[{name}]", where) for name, node in frozen_fragments.items()
+        },
+        buffers=_buffers(module, read_names(tree.get("buffer_names"), "buffer_names", where), where),
+        module_names=tuple(module),
+        tied=read_tied(tree.get("shared_params"), where),
+        world_size=get_count(tree, "dp_world_size", where),
+        counters=read_counters(tree, where),
+        facts=facts_of_rank(tree, MODEL),
+        findings=tuple(check_fields(tree, MODEL, where)),
+    )
+
+
+def read_counters(tree: dict[str, Any], where: str) -> Counters:
+    scheduler = tree.get("lr_scheduler")
+    return Counters(
+        global_steps=get_count(tree, "global_steps", where),
+        skipped_steps=get_count(tree, "skipped_steps", where),
+        scheduler=None if scheduler is None else read_scheduler(scheduler),
+    )
+
+
+def refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
+    degrees = as_dict(tree.get("checkpoint_parallel_dimensions") or {}, "checkpoint_parallel_dimensions", where)
+    config = as_dict(tree.get("ds_config") or {}, "ds_config", where)
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    offload = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
+    signs = [
+        (tree.get("mp_world_size", 1) != 1, "tensor (model) parallelism", "mp_world_size"),
+        (degrees.get("tp_degree", 1) not in (0, 1), "tensor parallelism", "tp_degree"),
+        (degrees.get("pp_degree", 1) not in (0, 1), "pipeline parallelism", "pp_degree"),
+        (tree.get("module", 0) is None, "pipeline parallelism", "it has no module"),
+        (bool(tree.get("num_experts")), "DeepSpeed expert parallelism (MoE)", "num_experts"),
+        (bool(tree.get("ds_autoep_layers")), "expert parallelism (AutoEP)", "ds_autoep_layers"),
+        (zero.get("mics_shard_size") not in (None, 0, -1), "MiCS sharding", "mics_shard_size"),
+        (
+            any(isinstance(entry, dict) and entry.get("device") == "nvme" for entry in offload),
+            "optimizer state offloaded to NVMe",
+            "offload device nvme in ds_config",
+        ),
+    ]
+    for present, kind, evidence in signs:
+        if present:
+            raise unsupported_parallelism(where, kind, evidence)
+
+
+def check_alike(flats: Sequence[Mapping[str, Tensor]], where: str) -> tuple[Mapping[str, Tensor], ...]:
+    """Return what was passed. Raises SourceError if not all of them hold the same kinds of state."""
+    for flat_id, flat in enumerate(flats):
+        if flat.keys() != flats[0].keys():
+            what = f"flat id {flat_id} has the states {', '.join(flat)}, but flat id 0 has {', '.join(flats[0])}"
+            raise SourceError.at(where, what, FIX, Code.STATE_MISSING)
+    return tuple(flats)
+
+
+def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict[str, Tensor]:
+    """The persistent buffers; params are empty placeholders of shape (0,) in ZeRO-3."""
+    if lost := sorted(listed - module.keys()):
+        raise SourceError.at(
+            where, f"module lacks the buffers {some(lost)}; a resume would fail", FIX, Code.FIELD_MISSING
+        )
+    buffers = {}
+    for name, node in module.items():
+        check_name(name, "module", where)
+        if name in listed:
+            buffers[name] = read_tensor(node, f"module[{name}]", where)
+        elif (view := as_tensor(node)) is None and not name.endswith(_EXTRA):
+            raise SourceError.at(where, f"module[{name}] is no tensor; a resume would fail", FIX, Code.FIELD_TYPE)
+        elif view is not None and view.shape != (0,):
+            have = "in full" if view.numel else f"with shape {list(view.shape)}"
+            what = f"module holds {name} {have}, where ZeRO-3 leaves a placeholder; a resume would fail"
+            raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+    return buffers

@@ -1,1 +1,0 @@
-"""Bytes: reading, writing, checksums, casts. Nothing here decides anything."""

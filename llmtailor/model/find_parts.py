@@ -1,0 +1,142 @@
+"""Find the parts of a model from its tensor names, and from hints where there are any.
+
+The parts of a model, by whatever it takes to find them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from llmtailor.model.mergekit_data import architecture_hints
+from llmtailor.model.module_paths import Key, Place, place_of, stored_name
+from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.roles import LAYER, ArchHints, find_roles, find_stack, undecided
+
+# A part must not be called what a selector means otherwise.
+RESERVED = re.compile(r"embed_tokens|norm|lm_head|layer \d+|all|layers|even|odd|first|last|\d+")
+
+
+def dissect(
+    names: Collection[str], tied: Mapping[str, str], numels: Mapping[str, int], hints: ArchHints | None = None
+) -> Anatomy:
+    """Say which part of the model each tensor belongs to.
+
+    `names` are all params, buffers and safetensors weights, in the order of the model: parts other than the well-known
+    ones are listed as they appear. `tied` maps a tied name to the name its values are stored under; tied names get a
+    part even when `names` lacks them. `numels` holds element counts, as far as known: they settle which of several
+    stacks is the main one. What `hints` say of names that the model has goes before what the names suggest.
+
+    The main stack is that of the text decoder. Layers of other stacks, and modules outside the stacks, are parts named
+    by their path (``visual.blocks.0``, ``visual.patch_embed.proj``, ``wpe``) without wrappers and without what they
+    share with the main stack's. Never raises: a model without numbered modules has no layers.
+    """
+    stored = {name: stored_name(name, tied) for name in dict.fromkeys([*names, *tied])}
+    places = {name: place_of(name) for name in dict.fromkeys([*stored, *stored.values()])}
+    main = find_stack(places.values(), numels, hints)
+    around = main[:-1] if main else ()
+    roles = find_roles(stored, places, around, hints)
+
+    others = [place for place in places.values() if place.path not in roles.part_of]
+    titles = _titles(others, main, around)
+    # Counted over the names themselves: a layer tied to another one as a whole still counts.
+    numbers = {place.number for place in others if place.module == main and place.number is not None}
+    # Where embeddings stand in the stack itself (nn.Sequential), layers begin behind them, and still count from 0.
+    first = min(numbers, default=0) if any(place.module == main for place in _in_roles(places, roles.part_of)) else 0
+
+    part_of: dict[str, str] = {}
+    for name, holder in stored.items():
+        place = places[holder]
+        if (role := roles.part_of.get(place.path)) is not None:
+            part_of[name] = role
+        elif place.module == main and place.number is not None:
+            part_of[name] = layer_part(place.number - first)
+        else:
+            part_of[name] = titles[holder]
+
+    present = set(part_of.values())
+    known = [EMBED, *(layer_part(number - first) for number in sorted(numbers)), NORM, HEAD]
+    order = dict.fromkeys([part for part in known if part in present] + list(part_of.values()))
+    num_layers = max(numbers, default=first - 1) + 1 - first
+    modules = _submodels(part_of, hints) if hints else {}
+    return Anatomy(part_of, tuple(order), num_layers, roles.tied, modules)
+
+
+def _in_roles(places: Mapping[str, Place], roles: Mapping[Key, str]) -> Iterable[Place]:
+    return (place for place in places.values() if place.number is not None and place.path in roles)
+
+
+def _submodels(part_of: Mapping[str, str], hints: ArchHints) -> dict[str, tuple[str, ...]]:
+    """Return the parts of every submodel that the hints list.
+
+    A tensor that they don't list belongs to the submodel whose tensors it shares the longest path with, if that is one.
+    """
+    owners: dict[tuple[Key, bool], str] = {}
+    for module, names in hints.modules.items():
+        for name in names:
+            place = place_of(name.replace(LAYER, "0"))
+            owners.setdefault((place.module, place.number is not None), module)
+
+    parts: dict[str, dict[str, None]] = {module: {} for module in hints.modules}
+    for name, part in part_of.items():
+        place = place_of(name)
+        owner = owners.get((place.module, place.number is not None)) or _nearest_owner(place.module, owners)
+        if owner is not None:
+            parts[owner][part] = None
+    return {module: tuple(found) for module, found in parts.items() if found}
+
+
+def _nearest_owner(module: Key, owners: Mapping[tuple[Key, bool], str]) -> str | None:
+    shared: dict[str, int] = defaultdict(int)
+    for (key, _), owner in owners.items():
+        same = next((at for at, (one, other) in enumerate(zip(module, key, strict=False)) if one != other), None)
+        shared[owner] = max(shared[owner], min(len(module), len(key)) if same is None else same)
+    longest = max(shared.values(), default=0)
+    nearest = [owner for owner, length in shared.items() if length == longest]
+    return nearest[0] if longest and len(nearest) == 1 else None
+
+
+def _titles(places: Iterable[Place], main: Key | None, around: Key) -> dict[str, str]:
+    """Name the parts outside the main stack: the module's key, less what it shares with the stack's surroundings."""
+    keys: dict[str, Key] = {}
+    for place in places:
+        if place.number is None:
+            keys[place.name] = place.module
+        elif place.module != main:
+            keys[place.name] = (*place.module, str(place.number))
+
+    sharers: dict[str, set[Key]] = defaultdict(set)
+    for key in keys.values():
+        sharers[_short(key, around)].add(key)
+
+    titles = {}
+    for name, key in keys.items():
+        title = _short(key, around)
+        if len(sharers[title]) > 1 or RESERVED.fullmatch(title):
+            title = ".".join(key)
+        titles[name] = name if RESERVED.fullmatch(title) else title
+    return titles
+
+
+def _short(key: Key, around: Key) -> str:
+    shared = 0
+    while shared < min(len(around), len(key) - 1) and key[shared] == around[shared]:
+        shared += 1
+    return ".".join(key[shared:])
+
+
+def dissect_model(
+    names: Collection[str], tied: Mapping[str, str], numels: Mapping[str, int], config: Mapping[str, Any] | None
+) -> Anatomy:
+    """Say which part of the model each tensor belongs to: by the names, and by mergekit's data where they don't tell.
+
+    `config` is the model's config.json. See `dissect` for the rest. Reads mergekit's files, if it is installed and the
+    names leave something open; never raises.
+    """
+    anatomy = dissect(names, tied, numels)
+    if config is None or not undecided(anatomy):
+        return anatomy
+    hints = architecture_hints(config)
+    return dissect(names, tied, numels, hints) if hints else anatomy

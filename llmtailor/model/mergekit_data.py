@@ -1,0 +1,128 @@
+"""mergekit's architecture data, where it is installed: what tensor names alone don't tell.
+
+mergekit itself is not imported: only its JSON files are read, and only when something has to be looked up. The data
+knows two spellings: newer versions mark embeddings by ``vocabulary_axis``, older ones by ``is_embed``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtailor.model.module_paths import place_of
+from llmtailor.model.roles import LAYER, ArchHints
+
+TEXT_MODULES = ("default", "text_decoder", "text_model", "language_model", "decoder")
+"""What mergekit calls the text model; ``default`` where there are no submodels."""
+
+Weight = Mapping[str, Any]
+
+
+def architecture_hints(config: Mapping[str, Any]) -> ArchHints | None:
+    """Return what mergekit knows of the model with this config.json; None without mergekit, or if it knows nothing."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        return None
+    found = [each for each in _definitions(name) if name in each.get("architectures", [])]
+    if len(found) > 1:  # the same class under different names of tensors: Phi-2 before and after its renaming
+        found = [each for each in found if each.get("model_type") == config.get("model_type")]
+    try:
+        return read_definition(found[0]) if found else None
+    except (AttributeError, KeyError, TypeError):  # of a version that writes it otherwise
+        return None
+
+
+def read_definition(definition: Mapping[str, Any]) -> ArchHints | None:
+    """Read one of mergekit's architecture definitions."""
+    modules = definition.get("modules") if definition.get("kind") == "modular" else None
+    modules = modules or {"default": {"architecture": definition}}
+    text = next((name for name in TEXT_MODULES if name in modules), None)
+    if text is None:
+        return None
+    # The text model first: its embeddings go before those that submodels share.
+    ordered = {text: modules[text], **modules}
+    pre, layers, post = _weights(modules[text])
+    embed = [weight for each in ordered.values() for weight in _weights(each)[0] if _is_vocabulary(weight)][:1]
+    head = [weight for each in ordered.values() for weight in _weights(each)[2] if _is_vocabulary(weight)]
+    stack = next((weight["name"].split(f".{LAYER}.")[0] for weight in layers if f".{LAYER}." in weight["name"]), None)
+    return ArchHints(
+        stack,
+        _names(embed),
+        _names(_norms(pre, post, stack)),
+        _names(head),
+        {name: _names([weight for group in _weights(each) for weight in group]) for name, each in modules.items()}
+        if len(modules) > 1
+        else {},
+    )
+
+
+def _definitions(architecture: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the definitions that mention an architecture."""
+    for path in _files():
+        try:
+            text = path.read_text(encoding="utf-8")
+            if f'"{architecture}"' in text and isinstance(definition := json.loads(text), dict):
+                yield definition
+        except (OSError, ValueError):  # of another version, or damaged: as good as unknown
+            continue
+
+
+def _files() -> list[Path]:
+    try:
+        spec = importlib.util.find_spec("mergekit")  # of a top-level name: finds it, and imports nothing
+    except ValueError:
+        return []
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(path for folder in folders or () for path in Path(folder, "_data", "architectures").glob("*.json"))
+
+
+def _weights(module: Mapping[str, Any]) -> tuple[list[Weight], list[Weight], list[Weight]]:
+    """Return the weights of a submodel before, in and behind its layers, with their full names."""
+    prefix = module.get("weight_prefix") or ""
+    if prefix and not prefix.endswith("."):
+        prefix += "."
+    architecture = module.get("architecture") or {}
+    groups = (
+        architecture.get("pre_weights"),
+        (architecture.get("layer_templates") or {}).get("weights"),
+        architecture.get("post_weights"),
+    )
+    before, inside, behind = ([_prefixed(weight, prefix) for weight in group or ()] for group in groups)
+    return before, inside, behind
+
+
+def _prefixed(weight: Weight, prefix: str) -> Weight:
+    names = [prefix + name for name in (weight["name"], *(weight.get("aliases") or ()))]
+    return {**weight, "name": names[0], "aliases": names[1:]}
+
+
+def _names(weights: Sequence[Weight]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for weight in weights for name in (weight["name"], *weight["aliases"])))
+
+
+def _is_vocabulary(weight: Weight) -> bool:
+    return weight.get("vocabulary_axis") is not None or bool(weight.get("is_embed"))
+
+
+def _norms(pre: Sequence[Weight], post: Sequence[Weight], stack: str | None) -> list[Weight]:
+    """Return the final norm: behind the layers, or else beside the stack (LFM2 lists it before them)."""
+    behind = [weight for weight in post if not _is_vocabulary(weight) and _is_norm(weight)]
+    beside = [weight for weight in pre if stack is not None and _is_norm(weight) and _parent(weight) == _above(stack)]
+    return behind or beside
+
+
+def _is_norm(weight: Weight) -> bool:
+    module = weight["name"].split(".")[-2:][0].lower()
+    return "norm" in module or module.startswith("ln") or module.endswith("ln")
+
+
+def _parent(weight: Weight) -> tuple[str, ...]:
+    return place_of(weight["name"]).path[:-1]
+
+
+def _above(stack: str) -> tuple[str, ...]:
+    return place_of(f"{stack}.0.weight").module[:-1]

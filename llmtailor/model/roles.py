@@ -1,0 +1,167 @@
+"""Which modules are the embeddings, the final norm and the head: by hints, else by what they are called.
+
+What is known about an architecture beyond its tensor names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llmtailor.model.module_paths import Key, Place, is_aside, place_of
+from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+
+LAYER = "${layer_index}"
+LAST = "${num_layers}"
+"""Stand in a hint's names for a layer's number, and for the highest number of the stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchHints:
+    """Names of the tensors that have a role in the text model, and the tensors of every submodel.
+
+    The names need not occur in a model: optional tensors and other spellings are listed too.
+    """
+
+    stack: str | None
+    """What stands in front of a layer's number, e.g. ``model.layers``; None if the model has no layers."""
+    embed: tuple[str, ...] = ()
+    norm: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Submodel -> its tensors; empty for a model without submodels."""
+
+
+def undecided(anatomy: Anatomy) -> bool:
+    """Tell whether names alone may have misled `dissect`, or have not told all.
+
+    That is so when embeddings, final norm, output embeddings or layers were not found, and when there are layers
+    beside those of the text model: which stack is which, and what belongs to each, is then a guess by words.
+    """
+    wanted = {EMBED, NORM, layer_part(0)} | (set() if anatomy.tied else {HEAD})
+    return not wanted <= set(anatomy.parts) or has_other_stacks(anatomy)
+
+
+def has_other_stacks(anatomy: Anatomy) -> bool:
+    """Tell whether the model has layers beside those of the text model."""
+    numbered = {part for part in anatomy.parts if part.rpartition(".")[2].isdecimal()}
+    # An nn.Sequential has numbers too, but its items are plain modules.
+    return any(part in numbered and place_of(name).depth > 1 for name, part in anatomy.part_of.items())
+
+
+# What the modules are called, the most specific first.
+EMBED_WORDS = (
+    "embed_tokens", "wte", "embed_in", "tok_embeddings", "word_embeddings", "word_embedding", "token_embedding",
+    "embedding", "embeddings", "embed", "shared",
+)  # fmt: skip
+NORM_WORDS = (
+    "norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "ln_out", "layer_norm",
+    "embedding_norm",  # LFM2's name for its last norm
+)  # fmt: skip
+RENAMED_HEAD = ("lm_head", "embed_out")
+HEAD_WORDS = ("lm_head", "embed_out", "output_layer", "output", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Modules with a role, and whether input and output embeddings are one tensor."""
+
+    part_of: Mapping[Key, str]
+    """By the path of the module, `Place.path`."""
+    tied: bool
+
+
+def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHints | None) -> Key | None:
+    """Return the stack of the text decoder: structured, no tower or extra head, and the one with most elements."""
+    elements: dict[Key, int] = defaultdict(int)
+    deep: set[Key] = set()
+    for place in places:
+        if place.number is not None:
+            elements[place.module] += numels.get(place.name, 0)
+            if place.depth > 1:
+                deep.add(place.module)
+    if not elements:
+        return None
+    if hints and hints.stack is not None and (hinted := place_of(f"{hints.stack}.0.weight").module) in elements:
+        return hinted
+    # An nn.Sequential of plain modules (a classifier, a projector) also has numbers, but its items have no modules.
+    candidates = [key for key in elements if key in deep] or list(elements)
+    candidates = [key for key in candidates if not is_aside(key)] or candidates
+    return min(candidates, key=lambda key: (-elements[key], key))
+
+
+def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None) -> Roles:
+    """Find the modules with a role.
+
+    `stored` maps names to those that values are stored under, `places` has the places of both, and `around` is where
+    the main stack stands. A role that the hints name, and the model has, is the hints'; others go by words.
+    """
+    # Stored names first: a role belongs to the module that holds the values, if one does.
+    modules = list(dict.fromkeys(places[name].module for name in stored.values() if places[name].number is None))
+    every = list(dict.fromkeys(place.module for place in places.values() if place.number is None))
+    hinted = _hinted(stored, places, hints) if hints else {}
+
+    embed = hinted.get(EMBED) or _some(_find_embed(modules, around) or _find_embed(every, around))
+    hinted_head = [key for key in hinted.get(HEAD, []) if key not in embed]
+    head = hinted_head or _some(_find_head([key for key in every if key not in embed], around))
+    norm = hinted.get(NORM) or _some(next((key for word in NORM_WORDS if (key := (*around, word)) in every), None))
+    tied = _are_tied(embed, head, stored, places)
+
+    roles = dict.fromkeys(norm, NORM)
+    for key in head:
+        roles[key] = EMBED if tied else HEAD
+        # transformers calls GPT-NeoX's head lm_head in memory and embed_out on disk: one part under two names.
+        if key[-1] in RENAMED_HEAD:
+            roles.update({other: roles[key] for other in every if other[-1] in RENAMED_HEAD and other[:-1] == key[:-1]})
+    roles.update(dict.fromkeys(embed, EMBED))
+    return Roles(roles, tied)
+
+
+def _hinted(stored: Mapping[str, str], places: Mapping[str, Place], hints: ArchHints) -> dict[str, list[Key]]:
+    """Return the modules in this model that the hints give a role, and the ones that hold their values."""
+    at: dict[Key, list[Key]] = defaultdict(list)
+    last: dict[Key, int] = {}
+    for name, holder in stored.items():
+        place = places[name]
+        at[place.path] += [place.path, places[holder].path]
+        if place.number is not None:
+            last[place.module] = max(place.number, last.get(place.module, 0))
+
+    def paths(name: str) -> list[Key]:
+        if LAST in name:
+            name = name.replace(LAST, str(last.get(place_of(name.replace(LAST, "0")).module, "")))
+        return at.get(place_of(name).path, [])
+
+    listed = {EMBED: hints.embed, NORM: hints.norm, HEAD: hints.head}
+    return {role: list(dict.fromkeys(path for name in names for path in paths(name))) for role, names in listed.items()}
+
+
+def _some(key: Key | None) -> list[Key]:
+    return [] if key is None else [key]
+
+
+def _find_embed(modules: Sequence[Key], around: Key) -> Key | None:
+    """Return the input embeddings: preferably beside the stack or above it, else anywhere in the text model."""
+    found = [key for key in modules if key[-1] in EMBED_WORDS]
+    beside = [key for key in found if around[: len(key) - 1] == key[:-1]]
+    candidates = beside or [key for key in found if not is_aside(key)]
+    return min(candidates, key=lambda key: (EMBED_WORDS.index(key[-1]), -len(key), key), default=None)
+
+
+def _find_head(modules: Sequence[Key], around: Key) -> Key | None:
+    """Return the output embeddings: beside the stack or above it."""
+    found = [key for key in modules if key[-1] in HEAD_WORDS and around[: len(key) - 1] == key[:-1]]
+    return min(found, key=lambda key: (HEAD_WORDS.index(key[-1]), -len(key), key), default=None)
+
+
+def _are_tied(
+    embed: Sequence[Key], head: Sequence[Key], stored: Mapping[str, str], places: Mapping[str, Place]
+) -> bool:
+    """Tell whether some tensor of one is stored under the same name as some tensor of the other."""
+    holders: dict[str, set[str]] = {EMBED: set(), HEAD: set()}
+    for name, holder in stored.items():
+        for role, keys in ((EMBED, embed), (HEAD, head)):
+            if places[name].path in keys:
+                holders[role].add(holder)
+    return not holders[EMBED].isdisjoint(holders[HEAD])

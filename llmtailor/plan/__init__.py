@@ -1,1 +1,0 @@
-"""Decisions about bytes. Everything here is pure: no file is opened."""

@@ -1,0 +1,216 @@
+"""LLMTailor's update log: which parts were saved at which step, and what to take after a failure. Pure.
+
+A log is text, a JSON object per line::
+
+    {"step": 110, "flag": [0, 1, 2, 30]}
+
+The numbers are LLMTailor's (see `numbering`). Other keys are ignored. A step may have several lines, e.g. when a
+resumed run passed it again; then all their flags count. If the checkpoint lacks a part that only the earlier line
+names, that is told; would the later line win, the part would silently come from an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtailor.errors import Problem, RecipeError
+from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.recipe.candidates import Assignment, RunCheckpoint, best_holder, newest_resumable
+from llmtailor.recipe.selectors import count_layers
+from llmtailor.recipe.text import condense
+
+EXAMPLE = 'write e.g. {"step": 150, "flag": [0, 1, 2]}'
+
+
+@dataclass(frozen=True, slots=True)
+class FlagLine:
+    """A line of the log: at this step, these parts were saved."""
+
+    step: int
+    ids: tuple[int, ...]
+    line: int
+
+
+def read_flags(text: str, name: str) -> tuple[FlagLine, ...]:
+    """Read a log; `name` is what messages call it. Raises RecipeError with every line that can't be read.
+
+    A log without lines is a log: nothing was flagged before the failure.
+    """
+    lines: list[FlagLine] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            lines.append(_read_line(line, number))
+        except _Unreadable as error:
+            problems.append(Problem(f"{name}:{number}", str(error), EXAMPLE))
+    if problems:
+        raise RecipeError(problems)
+    return tuple(lines)
+
+
+def numbering(anatomy: Anatomy) -> dict[int, str]:
+    """Return LLMTailor's number of each part; parts that it does not know have none.
+
+    0 is the final norm, 1..L are layers 0..L-1. Untied, L+1 is ``lm_head`` and L+2 ``embed_tokens``; tied, L+1 is
+    ``embed_tokens``.
+    """
+    names = [NORM, *map(layer_part, range(anatomy.num_layers)), *([] if anatomy.tied else [HEAD]), EMBED]
+    return {number: part for number, part in enumerate(names) if part in anatomy.parts}
+
+
+def assign_flags(
+    lines: Sequence[FlagLine],
+    failure_step: int,
+    base: RunCheckpoint | None,
+    checkpoints: Sequence[RunCheckpoint],
+    anatomy: Anatomy,
+    total_layers: int | None,
+    name: str,
+) -> Assignment:
+    """Take each part from the newest step that flags it, after the base and not after the failure; else from the base.
+
+    The newest checkpoint that is used, or `base` if none is newer, supplies what belongs to no part. `total_layers`
+    is what the user believes the model to have. Raises RecipeError with every problem.
+    """
+    number_of = {part: number for number, part in numbering(anatomy).items()}
+    problems = _check_ids(lines, anatomy, name)
+    if total_layers is not None and total_layers != anatomy.num_layers:
+        fix = f"give --total-layers {anatomy.num_layers}, or the log of this run"
+        what = f"{total_layers} layers are expected, but {count_layers(anatomy.num_layers)}"
+        problems.append(Problem("--total-layers", what, fix))
+    if base is not None and base.step > failure_step:
+        what = f"{base.name} is of step {base.step}, which is later than the failure at step {failure_step}"
+        problems.append(Problem("--base", what, "name a checkpoint from before the failure"))
+
+    since = base.step if base is not None else None
+    newest: dict[int, int] = {}
+    for line in lines:
+        if line.step <= failure_step and (since is None or line.step > since):
+            for number in line.ids:
+                newest[number] = max(line.step, newest.get(number, line.step))
+    flagged = {part: newest[number] for part, number in number_of.items() if number in newest}
+
+    source_of = _of_steps(flagged, lines, checkpoints, name, problems)
+    reason = {part: f"flagged at {step}" for part, step in flagged.items()}
+    unflagged = [part for part in anatomy.parts if part not in flagged]
+    if base is None and unflagged:
+        what = f"never flagged at or before step {failure_step}: {condense(unflagged)}"
+        problems.append(Problem(name, what, "name a checkpoint that holds them with --base"))
+    elif base is not None:
+        source_of |= dict.fromkeys(unflagged, base)
+        for part in unflagged:
+            reason[part] = f"not flagged after {base.step}" if part in number_of else "has no number in the log"
+        if missing := [part for part in unflagged if not base.holds(part)]:
+            what = f"{base.name} does not hold {condense(missing)}, which no line after step {base.step} flags"
+            problems.append(Problem("--base", what, "name a checkpoint that holds every part"))
+
+    used = [*source_of.values(), *([base] if base is not None else [])]
+    chief = newest_resumable(used)
+    if chief is None and not problems:
+        what = "none of the checkpoints that are used can be resumed from, so none can be the base"
+        problems.append(Problem(name, what, "name a full checkpoint with --base"))
+    if problems or chief is None:
+        raise RecipeError(dict.fromkeys(problems))
+    in_order = {part: source_of[part] for part in anatomy.parts}
+    return Assignment(chief, in_order, reason, f"update log {name}, failure at step {failure_step}")
+
+
+class _Unreadable(Exception):
+    pass
+
+
+def _read_line(line: str, number: int) -> FlagLine:
+    try:
+        value = json.loads(line, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        told = error.msg if isinstance(error, json.JSONDecodeError) else "a number or the nesting is too large"
+        raise _Unreadable(f"the line is no JSON: {told}") from error
+    if not isinstance(value, dict):
+        raise _Unreadable("the line is no JSON object")
+    if missing := [key for key in ("step", "flag") if key not in value]:
+        raise _Unreadable(f"{' and '.join(missing)} is missing" if len(missing) == 1 else "step and flag are missing")
+    wrong = []
+    if not _is_count(value["step"]):
+        wrong.append(f"step is {_short(value['step'])}, not a step number")
+    if not isinstance(value["flag"], list):
+        wrong.append(f"flag is {_short(value['flag'])}, not a list of numbers")
+    elif strange := [item for item in value["flag"] if not _is_count(item)]:
+        wrong.append(f"flag holds {_short(strange[0])}, which is not the number of a part")
+    if wrong:
+        raise _Unreadable("; ".join(wrong))
+    return FlagLine(value["step"], tuple(value["flag"]), number)
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Unreadable("a key is there twice")
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # bool is an int to isinstance
+
+
+def _short(value: object) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # what json.loads can nest, json.dumps need not
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _check_ids(lines: Iterable[FlagLine], anatomy: Anatomy, name: str) -> list[Problem]:
+    """Tell of lines with numbers of no part, also behind the failure: the log may be that of another model."""
+    valid = numbering(anatomy)
+    fix = f"{count_layers(anatomy.num_layers)}; {_told(valid)}" if valid else "the model has no part with a number"
+    problems = []
+    for line in lines:
+        if wrong := sorted(set(line.ids) - valid.keys()):
+            told = ", ".join(map(str, wrong))
+            what = f"{told} is not the number of a part" if len(wrong) == 1 else f"{told} are not numbers of parts"
+            problems.append(Problem(f"{name}:{line.line}", what, fix))
+    return problems
+
+
+def _told(valid: dict[int, str]) -> str:
+    layers = [number for number, part in valid.items() if part not in (NORM, HEAD, EMBED)]
+    told = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
+    return ", ".join(told + [f"{number} is {part}" for number, part in valid.items() if number not in layers])
+
+
+def _of_steps(
+    flagged: dict[str, int],
+    lines: Sequence[FlagLine],
+    checkpoints: Sequence[RunCheckpoint],
+    name: str,
+    problems: list[Problem],
+) -> dict[str, RunCheckpoint]:
+    """Return the checkpoint of the step that each part is wanted from."""
+    at_step: dict[int, list[RunCheckpoint]] = defaultdict(list)
+    for checkpoint in checkpoints:
+        at_step[checkpoint.step].append(checkpoint)
+    wanted: dict[int, list[str]] = defaultdict(list)
+    for part, step in flagged.items():
+        wanted[step].append(part)
+    source_of: dict[str, RunCheckpoint] = {}
+    available = ", ".join(map(str, sorted(at_step))) or "none"
+    for step, parts in sorted(wanted.items()):
+        found = {part: best_holder(at_step[step], part) if step in at_step else None for part in parts}
+        source_of |= {part: holder for part, holder in found.items() if holder is not None}
+        missing = [part for part, holder in found.items() if holder is None]
+        where = f"{name}:{next(line.line for line in lines if line.step == step)}"
+        if step not in at_step:
+            what = f"step {step} is flagged for {condense(missing)}, but it has no usable checkpoint"
+            fix = f"available: {available}; restore the checkpoint, or take its line out of the log"
+            problems.append(Problem(where, what, fix))
+        elif missing:
+            what = f"step {step} is flagged for {condense(missing)}, but {at_step[step][0].name} does not hold it"
+            problems.append(Problem(where, what, "take it out of this line of the log"))
+    return source_of

@@ -1,0 +1,1 @@
+"""A run's folder and its history: scan, lineage, thin, gc."""

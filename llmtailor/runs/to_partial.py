@@ -1,0 +1,297 @@
+"""Turns a full checkpoint into a partial one: lay out, write, read back, publish. The full one is not touched.
+
+Reads what was written, or is about to be relied on, and compares it with what it was made of.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmtailor import __version__
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Copy, Plan, Sources
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.checkpoint.placement import Extent, Fragment
+from llmtailor.compose.planner import plan_composite
+from llmtailor.engine.copy import Context, execute, num_workers
+from llmtailor.engine.pool import Stop, run_all
+from llmtailor.engine.staging import check_space
+from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
+from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
+from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial
+from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.model.parts import Anatomy
+from llmtailor.model.states import WEIGHT, State
+from llmtailor.runs.folder import link_or_copy, sync
+from llmtailor.runs.places import making
+from llmtailor.runs.thinning import part_bytes
+from llmtailor.storage.local import FileFact, added_since, write_durably
+from llmtailor.timing import Stopwatch
+from llmtailor.verify.read import Reader, crc_of_range
+
+Observe = Callable[[int], None]
+_BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
+_ALIKE = (
+    *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
+    *("flat_ids", "group_params", "settings", "variant", "part_steps"),
+)
+"""What the index of a partial checkpoint says just like that of the full one it was made of."""
+
+
+def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, observe: Observe) -> None:
+    """Read files from the disk and compare their CRC-32.
+
+    Raises VerificationError with every file that differs, OSError, or Interrupted.
+    """
+    with closing(Reader(root)) as reader:
+        jobs = [partial(_crc_of_file, reader, path, _watched(stop, observe)) for path in wanted]
+        found = dict(zip(wanted, run_all(jobs, num_workers(), stop), strict=True))
+    if wrong := [path for path, crc in wanted.items() if found[path] != crc]:
+        raise VerificationError(
+            Problem(str(root / path), "it does not read back as it was written", _BUG) for path in wrong
+        )
+
+
+def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Iterable[str]) -> None:
+    """Compare the index of what was written with what was planned, and with the checkpoint it was made of.
+
+    With the checksums of all files this says that every state is there, bit for bit. Raises VerificationError.
+    """
+    wrong = [f"its {what} is not that of {source.name}" for what in _ALIKE if not _alike(what, made, source)]
+    kept = set(params)
+    trained = {param for group in source.group_params for param in group}
+    for state, held in source.held.items():
+        if state.kind == WEIGHT:
+            continue
+        there = made.held.get(state)
+        if there is None or (there.dtype, there.shape) != (held.dtype, held.shape):
+            wrong.append(f"it does not describe {state.kind} of {state.param}")
+        elif there.is_here != (state.param in kept or state.param not in trained):
+            wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
+    for file in plan.files:
+        for piece in file.pieces:
+            if isinstance(piece, Copy) and piece.state is not None and made.held[piece.state].is_here:
+                end = piece.begin + _numel(made, piece.state, piece.stop - piece.start)
+                planned = Fragment(piece.begin, end, Extent(file.path, piece.start, piece.stop))
+                if list(made.held[piece.state].place.cover(piece.begin, end)) != [planned]:
+                    wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
+    if wrong:
+        raise VerificationError(Problem(made.name, what, _BUG) for what in wrong)
+
+
+def compared(one: CheckpointIndex) -> list[State]:
+    """Return the states of a partial checkpoint that `check_same` compares."""
+    return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
+
+
+def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe: Observe) -> None:
+    """Compare every state that a partial checkpoint holds with the full one of its step, by CRC-32.
+
+    Raises VerificationError for those that differ, OSError, or Interrupted.
+    """
+    states = compared(one)
+    pairs = [state for state in states if state in other.held]
+    crcs = []
+    for index in (one, other):
+        with closing(Reader(index.root)) as reader:
+            jobs = [partial(_crc_of_state, reader, index, state, _watched(stop, observe)) for state in pairs]
+            crcs.append(run_all(jobs, num_workers(), stop))
+    lacking = [state for state in states if state not in other.held]
+    wrong = lacking + [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
+    if wrong:
+        names = ", ".join(f"{state.kind} of {state.param}" for state in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        fix = "they are of different attempts: remove the one that you don't want by hand"
+        raise VerificationError.at(one.name, f"it holds other values than {other.name}: {names}{more}", fix)
+
+
+def check_unchanged(index: CheckpointIndex) -> None:
+    """Raise SourceError for every file that is no longer as it was when it was indexed, or was not there then."""
+    folders = {f"{folder}/": None for path in index.files for folder in Path(path).parents if folder.name}
+    changed = [
+        Problem(f"{index.name}/{path}", "it appeared in the meantime, so nothing here is removed", "run this again")
+        for path in added_since(index.root, {**index.files, **folders})
+        if path not in index.files
+    ]
+    for path, fact in index.files.items():
+        try:
+            same = FileFact.of((index.root / path).stat()).is_like(fact)
+        except OSError:
+            same = False
+        if not same:
+            changed.append(Problem(PathIn(index.name, path), "the file changed while it was read", "run this again"))
+    if changed:
+        raise SourceError(changed)
+
+
+def _alike(what: str, made: CheckpointIndex, source: CheckpointIndex) -> bool:
+    mine, theirs = getattr(made, what), getattr(source, what)
+    return bool(dict(mine) == dict(theirs) if isinstance(mine, Mapping) else mine == theirs)
+
+
+def _numel(index: CheckpointIndex, state: State, num_bytes: int) -> int:
+    held = index.held[state]
+    return num_bytes * held.numel // held.num_bytes
+
+
+def _watched(stop: Stop, observe: Observe) -> Observe:
+    def watch(num_bytes: int) -> None:
+        stop.check()
+        observe(num_bytes)
+
+    return watch
+
+
+def _crc_of_file(reader: Reader, path: str, observe: Observe) -> int:
+    reader.forget(path)
+    return crc_of_range(reader, path, 0, (reader.root / path).stat().st_size, observe)
+
+
+def _crc_of_state(reader: Reader, index: CheckpointIndex, state: State, observe: Observe) -> int:
+    held, crc = index.held[state], 0
+    for fragment in held.place.cover(0, held.numel):
+        extent = fragment.extent
+        crc = crc_of_range(reader, extent.path, extent.start, extent.stop, observe, crc)
+    return crc
+
+
+logger = logging.getLogger(__name__)
+SPARE_BYTES = 16 << 20
+"""Room for folders and file system overhead, beyond the bytes of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a partial checkpoint shall hold."""
+
+    parts: Mapping[str, str]
+    """And why each"""
+    ledger: Ledger
+    """After it"""
+    policy: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A partial checkpoint that is laid out, and not written yet."""
+
+    source: CheckpointIndex
+    target: Path
+    anatomy: Anatomy
+    contents: Contents
+    save_id: str
+    layout: PartialLayout
+    plan: Plan
+    links: Mapping[str, Path]
+    """Files of frozen params that an older partial checkpoint has in the same size, and probably the same"""
+
+    @property
+    def params_of(self) -> dict[str, list[str]]:
+        """The trained params of each part that it holds"""
+        return _params_of(self.source, self.anatomy, self.contents)
+
+    @property
+    def num_bytes_to_move(self) -> int:
+        """What is written and then read back"""
+        return 2 * self.plan.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What it will take on the disk"""
+        files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
+        return files + len(_manifest(self, {}))
+
+
+def plan_conversion(
+    source: CheckpointIndex,
+    anatomy: Anatomy,
+    target: Path,
+    contents: Contents,
+    older: Mapping[str, tuple[Path, int]],
+) -> Conversion:
+    """Lay out the partial form of a full checkpoint; no tensor is read.
+
+    ``older`` are the files of frozen params that partial checkpoints have: name -> folder and size of the newest.
+    Raises SourceError or UnsupportedCheckpoint.
+    """
+    save_id = uuid.uuid4().hex
+    params = {name for names in _params_of(source, anatomy, contents).values() for name in names}
+    layout = lay_out_partial(source, params, save_id)
+    names = {*source.params, *source.tied, *(state.param for state in source.held)}
+    plan = plan_composite(layout.files, [source], Sources(dict.fromkeys(names, 0)), 0)
+    links = {
+        file.path: older[file.path][0]
+        for file in layout.frozen
+        if file.path in older and older[file.path][1] == file.num_bytes
+    }
+    return Conversion(source, target, anatomy, contents, save_id, layout, plan, links)
+
+
+def write_conversion(
+    conversion: Conversion, stop: Stop, observe: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Write a partial checkpoint, read it back, and let it appear at once, whole and durable.
+
+    ``observe`` is told of bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
+
+    Raises StorageError if there is no space for it, SourceError, also if the full checkpoint changes meanwhile,
+    VerificationError if it does not read back as planned, Interrupted, or OSError. It is absent then.
+    """
+    target, source, watch = conversion.target, conversion.source, Stopwatch()
+    check_space(target, sum(file.num_bytes for file in conversion.plan.files) + SPARE_BYTES)
+    staging = making(target)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        results = execute(conversion.plan, staging, Context([source.files], observe=observe, stop=stop))
+        crcs = {result.path: result.crc for result in results}
+        logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
+        for name, folder in conversion.links.items():
+            if filecmp.cmp(folder / name, staging / name, shallow=False):
+                (staging / name).unlink()
+                link_or_copy(folder / name, staging / name)
+        write_durably(staging / MANIFEST, _manifest(conversion, crcs))
+        sync(staging)
+        check_crcs(staging, crcs, stop, observe)
+        params = {name for names in conversion.params_of.values() for name in names}
+        check_places(conversion.plan, index_checkpoint(staging, display_name(target)), source, params)
+        check_unchanged(source)
+        logger.info("read it back in %s", watch.lap())
+        stop.check()
+        staging.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _params_of(source: CheckpointIndex, anatomy: Anatomy, contents: Contents) -> dict[str, list[str]]:
+    trained = {name for group in source.group_params for name in group}
+    return {part: [name for name in anatomy.names(part) if name in trained] for part in contents.parts}
+
+
+def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
+    """Return the manifest; without checksums it has its size already."""
+    source, contents = conversion.source, conversion.contents
+    facts = tuple(
+        BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0))
+        for file in (*conversion.layout.bundles, *conversion.layout.frozen)
+    )
+    return manifest_json(
+        describe_partial(
+            source, conversion.save_id, contents.parts, conversion.params_of, facts, contents.ledger.to_json()
+        ),
+        policy=contents.policy,
+        num_bytes=part_bytes(source, conversion.anatomy),
+        tool_version=__version__,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,196 @@
+"""What a checkpoint can still give: which states, and whether it can be the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.placement import Runs
+from llmtailor.codes import Code
+from llmtailor.containers.torch_zip import Record, list_records
+from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.findings import ERROR, NOTE, Finding
+from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
+from llmtailor.formats.zero.files import LATEST
+from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.recipe.candidates import RunCheckpoint
+from llmtailor.verify.verify import verify_checkpoint
+
+_RNG = re.compile(r"rng_state(_\d+)?\.pth")
+_OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
+_OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
+_FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A checkpoint of which at least something can be used."""
+
+    checkpoint: RunCheckpoint
+    index: CheckpointIndex
+    """Without the files that are damaged, and without weights if those are: they are rounded from the masters then."""
+    lost: Mapping[State, Runs]
+    """Elements that can't be used."""
+    is_whole: bool
+    """Nothing is damaged, as far as was looked."""
+    unfit: tuple[Problem, ...]
+    """Why it can't be the base."""
+    damage: tuple[Problem, ...]
+    knows_tied: bool
+    """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 says so."""
+    weights_lost: bool
+    """Whether weights were saved, beside masters, and can't be used."""
+    dropped: tuple[str, ...]
+    """Damaged files of the root that no state lies in, but for those of the base."""
+
+    @property
+    def name(self) -> str:
+        return self.index.name
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """What is wrong with a checkpoint, by what it means for a salvage."""
+
+    fatal: tuple[Problem, ...]
+    """It can't be told any more what the states are."""
+    unfit: tuple[Problem, ...]
+    dropped: frozenset[str]
+    weights_lost: bool
+
+
+def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = lambda num_bytes: None) -> Holder:
+    """Say what a checkpoint can give to a composite. With ``deep`` its bytes are read, too.
+
+    Raises SourceError if it can give nothing, and Interrupted on Ctrl-C.
+    """
+    verdict = verify_checkpoint(path)
+    index = verdict.index
+    if index is None:
+        raise SourceError(finding for finding in verdict.findings if finding.severity != NOTE)
+    findings = [finding for finding in verdict.findings if finding.severity != NOTE]
+    told = _sort(findings, index)
+    if told.fatal:
+        raise SourceError(told.fatal)
+    lost: Mapping[State, Runs] = verdict.damage.states
+    if deep:
+        from llmtailor.verify.deep import read_everything  # numpy takes a while
+
+        found = read_everything(index, index.unreadable, read_manifest(path, index.name), observe)
+        more = [finding for finding in found.findings if finding.severity != NOTE]
+        told = _sort([*findings, *more], index, is_deep=True)
+        if told.fatal and index.is_partial:  # its bundles' checksums don't tell which states they cost
+            raise SourceError(told.fatal)
+        lost = _trusting_checksums(index, found.states, found.values)
+        findings += [*more, *found.values]
+    weights_lost = index.stage > 0 and (told.weights_lost or any(state.kind == WEIGHT for state in lost))
+    damage = tuple(dict.fromkeys(finding.problem for finding in findings))
+    damaged_files = {one.path for one in damage}.intersection(index.files)
+    return Holder(
+        checkpoint=RunCheckpoint(path, step, None),
+        index=_without(index, told.dropped, weights_lost),
+        lost={
+            state: runs
+            for state, runs in lost.items()
+            if state.kind != MODULE and not (state.kind == WEIGHT and index.stage)
+        },
+        is_whole=not (lost or damaged_files or any(finding.severity == ERROR for finding in findings)),
+        unfit=told.unfit,
+        damage=damage,
+        knows_tied=not any(_FIRST_MODEL_STATES.fullmatch(path) for path in index.unreadable),
+        weights_lost=weights_lost,
+        dropped=tuple(sorted(told.dropped - {LATEST})),
+    )
+
+
+def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = False) -> _Sorted:
+    fatal: list[Problem] = []
+    unfit: list[Problem] = []
+    dropped: set[str] = set()
+    weights_lost = False
+    for finding in findings:
+        path = finding.path or ""
+        if path in _OF_THE_BASE or finding.code in _OF_THE_SCHEDULER:
+            if is_deep or finding.severity == ERROR:
+                unfit.append(finding)
+        elif path in index.unreadable or (is_deep and "/" in path):
+            continue  # the elements that this costs are listed
+        elif is_weight_file(path) and not index.is_partial:  # these have bundles, no weights
+            weights_lost = True
+        elif path == MANIFEST:
+            fatal.append(finding)
+        elif path == LATEST or _RNG.fullmatch(path):
+            dropped.add(path)
+            if path == LATEST and len([tag for tag in index.root.glob("global_step*") if tag.is_dir()]) > 1:
+                fatal.append(finding)
+        elif finding.severity == ERROR:
+            fatal.append(finding)
+        elif "/" not in path and (index.root / path).is_file():
+            dropped.add(path)
+    return _Sorted(tuple(fatal), tuple(unfit), frozenset(dropped), weights_lost)
+
+
+def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool) -> CheckpointIndex:
+    return replace(
+        index,
+        files={
+            path: fact
+            for path, fact in index.files.items()
+            if path not in dropped and not (weights_lost and is_weight_file(path))
+        },
+        held={state: held for state, held in index.held.items() if not (weights_lost and state.kind == WEIGHT)},
+        findings=tuple(finding for finding in index.findings if finding.severity != ERROR),
+    )
+
+
+def without_weights(holder: Holder) -> Holder:
+    """Return a holder whose weights are rounded from its masters, whatever its weight files hold."""
+    return replace(holder, index=_without(holder.index, frozenset(), weights_lost=True))
+
+
+def _trusting_checksums(
+    index: CheckpointIndex, states: Mapping[State, Runs], values: Iterable[Finding]
+) -> dict[State, Runs]:
+    """Where a weight contradicts its master, both are listed; a master that matches its checksum is right."""
+    from llmtailor.verify.read import Reader, crc_of_range  # numpy takes a while
+
+    blamed = {finding.path for finding in values} | index.unreadable
+    reader = Reader(index.root)
+
+    @cache
+    def records_of(path: str) -> Sequence[Record]:
+        return list_records(index.root, path, PathIn(index.name, path)) if path.endswith(".pt") else ()
+
+    @cache
+    def matches(path: str, record: Record) -> bool:
+        try:
+            return record.crc == crc_of_range(reader, path, record.start, record.stop, lambda num_bytes: None)
+        except OSError:
+            return False
+
+    def is_right(state: State, runs: Runs) -> bool:
+        if index.stage == 0 or state.kind not in (MASTER, FROZEN):
+            return False
+        place = index.held[state].place
+        extents = {fragment.extent for begin, end in runs for fragment in place.cover(begin, end)}
+        return not blamed.intersection(extent.path for extent in extents) and all(
+            any(
+                record.start <= extent.start and extent.stop <= record.stop and matches(extent.path, record)
+                for record in records_of(extent.path)
+            )
+            for extent in extents
+        )
+
+    try:
+        return {state: runs for state, runs in states.items() if not is_right(state, runs)}
+    finally:
+        reader.close()

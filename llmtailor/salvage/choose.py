@@ -1,0 +1,150 @@
+"""Which checkpoint each part, or each element, comes from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.placement import Runs, count, union, without
+from llmtailor.errors import some
+from llmtailor.model.parts import Anatomy
+from llmtailor.model.states import WEIGHT, State
+from llmtailor.salvage.assess import Holder
+
+Cuts = tuple[tuple[int, int, int], ...]
+"""Elements ``begin``..``end`` and the holder they come from, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartChoice:
+    """Where a part comes from."""
+
+    part: str
+    holder: int | None
+    """Position of the newest holder that gives anything; None if there is no complete source."""
+    shares: Mapping[int, int]
+    """Holder -> elements of params that it gives."""
+    why: str
+    """Why not all of it is from the newest holder; empty if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    parts: tuple[PartChoice, ...]
+    cuts: Mapping[State, Cuts]
+    """States that are made of several holders' elements."""
+    base: int | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.base is not None and not self.lacking
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        return tuple(choice.part for choice in self.parts if choice.holder is None)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Every holder that gives something."""
+        given = {number for choice in self.parts for number in choice.shares}
+        return tuple(sorted(given | ({self.base} if self.base is not None else set())))
+
+
+def choose(holders: Sequence[Holder], anatomy: Anatomy, fragments: bool) -> Choice:
+    """Take every part from the newest holder that has all of it; with ``fragments`` every element of those that are
+    damaged in newer ones. ``holders`` are ordered from the newest on, and fit together.
+
+    Each element's master and moments come from one holder. The base is the newest that can be one and gives something,
+    or else the newest that can be one.
+    """
+    wanted = _states_by_part(holders[0].index, anatomy)
+    parts: list[PartChoice] = []
+    cuts: dict[State, Cuts] = {}
+    for part in anatomy.parts:
+        states = wanted.get(part, {})
+        whole = next((at for at, one in enumerate(holders) if not _lost(one, states, holders[0].index)), None)
+        choice = PartChoice(part, whole, {} if whole is None else {whole: _numel(states, holders[0].index)}, "")
+        if fragments and holders[0].index.stage and whole != 0 and (mixed := _mix(part, states, holders)) is not None:
+            choice, more = mixed
+            cuts |= more
+        why = _why(holders[0], _lost(holders[0], states, holders[0].index)) if set(choice.shares) != {0} else ""
+        parts.append(PartChoice(part, choice.holder, choice.shares, why))
+    giving = {number for choice in parts for number in choice.shares}
+    able = [number for number, one in enumerate(holders) if not one.unfit and one.knows_tied]
+    base = next((number for number in able if number in giving), next(iter(able), None))
+    return Choice(tuple(parts), cuts, base)
+
+
+def _states_by_part(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, dict[str, list[State]]]:
+    """Return the states that must be there, by part and param. Under ZeRO weights are the rounded masters."""
+    found: dict[str, dict[str, list[State]]] = {}
+    for state in index.held:
+        if state.param in index.params and not (state.kind == WEIGHT and index.stage):
+            found.setdefault(anatomy.part_of[state.param], {}).setdefault(state.param, []).append(state)
+    return found
+
+
+def _numel(states: Mapping[str, Sequence[State]], index: CheckpointIndex) -> int:
+    return sum(index.held[of_param[0]].numel for of_param in states.values())
+
+
+def _lost(holder: Holder, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
+    """Return what a holder lacks of some states."""
+    lost: dict[State, Runs] = {}
+    for of_param in states.values():
+        for state in of_param:
+            held = holder.index.held.get(state)
+            if held is None or not held.is_here:
+                lost[state] = ((0, reference.held[state].numel),)
+            elif runs := holder.lost.get(state):
+                lost[state] = runs
+    return {state: runs for state, runs in lost.items() if count(runs)}
+
+
+def _mix(
+    part: str, states: Mapping[str, Sequence[State]], holders: Sequence[Holder]
+) -> tuple[PartChoice, dict[State, Cuts]] | None:
+    """Take each element of a part from the newest holder that has all of it; None if some have no holder."""
+    reference = holders[0].index
+    found: dict[str, Cuts] = {}
+    for param, of_param in states.items():
+        numel = reference.held[of_param[0]].numel
+        left: Runs = ((0, numel),) if numel else ()
+        taken: list[tuple[int, int, int]] = []
+        for number, holder in enumerate(holders):
+            lost = union(*_lost(holder, {param: of_param}, reference).values())
+            if holder.index.held.get(of_param[0], reference.held[of_param[0]]).numel != numel:
+                lost = ((0, numel),)  # buffers of another number of ranks
+            rest = without(left, without(left, lost))
+            taken += [(begin, end, number) for begin, end in without(left, lost)]
+            left = rest
+        if left:
+            return None
+        found[param] = tuple(sorted(taken))
+    shares: dict[int, int] = {}
+    for taken_of in found.values():
+        for begin, end, number in taken_of:
+            shares[number] = shares.get(number, 0) + end - begin
+    first = min(shares, default=None)
+    cuts = {
+        state: found[param]
+        for param, of_param in states.items()
+        if any(number != first for *_, number in found[param])
+        for state in of_param
+    }
+    return PartChoice(part, first, dict(sorted(shares.items())), ""), cuts
+
+
+def _why(newest: Holder, lost: Mapping[State, Runs]) -> str:
+    """Say what the newest holder lacks of a part."""
+    paths: dict[str, None] = {}
+    for state, runs in lost.items():
+        held = newest.index.held.get(state)
+        if held is not None and held.is_here:
+            for begin, end in runs:
+                paths.update(dict.fromkeys(fragment.extent.path for fragment in held.place.cover(begin, end)))
+    kinds = some(dict.fromkeys(state.kind for state in lost))
+    if not paths:
+        return f"{newest.name} does not hold it"
+    return f"{kinds} lost in {some(path.rpartition('/')[2] for path in paths)}"

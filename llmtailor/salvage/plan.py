@@ -1,0 +1,281 @@
+"""The service behind ``llmtailor salvage``: judge the run's checkpoints -> choose -> recipe -> plan of a merge."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmtailor.checkpoint.layout import FileLayout, Literal
+from llmtailor.checkpoint.lineage import Past
+from llmtailor.codes import Code
+from llmtailor.compose.opened import Opened
+from llmtailor.compose.plan import Composition, Options, plan_merge
+from llmtailor.compose.resume import is_written
+from llmtailor.containers.json import MAX_BYTES
+from llmtailor.containers.torch_zip import list_records, read_torch_file
+from llmtailor.engine.staging import already_there
+from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.formats.registry import display_name, dissect_checkpoint
+from llmtailor.model.parts import Anatomy
+from llmtailor.model.states import State
+from llmtailor.recipe.candidates import Assignment
+from llmtailor.recipe.emit import write_recipe
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.runs.folder import list_checkpoints
+from llmtailor.runs.judge import Judge
+from llmtailor.runs.scan import find_checkpoints, of_another_chain, past_of, why_not
+from llmtailor.salvage.assess import Holder, judge, without_weights
+from llmtailor.salvage.choose import Choice, choose
+from llmtailor.storage.local import read_source
+from llmtailor.verify.verify import verify_checkpoint
+
+logger = logging.getLogger(__name__)
+Observe = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a run's checkpoints can give, from the newest on, as far back as was needed."""
+
+    run: Path
+    newest: tuple[int, Path]
+    """Step and folder of the newest checkpoint, whatever is left of it."""
+    holders: tuple[Holder, ...]
+    refused: tuple[Problem, ...]
+    """Why the others can't give anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What can be made of a run's folder. Nothing is written yet."""
+
+    scan: Scan
+    choice: Choice
+    fragments: bool
+    deeper: Choice | None
+    """What taking each element by itself would choose; None if that is no gain, or was asked for."""
+    composition: Composition | None
+    """None: the base is whole, and nothing newer is of use."""
+    is_written: bool = False
+    """Whether the output is there already."""
+
+    @property
+    def base(self) -> Holder:
+        assert self.choice.base is not None, "an incomplete choice is refused"
+        return self.scan.holders[self.choice.base]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the newest checkpoint is whole: there is nothing to salvage."""
+        return self.composition is None and self.base.checkpoint.path == self.scan.newest[1]
+
+
+def plan_salvage(
+    run: Path,
+    out: Path | None = None,
+    *,
+    at: int | None = None,
+    deep: bool = False,
+    fragments: bool = False,
+    replace_out: bool = False,
+    trust_unrecorded: bool = False,
+    in_place: bool = False,
+    observe: Observe = lambda num_bytes: None,
+) -> Salvage:
+    """Plan the composite that loses least of a run: every part from the newest checkpoint that has it intact.
+
+    ``out`` is ``salvaged-checkpoint-STEP`` in the run's folder if left out. With ``fragments`` a part that is damaged
+    in the newest checkpoint comes from several, element by element. With ``deep`` tensors are read, too, and
+    ``observe`` is told of it. Nothing later than ``at`` is used. ``in_place`` says that the output will be put in the
+    place of a checkpoint: it may be there already, if it is of the same salvage.
+    Raises SourceError with all that is in the way if there is no complete composite, and what `plan_merge` raises.
+    """
+    run = Path(run).absolute()
+    scan, anatomy = scan_run(run, at, deep, fragments, observe, trust_unrecorded)
+    holders = scan.holders
+    choice = choose(holders, anatomy, fragments)
+    if not choice.is_complete:
+        raise _no_composite(scan, anatomy, choice)
+    deeper = None if fragments else choose(holders, anatomy, True)
+    if deeper is not None and (not deeper.cuts or not deeper.is_complete):
+        deeper = None
+    base = choice.base
+    assert base is not None
+    composition = None
+    if choice.used != (base,) or not holders[base].is_whole or holders[base].index.is_partial:
+        composition = _plan(scan, choice, anatomy, out, replace_out or in_place)
+    salvage = Salvage(scan, choice, fragments, deeper, composition)
+    if composition is None or replace_out or not in_place or not composition.out.exists():
+        return salvage
+    if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
+        raise already_there(composition.out)
+    logger.info("%s is there already, of the same salvage", composition.out)
+    return replace(salvage, is_written=True)
+
+
+def scan_run(
+    run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe, trust_unrecorded: bool = False
+) -> tuple[Scan, Anatomy]:
+    """Judge the run's checkpoints from the newest on, until a composite is complete.
+
+    Raises SourceError if none of them can give anything.
+    """
+    folders = find_checkpoints(run, at)
+    present = Judge.of(run, at, trust_unrecorded)
+    holders: list[Holder] = []
+    refused: list[Problem] = []
+    anatomy: Anatomy | None = None
+    past: Past | None = None
+    for step, path in folders:
+        if anatomy is not None and choose(holders, anatomy, fragments).is_complete:
+            logger.info("looked no further back than %s: all parts are found", holders[-1].name)
+            break
+        foreign = present.why_not(path, step)
+        if foreign is not None and foreign.code is Code.GIVEN_UP:
+            refused.append(foreign)
+            logger.info("skipped %s: %s", foreign.where, foreign.what)
+            continue
+        try:
+            holder = judge(path, step, deep, observe)
+            mine = past_of(holder.index)
+        except SourceError as error:
+            refused += error.problems
+            logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
+            continue
+        holders, holder = _share_tied(holders, holder)
+        reason = foreign or why_not(step, holder.index, holders[0].index if holders else None)
+        if reason is None and past is not None and mine is not None and not past.includes(mine):
+            reason = of_another_chain(holder.name)
+        if reason is not None:
+            refused.append(reason)
+            logger.info("skipped %s: %s", holder.name, reason.what)
+            continue
+        past = past or mine
+        holders.append(holder)
+        state = "whole" if holder.is_whole else "damaged"
+        logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
+        anatomy = dissect_checkpoint(holders[0].index)
+    if anatomy is None:
+        head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
+        raise SourceError([head, *refused])
+    return Scan(run, folders[0], tuple(holders), tuple(refused)), anatomy
+
+
+def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
+    """Tell those which have lost the file that names tied params what the others say; it holds for the whole run."""
+    known = next((one.index.tied for one in (*holders, found) if one.knows_tied), None)
+    if known is None:
+        return list(holders), found
+
+    def told(one: Holder) -> Holder:
+        return one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
+
+    return [told(one) for one in holders], told(found)
+
+
+def _no_composite(scan: Scan, anatomy: Anatomy, choice: Choice) -> SourceError:
+    fix = "mend a file named here, or start anew"
+    if choose(scan.holders, anatomy, True).is_complete:
+        fix = "say --fragments: together they hold every element"
+    problems = [
+        Problem(row.part, "no checkpoint holds it intact" + (f" ({row.why})" if row.why else ""), fix)
+        for row in choice.parts
+        if row.holder is None
+    ]
+    if choice.base is None:
+        fix = "mend the files named here: schedule and trainer state must come from one of them"
+        problems.append(Problem(display_name(scan.run), "no checkpoint can be the base", fix))
+        problems += [problem for holder in scan.holders for problem in holder.unfit]
+        problems += [
+            Problem(holder.name, "the file that tells which weights are tied can't be read", "copy it back")
+            for holder in scan.holders
+            if not holder.knows_tied
+        ]
+    damage = [problem for holder in scan.holders for problem in holder.damage]
+    return SourceError(dict.fromkeys([*problems, *damage, *scan.refused]))
+
+
+def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replace_out: bool) -> Composition:
+    assert choice.base is not None
+    used = {number: scan.holders[number] for number in choice.used}
+    base = used[choice.base]
+    from_masters = base.index.stage and (choice.cuts or any(holder.weights_lost for holder in used.values()))
+    if from_masters:
+        used = {number: without_weights(holder) for number, holder in used.items()}
+    assignment = Assignment(
+        base=base.checkpoint,
+        source_of={row.part: used[row.holder].checkpoint for row in choice.parts if row.holder is not None},
+        reason={row.part: row.why or "intact" for row in choice.parts},
+        title=f"salvage of {display_name(scan.run)}",
+    )
+    text = write_recipe(assignment, anatomy, None)
+    recipe = replace(parse_recipe(text, name=assignment.title, folder=scan.run, environ=os.environ), is_ours=True)
+    files, about_files = _replace_files(scan, base)
+    cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = {
+        state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
+        for state, runs in choice.cuts.items()
+    }
+    opened = Opened(
+        indexes={holder.index.root: holder.index for holder in used.values()},
+        cuts=cuts,
+        files=tuple(files),
+        notices=tuple(dict.fromkeys([*_notices(scan, choice), *about_files])),
+    )
+    out = out or scan.run / f"salvaged-checkpoint-{base.step}"
+    return plan_merge(recipe, out, Options(replace=replace_out), opened)
+
+
+def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
+    """Take files that a run never changes (config, tokenizer) from other checkpoints if the base's are damaged."""
+    layouts, notices = [], []
+    others = sorted(list_checkpoints(scan.run).items(), reverse=True)
+    for path in base.dropped:
+        where, donor = PathIn(base.name, path), None
+        if not path.startswith("rng_state"):
+            donor = next((root for _, root in others if root != base.index.root and _is_sound(root, path)), None)
+        if donor is None:
+            fix = "copy it into the output before the resume, if you have it elsewhere"
+            notices.append(Problem(where, "the file is damaged, and left out", fix))
+            continue
+        data = read_source(donor / path, PathIn(display_name(donor), path), MAX_BYTES)
+        layouts.append(FileLayout(path, (Literal(data, f"from {donor.name}"),)))
+        what = f"the file is damaged, and comes from {display_name(donor)}"
+        notices.append(Problem(where, what, "look whether it is right, if the run changed it in between"))
+    return layouts, notices
+
+
+def _is_sound(root: Path, path: str) -> bool:
+    try:
+        if path.endswith(".json"):
+            json.loads(read_source(root / path, path, MAX_BYTES))
+        elif path.endswith((".pt", ".pth")):
+            read_torch_file(root, path, path)
+        elif path.endswith(".bin"):
+            list_records(root, path, path)
+        return (root / path).stat().st_size <= MAX_BYTES
+    except (OSError, ValueError, RecursionError, SourceError):
+        return False
+
+
+def _notices(scan: Scan, choice: Choice) -> list[Problem]:
+    """Say what was lost: it stands in the composite's manifest and card."""
+    assert choice.base is not None
+    base, used = scan.holders[choice.base], [scan.holders[number] for number in choice.used]
+    notices = []
+    newer = [holder for holder in used if holder.step > base.step]
+    for holder in newer:
+        what = (
+            f"schedule, data order, random number states and trainer state are of step {base.step}: those of "
+            f"{holder.name} can't be used, so its last {holder.step - base.step} steps of data are trained on again"
+        )
+        notices.append(Problem(base.name, what, f"if these files of {holder.name} can be mended, do so first"))
+    if choice.cuts:
+        params = len({state.param for state in choice.cuts})
+        what = f"{params} params are made of elements from several steps (--fragments)"
+        notices.append(Problem(display_name(scan.run), what, "compare the losses after the resume"))
+    notices += [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
+    return [*notices, *scan.refused]

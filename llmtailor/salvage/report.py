@@ -1,0 +1,98 @@
+"""What a salvage takes from where, as rows for a table and as JSON data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from llmtailor.compose.report import to_json as plan_to_json
+from llmtailor.formats.registry import display_name
+from llmtailor.salvage.plan import Salvage
+
+SCHEMA = "llmtailor.salvage/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A part, or the share of a part that comes from one checkpoint."""
+
+    part: str
+    source: str
+    step: int
+    steps_back: int
+    """From the newest checkpoint of the run, whatever is left of it."""
+    share: float
+    """Of the part's elements, 0..1"""
+    why: str
+
+
+def rows(salvage: Salvage) -> list[Row]:
+    """Return the rows in the order of the model; of a mixed part the newest share first."""
+    newest, _ = salvage.scan.newest
+    found = []
+    for choice in salvage.choice.parts:
+        total = sum(choice.shares.values())
+        for number, numel in choice.shares.items():
+            holder = salvage.scan.holders[number]
+            step = holder.index.part_steps.get(choice.part, holder.step)
+            why = choice.why if number else ""
+            if number == 0 and holder.step < newest:
+                why = f"the newest that can be used; {display_name(salvage.scan.newest[1])} can't"
+            found.append(Row(choice.part, holder.name, step, newest - step, numel / total if total else 1.0, why))
+    return found
+
+
+def fold(listed: Sequence[Row]) -> list[Row]:
+    """Join neighbouring layers that are alike into one row, ``layer 0-7``."""
+    folded: list[Row] = []
+    for _, group in groupby(listed, lambda row: row.part):
+        own = list(group)
+        above = folded[-len(own) :]
+        first, _, last = above[0].part.removeprefix("layer ").partition("-") if above else ("", "", "")
+        number = own[0].part.removeprefix("layer ")
+        if (
+            number.isdigit()
+            and (last or first).isdigit()
+            and int(last or first) + 1 == int(number)
+            and [replace(row, part="", share=round(row.share, 2)) for row in above]
+            == [replace(row, part="", share=round(row.share, 2)) for row in own]
+            and len({row.part for row in above}) == 1
+        ):
+            own = [replace(row, part=f"layer {first}-{number}") for row in own]
+            del folded[-len(own) :]
+        folded += own
+    return folded
+
+
+def gain(salvage: Salvage) -> float:
+    """Return the share of all elements that ``--fragments`` would take from a newer checkpoint, 0..1."""
+    if salvage.deeper is None:
+        return 0.0
+    newer = total = 0
+    for own, other in zip(salvage.choice.parts, salvage.deeper.parts, strict=True):
+        assert own.holder is not None
+        total += sum(own.shares.values())
+        newer += sum(numel for number, numel in other.shares.items() if number < own.holder)
+    return newer / total if total else 0.0
+
+
+def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
+    """Return the outcome as JSON data; the keys are stable within a schema version."""
+    composition, scan = salvage.composition, salvage.scan
+    told = [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
+    return {
+        "schema": SCHEMA,
+        "run": str(scan.run),
+        "newest": {"step": scan.newest[0], "path": str(scan.newest[1])},
+        "outcome": "composite" if composition else "intact" if salvage.is_intact else "older",
+        "base": salvage.base.name,
+        "resume_from": str(resume_from),
+        "fragments": salvage.fragments,
+        "fragments_would_gain": gain(salvage),
+        "parts": [asdict(row) for row in rows(salvage)],
+        "damage": [problem.to_json() for problem in dict.fromkeys([*told, *scan.refused])],
+        "plan": plan_to_json(composition.report) if composition else None,
+    }

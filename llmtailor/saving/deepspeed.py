@@ -1,0 +1,263 @@
+"""A training under DeepSpeed ZeRO: where its states lie in this process.
+
+The trees are what ``DeepSpeedEngine.save_checkpoint`` would pickle (0.19.8), and the cutting rules are those of the
+files, since the files are these tensors: see `formats.zero.read3` and `zero12`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from llmtailor.checkpoint.sharding import lay_out_vector
+from llmtailor.errors import Problem, UnsupportedCheckpoint
+from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
+from llmtailor.formats.zero.files import WHOLE_MODEL
+from llmtailor.formats.zero.read3 import part_size
+from llmtailor.model.states import BUFFER, MASTER
+from llmtailor.saving.model import is_adapted
+from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.training import Fragment, Kept, Left, describe, persistent_buffers, tied_names
+
+_WHERE = "DeepSpeed"
+_ELEMENTWISE = "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state"
+
+
+class ZeroTraining:
+    """Implements `saving.training.Training` for a DeepSpeedEngine.
+
+    Raises UnsupportedCheckpoint for what it can't save.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.zero = engine.optimizer
+        self.stage = int(engine.zero_optimization_stage())
+        self.ranks = Ranks.here()
+        refuse(engine)
+        self.precision: torch.dtype = engine.get_model_dtype() if hasattr(engine, "get_model_dtype") else _dtype(engine)
+        self.model: torch.nn.Module = engine.module
+        self._shapes: list[dict[str, tuple[int, ...]]] = [
+            {name: tuple(shape) for name, shape in shapes.items()} for shapes in engine._get_zero_param_shapes()
+        ]
+        trained = {name for shapes in self._shapes for name in shapes}
+        params = describe(self.model, trained)
+        # of a model that PEFT wraps the Trainer saves nothing that is frozen
+        self.has_frozen = not is_adapted(self.model)
+        self.params: Mapping[str, ParamFact] = {
+            name: fact for name, fact in params.items() if self.has_frozen or fact.role != "frozen"
+        }
+        self.tied: Mapping[str, str] = {
+            name: stored for name, stored in tied_names(self.model).items() if stored in self.params
+        }
+
+        self._steps_before: int = engine.global_steps - engine.skipped_steps
+
+    @property
+    def tag(self) -> str:
+        return f"global_step{self.engine.global_steps}"
+
+    def look_again(self) -> bool:
+        return False  # DeepSpeed's flat tensors are laid out once
+
+    def has_stepped(self) -> bool:
+        return bool(self.engine.global_steps - self.engine.skipped_steps > self._steps_before)
+
+    def has_state(self) -> bool:
+        return bool(self._flats(self.zero.state_dict())[0].keys() - {MASTER})
+
+    def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
+        wanted = set(params)
+        yield from (one for one in self._fragments(self._flats(self.zero.state_dict())) if one.param in wanted)
+
+    def masters(self) -> Iterator[Fragment]:
+        flats = [{MASTER: kinds[MASTER]} for kinds in self._flats(self.zero.state_dict())]
+        yield from self._fragments(flats)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        # ZeRO-1/2 saves those of rank 0 for all
+        return persistent_buffers(self.model) if self.stage == 3 or self.ranks.is_first else {}
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        if self.stage < 3 and not self.ranks.is_first:
+            return {}
+        params: dict[str, Any] = dict(self.model.named_parameters())
+        names = [name for name, fact in self.params.items() if fact.role == "frozen"]
+        return {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
+
+    def frozen_file(self) -> str:
+        return frozen_name(self.ranks.rank, self.ranks.world_size) if self.stage == 3 else frozen_name(0, 1)
+
+    def trees(self) -> Mapping[str, Any]:
+        optim, model = self._stock_names(self.ranks.rank)
+        trees = {optim: self._optim_tree()}
+        if self.stage == 3 or self.ranks.is_first:
+            trees[model] = self._model_tree()
+        return trees
+
+    def shards(self) -> Mapping[str, Any]:
+        ranks = range(self.ranks.world_size)
+        names = [self._stock_names(rank) for rank in ranks]
+        model = [name for _, name in names] if self.stage == 3 else [names[0][1]]
+        return {"is_bf16": self._prefix() != "", "optim": [name for name, _ in names], "model": model}
+
+    def _stock_names(self, rank: int) -> tuple[str, str]:
+        model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else WHOLE_MODEL
+        return f"{self.tag}/{self._prefix()}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", f"{self.tag}/{model}"
+
+    def _prefix(self) -> str:
+        return "bf16_" if self.engine.bfloat16_enabled() else ""
+
+    def _flats(self, saved: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """Return this rank's flat tensors: per flat id (ZeRO-3) or group, by kind."""
+        masters = saved["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+        states = _inner(saved, self.stage)["state"]
+        flats = []
+        for flat_id, master in enumerate(masters):
+            kinds = {kind: value for kind, value in states.get(flat_id, {}).items() if kind != "step"}
+            for kind, value in kinds.items():
+                if not isinstance(value, torch.Tensor) or value.numel() < master.numel():
+                    what = f"the optimizer's state {kind} has not an element for each of the params'"
+                    raise UnsupportedCheckpoint.at(_WHERE, what, _ELEMENTWISE)
+            if kinds and "step" not in states[flat_id]:
+                raise UnsupportedCheckpoint.at(_WHERE, "the optimizer does not count its steps", _ELEMENTWISE)
+            flats.append({MASTER: master, **kinds})
+        return flats
+
+    def _fragments(self, flats: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Fragment]:
+        cut = self._slices if self.stage == 3 else self._partitions
+        gaps = getattr(self.zero, "round_robin_bit16_padding", None)
+        for flat_id, (shapes, kinds) in enumerate(zip(self._shapes, flats, strict=True)):
+            numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+            for param, begin, end, offset in cut(numels, gaps[flat_id] if gaps else ()):
+                for kind, flat in kinds.items():
+                    yield Fragment(param, kind, begin, flat.detach()[offset : offset + end - begin])
+
+    def _slices(self, numels: Mapping[str, int], _: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
+        """Yield (param, begin, end, offset in the flat tensor) by the rule of ZeRO-3."""
+        rank, world_size, offset = self.ranks.rank, self.ranks.world_size, 0
+        for param, numel in numels.items():
+            part = part_size(numel, world_size)
+            begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
+            if begin < end:
+                yield param, begin, end, offset
+            offset += part
+
+    def _partitions(self, numels: Mapping[str, int], gaps: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the same by the rule of ZeRO-1/2."""
+        vector = lay_out_vector(list(numels.values()), gaps, self.ranks.world_size)
+        low, high = self.ranks.rank * vector.partition, (self.ranks.rank + 1) * vector.partition
+        for (param, numel), at in zip(numels.items(), vector.offsets, strict=True):
+            begin, end = max(low, at), min(high, at + numel)
+            if begin < end:
+                yield param, begin - at, end - at, begin - low
+
+    def _optim_tree(self) -> dict[str, Any]:
+        outer = dict(self.zero.state_dict())
+        outer.pop("param_slice_mappings", None)  # follows from the layout, and is wrong under round_robin_gradients
+        masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        outer[masters] = [_left(flat) for flat in outer[masters]]
+        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        inner = dict(outer[key])
+        inner["state"] = {
+            flat_id: {kind: value if kind == "step" else _left(value) for kind, value in kinds.items()}
+            for flat_id, kinds in inner["state"].items()
+        }
+        outer[key] = inner
+        return {"optimizer_state_dict": outer, "ds_config": self.engine.config, "ds_version": _version()}
+
+    def _model_tree(self) -> dict[str, Any]:
+        engine = self.engine
+        frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
+        fragments, shapes = None, None
+        if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 has them in `module` only
+            fragments = OrderedDict((name, Kept(self.frozen_file(), name)) for name in frozen)
+            shapes = OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items())
+        return {
+            "module": self._module(),
+            "buffer_names": engine._get_buffer_names(),
+            "optimizer": None,
+            "param_shapes": [
+                OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in self._shapes
+            ],
+            "frozen_param_shapes": shapes,
+            "shared_params": engine._get_shared_params(),
+            "frozen_param_fragments": fragments,
+            "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+            "data_sampler": self._data_sampler(),
+            "random_ltd": None,
+            "skipped_steps": engine.skipped_steps,
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "dp_world_size": self.ranks.world_size,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": engine.config,
+            "ds_version": _version(),
+        }
+
+    def _data_sampler(self) -> Any:
+        loader = self.engine.training_dataloader
+        if loader is None or not self.engine.curriculum_learning_enabled():
+            return None
+        return loader.data_sampler.state_dict()
+
+    def _module(self) -> OrderedDict[str, Any]:
+        """The model's state dict, without the values of what is trained."""
+        state = self.model.state_dict()
+        buffers = persistent_buffers(self.model)
+        module: OrderedDict[str, Any] = OrderedDict()
+        for name, tensor in state.items():
+            fact = self.params.get(self.tied.get(name, name))
+            if fact is None and name not in buffers:  # PEFT leaves out what is frozen
+                continue
+            if name in buffers:
+                module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{name}")
+            elif self.stage < 3 and fact is not None and fact.role == "frozen":
+                module[name] = Kept(self.frozen_file(), self.tied.get(name, name))
+            else:
+                module[name] = Left(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
+        if hasattr(state, "_metadata"):
+            module._metadata = state._metadata  # type: ignore[attr-defined]
+        return module
+
+
+def refuse(engine: Any) -> None:
+    """Raise UnsupportedCheckpoint, with every reason, for a training whose states are not cut by ZeRO alone."""
+    zero_config = engine.config.get("zero_optimization") or {}
+    offload = [zero_config.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    signs = [
+        (engine.zero_optimization_stage() < 1, "ZeRO stage 0", "set zero_optimization.stage to 1, 2 or 3"),
+        (any(one.get("device") == "nvme" for one in offload), "states on NVMe", "offload to the CPU"),
+        (engine.mp_world_size > 1, "tensor parallelism", "train data-parallel"),
+        (bool(getattr(engine, "has_moe_layers", False)), "DeepSpeed's expert parallelism", "use plain expert params"),
+        ((zero_config.get("mics_shard_size") or -1) > 0, "MiCS sharding", "train without mics_shard_size"),
+        (bool(zero_config.get("elastic_checkpoint")), "elastic_checkpoint", "turn it off"),
+        (bool(engine.random_ltd_enabled()), "random layerwise token dropping", "train without random_ltd"),
+        (Ranks.here().world_size != engine.dp_world_size, "ranks that are not data-parallel", "train data-parallel"),
+    ]
+    problems = [Problem(_WHERE, f"{what} can't be saved in parts", fix) for is_so, what, fix in signs if is_so]
+    if problems:
+        raise UnsupportedCheckpoint(problems)
+
+
+def _inner(saved: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+    inner: Mapping[str, Any] = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    return inner
+
+
+def _left(value: Any) -> Any:
+    return Left(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
+
+
+def _dtype(engine: Any) -> torch.dtype:
+    return torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
+
+
+def _version() -> str:
+    import deepspeed
+
+    return str(deepspeed.__version__)

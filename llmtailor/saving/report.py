@@ -1,0 +1,91 @@
+"""What a save did: for the run's log, and for the Trainer's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llmtailor.errors import StorageError
+from llmtailor.storage.local import replace_durably
+
+LOG = "saves.jsonl"
+"""In the folder of partial checkpoints: one JSON object per save, oldest first"""
+ABANDONED_LOG = "saves.abandoned.jsonl"
+"""The same, for saves of attempts that were given up"""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A finished save."""
+
+    step: int
+    parts: Mapping[str, str]
+    """The chosen parts, and why each was"""
+    num_bytes: int
+    """Of all ranks' files; frozen params count though they may be links"""
+    stall_s: float
+    """How long training stood still on this rank, all included"""
+    drift: Mapping[str, float]
+    """Part -> relative change since its own last save, measured before this one"""
+    steps_behind: Mapping[str, int]
+    """Part -> how many training steps its newest save lies back, after this save"""
+    path: Path
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "parts": dict(self.parts),
+            "num_bytes": self.num_bytes,
+            "stall_s": round(self.stall_s, 6),
+            "drift": dict(self.drift),
+            "steps_behind": dict(self.steps_behind),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return what goes to the Trainer's logger."""
+        return {
+            "checkpoint/bytes": self.num_bytes,
+            "checkpoint/stall_s": self.stall_s,
+            "checkpoint/stalest_part_steps": max(self.steps_behind.values(), default=0),
+        }
+
+
+def append(folder: Path, line: Mapping[str, Any]) -> None:
+    """Append a line to the log. A log that can't be written stops nothing."""
+    with suppress(OSError), (folder / LOG).open("ab+") as file:
+        if file.tell() and not _ends_a_line(file):  # a kill tore the last one
+            file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def give_up_after(folder: Path, step: int) -> None:
+    """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A torn line is dropped."""
+    with suppress(OSError, StorageError):
+        lines = (folder / LOG).read_bytes().splitlines()
+        steps = [_step_of(line) for line in lines]
+        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        later = [line for line, at in zip(lines, steps, strict=True) if at is not None and at > step]
+        if len(kept) < len(lines):
+            with (folder / ABANDONED_LOG).open("ab") as file:
+                file.write(b"".join(line + b"\n" for line in later))
+            replace_durably(folder / LOG, b"".join(line + b"\n" for line in kept))
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step that a line of the log is about; None for what is no line of it."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if type(step) is int else None

@@ -1,0 +1,209 @@
+"""The saver inside the Hugging Face Trainer: two lines in a training script.
+
+The Trainer is not patched. A callback runs after the Trainer's own, sees that a step would be saved, takes the save
+over and makes a partial one. What the Trainer saves for other reasons (``save_strategy="best"``, ``save_model``) it
+still saves.
+
+The Trainer saves a step after its log entry and its evaluation, which draws random numbers, may find the best metric
+and may step the scheduler (ReduceLROnPlateau). No callback is called at that very moment. So the save waits for the
+next one that is, before which neither model nor optimizer changes, and gets the random numbers of that moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
+
+from llmtailor.checkpoint.lineage import Past
+from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.formats.attempt_mark import make_mark
+from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.formats.trainer_checks import CALLBACKS, MARK
+from llmtailor.policies import make_policy
+from llmtailor.runs.retention import check_keep
+from llmtailor.saving.loop import make_saver
+from llmtailor.saving.model import check_before_training
+from llmtailor.saving.plain import unwrap
+from llmtailor.saving.saver import PartialSaver, SaveFailed
+from llmtailor.saving.training import rng_tree
+
+logger = logging.getLogger("llmtailor.saving")
+_WHERE = "attach"
+
+
+def attach(
+    trainer: transformers.Trainer,
+    policy: Any = "parity",
+    save_steps: int | None = None,
+    *,
+    max_staleness: int | None = None,
+    keep_composable: int | None = None,
+) -> Any:
+    """Have a Trainer save partial checkpoints instead of full ones; return the callback that does it.
+
+    ``save_steps`` is how many steps lie between two saves; None keeps what the training arguments say (steps or
+    epochs). For ``policy``, ``max_staleness`` and ``keep_composable`` see `PartialSaver`. Call it on every rank, before
+    ``train()``. A failed save costs a warning, not the training.
+
+    Raises UsageError, with every reason, for a policy that can't guarantee that any step is composable, or training
+    arguments that contradict partial checkpoints; UnsupportedCheckpoint for FSDP.
+    """
+    callback = PartialSaving(trainer, policy, save_steps, max_staleness=max_staleness, keep_composable=keep_composable)
+    trainer.add_callback(callback)
+    return callback
+
+
+class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
+    """The callback that `attach` adds."""
+
+    def __init__(
+        self,
+        trainer: transformers.Trainer,
+        policy: Any = "parity",
+        save_steps: int | None = None,
+        *,
+        max_staleness: int | None = None,
+        keep_composable: int | None = None,
+    ) -> None:
+        _check(trainer, save_steps)
+        check_keep(keep_composable)
+        self.trainer = trainer
+        self.policy = make_policy(policy)
+        self.save_steps = save_steps
+        self.options = {"max_staleness": max_staleness, "keep_composable": keep_composable}
+        check_before_training(unwrap(trainer.model), self.policy, max_staleness)
+        self.saver: PartialSaver | None = None
+        self._pending_rng: dict[str, Any] | None = None
+        self._saved_step = -1
+        self._has_state = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if self.saver is not None:  # of a training that ended with an error
+            self.saver.close()
+        self._pending_rng, self._has_state = None, False
+        scheduler = trainer.lr_scheduler
+        if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
+            scheduler = None  # a scheduler from the DeepSpeed config, which the engine saves
+        self.saver = make_saver(
+            args.output_dir,
+            engine=trainer.model_wrapped if trainer.is_deepspeed_enabled else None,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            scheduler=scheduler,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            tokenizer=trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None),
+            policy=self.policy,
+            **self.options,
+        )
+        self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})
+        self._mark(state)
+        self._saved_step = state.global_step
+
+    def _mark(self, state: Any) -> None:
+        """Have whatever the Trainer saves now state the attempt that it is of."""
+        assert self.saver is not None
+        ledger = self.saver.ledger
+        state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mark(state)
+        if self.saver is not None and not self._has_state:
+            self._has_state = self.saver.has_state()  # refuses an optimizer now, and not at the first save
+        every = self.save_steps or state.save_steps
+        by_steps = self.save_steps is not None or args.save_strategy != SaveStrategy.EPOCH
+        is_last = state.global_step >= state.max_steps
+        if args.save_strategy == SaveStrategy.STEPS:
+            control.should_save = False
+        if by_steps and (state.global_step % every == 0 or is_last):
+            self._take(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._settle()
+        if args.save_strategy == SaveStrategy.EPOCH:
+            control.should_save = False
+            if self.save_steps is None:
+                self._take(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "train_loss" in logs:  # the entry at the end, after which the best model may be loaded
+            self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
+            self._settle()
+        elif "loss" in logs and not control.should_evaluate:
+            self._settle()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._pending_rng is not None:
+            self._pending_rng = rng_tree()  # there may be another data set to come
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._settle()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._settle()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._settle()
+        if self.saver is not None:
+            self.saver.close()
+
+    def _take(self, control: Any) -> None:
+        self._pending_rng = rng_tree()
+        if not (control.should_log or control.should_evaluate):
+            self._settle()
+
+    def _settle(self) -> None:
+        rng, self._pending_rng = self._pending_rng, None
+        if rng is None:
+            return
+        trainer, step = self.trainer, self.trainer.state.global_step
+        if step == self._saved_step or self.saver is None:
+            return
+        trainer.store_flos()
+        try:
+            report = self.saver.save(step, self._write_state, rng)
+        except SaveFailed as error:
+            cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
+            logger.warning(
+                "the save at step %d failed, and the training goes on without it: %s", step, error, exc_info=cause
+            )
+            return
+        if report is not None:
+            self._saved_step = step
+            is_due = trainer.control.should_log
+            trainer.log(report.metrics())
+            trainer.control.should_log = is_due  # else the Trainer takes this for the step's own log
+
+    def _write_state(self, folder: Path) -> None:
+        """Write ``trainer_state.json`` as the Trainer does, with the states of callbacks that have one."""
+        trainer = self.trainer
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                name = type(callback).__name__
+                if isinstance(trainer.state.stateful_callbacks.get(name), list):
+                    trainer.state.stateful_callbacks[name].append(callback.state())
+                else:
+                    trainer.state.stateful_callbacks[name] = callback.state()
+        trainer.state.save_to_json(str(folder / TRAINER_STATE))
+
+
+def _check(trainer: transformers.Trainer, save_steps: int | None) -> None:
+    args, problems = trainer.args, []
+    if save_steps is not None and (type(save_steps) is not int or save_steps < 1):
+        problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", "give a number of steps, 1 or more"))
+    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
+        what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
+        problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are left alone'))
+    if problems:
+        raise UsageError(problems)
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedCheckpoint.at(_WHERE, "FSDP's states can't be saved in parts", "use DeepSpeed ZeRO or DDP")
+    if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
+        logger.info("partial checkpoints replace the full ones of save_strategy=%s", args.save_strategy.value)
+    if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
+        logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")

@@ -1,0 +1,273 @@
+"""Files and folders that survive a power cut.
+
+Renames that neither overwrite nor leave a gap, with flags of Linux's renameat2 that the standard library lacks.
+
+File systems without them (NFS, some that run in user space), and other systems, get the closest that POSIX has.
+
+Files that others wrote, opened so that nothing hangs and nothing swells: regular files only, small ones whole.
+
+A symbolic link is followed, whatever it points to: copying reads what the user may read anyway. What is behind it
+must be a regular file; a pipe would block for ever, and some devices act on being opened.
+
+What lies in a folder, so that it can be told later whether something came or changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtailor.codes import Code
+from llmtailor.errors import SourceError, StorageError
+
+UNFINISHED = re.compile(r"\..+\.llmtailor-new")
+"""Names of what `replace_durably` was writing when it was killed"""
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of it, in as many calls as the system takes. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and fsync it. Raises StorageError."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Write a file, new or not, so that it is either the old one or the new one, whole. Raises StorageError."""
+    beside = path.with_name(f".{path.name}.llmtailor-new")
+    try:
+        beside.unlink(missing_ok=True)
+        write_durably(beside, data)
+        beside.replace(path)
+    except OSError as error:
+        raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and what is missing above it, durably; it may be there already. Raises OSError."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the file system can. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no fsync for folders
+            raise
+    finally:
+        os.close(fd)
+
+
+_AT_FDCWD = -100
+_NOREPLACE = 1
+_EXCHANGE = 2
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename to a name that nothing has, not even an empty folder. Raises FileExistsError, or OSError."""
+    if _renameat2(source, target, _NOREPLACE):
+        return
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    source.rename(target)
+
+
+def replace_folder(source: Path, target: Path, aside: Path) -> None:
+    """Put one folder in the place of another, which is then at ``source``, or else at ``aside``. Raises OSError.
+
+    Without renameat2 there is a moment in which nothing is at ``target``, and the old folder is at ``aside``.
+    """
+    if not _renameat2(source, target, _EXCHANGE):
+        target.rename(aside)
+        try:
+            source.rename(target)
+        except OSError:
+            aside.rename(target)
+            raise
+
+
+def _renameat2(source: Path, target: Path, flag: int) -> bool:
+    """Return False where this can't be done at all."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # no such C library, or no such function in it
+        return False
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(target))
+
+
+_COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class SourceFile:
+    """An open regular file, and its size at the moment of opening."""
+
+    def __init__(self, fd: int, num_bytes: int, where: str):
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self.where = where
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start``..``stop``, which must lie within ``num_bytes``.
+
+        Raises SourceError if they can't be read or are not there any more.
+        """
+        chunks = []
+        while start < stop:
+            try:
+                chunk = os.pread(self.fd, stop - start, start)
+            except OSError as error:
+                raise _unreadable(self.where, error) from error
+            if not chunk:
+                what = f"the file ends before byte {stop}: it became shorter while it was read"
+                raise SourceError.at(self.where, what, "stop what writes to it, and start again", Code.FILE_CHANGED)
+            chunks.append(chunk)
+            start += len(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+@contextmanager
+def open_source(path: Path, where: str) -> Iterator[SourceFile]:
+    """Open a regular file to read it; messages call it ``where``. Raises SourceError for anything else."""
+    try:
+        check_regular(path.stat().st_mode, where)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise SourceError.at(where, "the file is missing", _COPY_AGAIN, Code.FILE_MISSING) from error
+    except ValueError as error:
+        raise SourceError.at(
+            where, f"no file can have this name ({error})", _COPY_AGAIN, Code.FILE_UNREADABLE
+        ) from error
+    except OSError as error:
+        raise _unreadable(where, error) from error
+    try:
+        status = os.fstat(fd)
+        check_regular(status.st_mode, where)
+        yield SourceFile(fd, status.st_size, where)
+    finally:
+        os.close(fd)
+
+
+def read_source(path: Path, where: str, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises SourceError for anything else, and for a file that is larger."""
+    with open_source(path, where) as file:
+        if file.num_bytes > max_bytes:
+            what = f"the file has {file.num_bytes:,} bytes, and {max_bytes:,} are more than it ever needs"
+            raise SourceError.at(where, what, _COPY_AGAIN)
+        return file.read(0, file.num_bytes)
+
+
+def check_regular(mode: int, where: str) -> None:
+    """Raise SourceError unless a file's mode is that of a regular one; it says what it is instead."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise SourceError.at(where, f"this is {kind}, where a file belongs", _COPY_AGAIN, Code.NOT_A_FILE)
+
+
+def _unreadable(where: str, error: OSError) -> SourceError:
+    mend = "run as a user who may read it" if isinstance(error, PermissionError) else "check the disk"
+    return SourceError.at(where, f"the file can't be read: {error.strerror or error}", mend, Code.FILE_UNREADABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class FileFact:
+    """A file as it was when it was indexed; a change afterwards means the source moved under us."""
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    """These two also change with a new hard link or a mount, so they give reason to compare contents, not to refuse."""
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileFact:
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+    def is_like(self, other: FileFact) -> bool:
+        """Whether size and time of change agree."""
+        return (self.num_bytes, self.mtime_ns) == (other.num_bytes, other.mtime_ns)
+
+
+Entries = Mapping[str, FileFact | None]
+"""Relative path -> size and time of a regular file; None for all else. Those of folders end in ``/``."""
+
+
+def list_entries(folder: Path) -> dict[str, FileFact | None]:
+    """Return what lies directly in a folder, sorted by name; links are not followed. Raises OSError."""
+    found: dict[str, FileFact | None] = {}
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda one: one.name):
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                found[f"{entry.name}/"] = None
+            else:
+                found[entry.name] = FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
+    return found
+
+
+def added_since(folder: Path, before: Entries) -> list[str]:
+    """Return what lies in a folder, at any depth, and was not there, or not the same, ``before``. Raises OSError.
+
+    A folder that was not there is named, and not looked into.
+    """
+    found: list[str] = []
+    for name, fact in list_entries(folder).items():
+        if name not in before or not _is_like(fact, before[name]):
+            found.append(name)
+        elif name.endswith("/"):
+            inside = {path[len(name) :]: old for path, old in before.items() if path.startswith(name) and path != name}
+            found += [name + path for path in added_since(folder / name, inside)]
+    return found
+
+
+def _is_like(fact: FileFact | None, other: FileFact | None) -> bool:
+    return fact is other if fact is None or other is None else fact.is_like(other)
+
+
+def list_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of change of every file at any depth, links as they are, by relative path."""
+    found = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = Path(where) / name
+            status = path.lstat()
+            found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
+    return found

@@ -1,0 +1,108 @@
+"""Layer-aligned param groups of a live model, and a Trainer mixin that really gets them through DeepSpeed.
+
+>>> class LayerTrainer(LayerGroupsMixin, Trainer): ...
+
+They are the groups that ``--groups layer`` makes of a checkpoint: both call `arrange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from llmtailor.checkpoint.regroup import LAYER, NAMES_KEY, NO_DECAY, arrange
+from llmtailor.model.find_parts import dissect_model
+from llmtailor.model.parts import Anatomy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_GROUPING = {"params", "model", "optimizer_dict"}
+"""Arguments by which GaLore, LOMO and others bring groups of their own."""
+
+
+def layer_param_groups(
+    model: nn.Module, weight_decay: float, decays: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the param groups of a model for any torch optimizer: two for each layer and each part outside of them.
+
+    ``decays`` are the names of params that get weight decay; None takes the rule of the Trainer. Frozen params are
+    left out. Each group names its params under ``lt_params``, which an optimizer saves and restores verbatim: torch
+    itself only writes numbers.
+    """
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    decays = decaying_names(model) if decays is None else decays
+    return [
+        {
+            "params": [params[name] for name in names],
+            "weight_decay": weight_decay if names[0] in decays else 0.0,
+            NAMES_KEY: list(names),
+        }
+        for names in arrange(params, dissect_live(model), decays, LAYER)
+    ]
+
+
+def decaying_names(model: nn.Module) -> set[str]:
+    """Return the params that transformers 5.23 gives weight decay: no norms and no biases."""
+    from torch import nn
+
+    norms = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    names = [name for name, _ in model.named_parameters()]
+    return {name for name in names if not NO_DECAY.search(name) and not name.startswith(tuple(norms))}
+
+
+def dissect_live(model: nn.Module) -> Anatomy:
+    """Return the parts of a model, which are those of its checkpoints."""
+    first: dict[int, str] = {}
+    numels: dict[str, int] = {}
+    tied: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if (stored := first.setdefault(id(param), name)) != name:
+            tied[name] = stored
+        else:
+            # Under ZeRO-3 a param is empty here, and DeepSpeed keeps its real size beside it.
+            numels[name] = getattr(param, "ds_numel", param.numel())
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    config = dict(to_dict()) if to_dict else None
+    if config is not None:  # transformers only writes the class into it when it saves
+        config["architectures"] = config.get("architectures") or [type(model).__name__]
+    return dissect_model([*numels, *tied], tied, numels, config)
+
+
+class LayerGroupsMixin:
+    """Makes a Trainer optimize layer-aligned param groups: ``class LayerTrainer(LayerGroupsMixin, Trainer): ...``
+
+    Under DeepSpeed a Trainer drops ``optimizers=(optimizer, None)`` without a word and calls ``create_optimizer``, so
+    that is what has to be overridden. The optimizer is the one that the training arguments name. The DeepSpeed config
+    must not have an ``optimizer`` of its own: DeepSpeed would then build it from that, with one group.
+    """
+
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and "optimizer" in plugin.deepspeed_config:
+            raise ValueError(
+                "the DeepSpeed config has an optimizer, so the Trainer's layer-aligned param groups would be ignored; "
+                "take it out of the config and name it in the training arguments (optim=...)"
+            )
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        trainer: Any = self
+        given = self.optimizer_cls_and_kwargs
+        if self.optimizer is None:
+            live = trainer.model if model is None else model
+            kind, kwargs = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, live)
+            if taken := _GROUPING & kwargs.keys():
+                raise ValueError(f"{trainer.args.optim} brings param groups of its own ({', '.join(sorted(taken))})")
+            decays = set(trainer.get_decay_parameter_names(live))
+            groups = layer_param_groups(live, trainer.args.weight_decay, decays)
+            self.optimizer_cls_and_kwargs = (kind, {**kwargs, "params": groups})
+        try:
+            # The stock method takes "params" for its own groups, and does the rest.
+            return super().create_optimizer(*([] if model is None else [model]))  # type: ignore[misc]
+        finally:
+            self.optimizer_cls_and_kwargs = given

@@ -1,0 +1,96 @@
+"""What a checkpoint is, without loading a tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.formats.registry import absent_parts, dissect_checkpoint, index_checkpoint
+from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT
+
+_FEW = 8
+_HYPER = ("lr", "weight_decay", "betas", "eps")
+
+
+def inspect_checkpoint(root: Path) -> dict[str, Any]:
+    """Describe a checkpoint as JSON data; the keys are stable within a schema version.
+
+    Raises SourceError with everything that is damaged or missing, or UnsupportedCheckpoint.
+    """
+    return describe(index_checkpoint(root))
+
+
+def describe(index: CheckpointIndex) -> dict[str, Any]:
+    """Describe an index: format, counters, param groups, parts with their bytes, files, and what is odd."""
+    anatomy = dissect_checkpoint(index)
+    steps = index.steps()
+    by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for state, held in index.held.items():
+        if not held.is_here or (index.stage == 0 and not index.is_partial and state.kind in (MASTER, FROZEN, BUFFER)):
+            continue  # without DeepSpeed these are the same bytes as the weight
+        by_kind[anatomy.part_of[state.param]][state.kind] += held.num_bytes
+    absent = absent_parts(index, anatomy)
+    roles = [param.role for param in index.params.values()]
+    return {
+        "schema": SCHEMA_INSPECT,
+        "name": index.name,
+        "format": index.format,
+        "zero_stage": index.stage,
+        "world_size": index.world_size,
+        "global_step": index.global_step,
+        "skipped_steps": index.skipped_steps,
+        "tag": index.tag,
+        "precision": index.precision,
+        "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),
+        "optimizer": index.optimizer,
+        "num_layers": anatomy.num_layers,
+        "tied": dict(index.tied),
+        "num_params": sum(param.numel for param in index.params.values() if param.role != "buffer"),
+        "num_trainable_params": sum(param.numel for param in index.params.values() if param.role == "trainable"),
+        "num_tensors": {role: roles.count(role) for role in ("trainable", "frozen", "buffer")},
+        "param_groups": [
+            {
+                "flat_ids": list(group.flat_ids),
+                "num_params": sum(len(index.flat_ids[flat_id].params) for flat_id in group.flat_ids),
+                **{key: _plain(group.hyper[key]) for key in _HYPER if key in group.hyper},
+            }
+            for group in index.groups
+        ],
+        "optimizer_steps": sorted({flat.step for flat in index.flat_ids}),
+        "parts": [
+            {
+                **_part(part, anatomy.names(part), by_kind[part], steps, index.part_steps.get(part, index.global_step)),
+                "held": part not in absent,
+            }
+            for part in anatomy.parts
+        ],
+        "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
+        "files": [{"path": path, "num_bytes": fact.num_bytes} for path, fact in index.files.items()],
+        "findings": [finding.to_json() for finding in index.findings],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyperparameter as JSON has it; what is neither a number nor a few of them is only named."""
+    if isinstance(value, (list, tuple)) and len(value) <= _FEW:
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
+def _part(
+    part: str, names: list[str], kinds: Mapping[str, int], steps: Mapping[str, float], saved: int
+) -> dict[str, Any]:
+    return {
+        "part": part,
+        "num_tensors": len(names),
+        "step": saved,
+        "optimizer_steps": sorted({steps[name] for name in names if name in steps}),
+        "num_bytes": sum(kinds.values()),
+        "num_bytes_by_kind": dict(kinds),
+    }
+
+
+SCHEMA_INSPECT = "llmtailor.inspect/1"

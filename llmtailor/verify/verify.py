@@ -1,0 +1,202 @@
+"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict.
+
+What the index of a partial checkpoint does not tell: can a composite of the run be made with it?
+
+The files that no state lies in and no resume reads: are they whole?
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.lineage import SaveRecord
+from llmtailor.codes import Code
+from llmtailor.containers.json import MAX_BYTES
+from llmtailor.containers.torch_zip import list_records
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.manifest import ManifestFacts, read_manifest
+from llmtailor.formats.partial import manifest as partial
+from llmtailor.formats.partial.manifest import step_in_name
+from llmtailor.formats.partial.read import looks_partial
+from llmtailor.formats.plain.read import is_plain
+from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, survey_checkpoint
+from llmtailor.formats.trainer import CONFIG, MANIFEST, TRAINER_STATE, is_rng_file, is_weight_file
+from llmtailor.storage.local import read_source
+from llmtailor.timing import Stopwatch
+from llmtailor.verify.bad_values import join, lost_elements
+from llmtailor.verify.composite import check_manifest
+from llmtailor.verify.structure import check_index
+from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
+
+_READ = re.compile(rf"rng_state.*\.pth|scheduler\.pt|scaler\.pt|optimizer\.pt|{TRAINER_STATE}|{CONFIG}|{MANIFEST}")
+"""What the index has decoded already"""
+_FIX = "a resume does not read it; copy it again if it is of use to you"
+
+
+def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
+    """Tell of damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
+    for path in index.files:
+        where = PathIn(index.name, path)
+        if "/" in path or _READ.fullmatch(path):
+            continue
+        try:
+            if path.endswith(".json"):
+                json.loads(read_source(index.root / path, where, MAX_BYTES).decode())
+            elif path.endswith((".bin", ".pt", ".pth")):
+                list_records(index.root, path, where)
+        except (OSError, ValueError, RecursionError) as error:
+            yield Finding(where, f"the file is no JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
+        except SourceError as error:
+            for problem in error.problems:
+                yield Finding(problem.where, problem.what, _FIX, problem.code, WARNING)
+
+
+def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
+    """Tell of a record of saves that is damaged or of another save, and of a folder with a wrong name."""
+    manifest = partial.read_manifest(index.root, index.name)
+    where = PathIn(index.name, partial.MANIFEST)
+    try:
+        record = SaveRecord.from_json(manifest.ledger, where)
+    except SourceError as error:
+        for problem in error.problems:
+            yield Finding.of(problem, ERROR)
+    else:
+        if (record.step, record.parts) != (manifest.step, frozenset(manifest.parts)):
+            what = "its record of earlier saves does not end with this save"
+            yield Finding(where, what, "leave this checkpoint out; its save is damaged", Code.MANIFEST, ERROR)
+    told = step_in_name(index.root.name)
+    if told not in (None, index.global_step):
+        what = f"the folder says step {told}, its content is of step {index.global_step}"
+        yield Finding(
+            index.name, what, "rename the folder: merge --run, salvage and thin go by it", Code.FOLDER_STEP, WARNING
+        )
+
+
+_NOT_LOOKED_INTO = (Code.COMPRESSED, Code.STATE_LAYOUT)
+"""torch reads it; what it holds can't be told here."""
+_MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
+logger = logging.getLogger(__name__)
+
+
+def verify_checkpoint(
+    path: Path,
+    deep: bool = False,
+    observe: Callable[[int], None] = lambda num_bytes: None,
+    name: str | None = None,
+) -> Verdict:
+    """Say whether a stock resume will take a checkpoint for what it claims to be, and what is damaged in it.
+
+    A partial checkpoint is judged by whether a composite can be made with it.
+
+    Headers and pickles are read, which takes seconds for any size. With ``deep`` so is every tensor, in parallel;
+    ``observe`` is then told how many bytes were read, from several threads. Messages call the checkpoint ``name``.
+    Raises UnsupportedCheckpoint for a kind that can't be judged, SourceError for a folder that is no checkpoint, and
+    Interrupted on Ctrl-C.
+    """
+    root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
+    survey = survey_checkpoint(root, name)
+    if not looks_partial(root):  # these are of a kind that the saver takes, or else damaged
+        _refuse_unsupported(survey)
+    findings = [
+        Finding.of(problem, _severity(problem, root)) for error in survey.problems.errors for problem in error.problems
+    ]
+    index, states, holding = survey.index, {}, None
+    values: list[Finding] = []
+    if index is not None:
+        manifest = _manifest_of(index, findings)
+        findings += [*index.findings, *check_files_beside(index)]
+        if index.is_partial:
+            findings += check_partial(index)
+            holding = _holding(index, findings)
+        else:
+            findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
+        if deep:
+            from llmtailor.verify.deep import read_everything  # numpy takes a while
+
+            found = read_everything(index, survey.unreadable, manifest, observe)
+            findings, values, states = [*findings, *found.findings], [*found.values], found.states
+        else:
+            states = join(lost_elements(index, survey.unreadable))
+    findings = _without_doubles(findings)
+    damage = Damage(_damaged_files(findings, root), states)
+    verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
+    logger.info("judged %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
+    _log_damage(damage)
+    return verdict
+
+
+def _without_doubles(findings: Iterable[Finding]) -> list[Finding]:
+    """Drop that a file is missing where a folder, a pipe or the like is in its place."""
+    findings = [*findings]
+    in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
+    return [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
+
+
+def _log_damage(damage: Damage) -> None:
+    if damage.states:
+        logger.info("%d states are damaged; -vv lists them", len(damage.states))
+    for path in sorted(damage.files):
+        logger.info("damaged file: %s", path)
+    for state, runs in sorted(damage.states.items()):
+        elements = ", ".join(f"{begin}-{end - 1}" for begin, end in runs)
+        logger.debug("damaged state: %s of %s, elements %s", state.kind, state.param, elements)
+
+
+def _refuse_unsupported(survey: Survey) -> None:
+    """Raise if nothing is wrong but the kind of checkpoint: it may well be resumable."""
+    errors = survey.problems.errors
+    if not errors or not all(isinstance(error, UnsupportedCheckpoint) for error in errors):
+        return
+    paths = {problem.path for error in errors for problem in error.problems if problem.code in _NOT_LOOKED_INTO}
+    if survey.index is None or paths & survey.unreadable:
+        survey.problems.raise_if_any()
+
+
+def _severity(problem: Problem, root: Path) -> str:
+    """What a resume does not read can't keep it from working; without DeepSpeed it reads weights and config.json."""
+    path = problem.path
+    if looks_partial(root):
+        return ERROR
+    if problem.code in (*_NOT_LOOKED_INTO, Code.FILE_UNKNOWN) or (
+        problem.code is Code.NOT_A_FILE and path and is_rng_file(path)
+    ):
+        return WARNING
+    if path == MANIFEST or (path is not None and not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
+        return WARNING
+    return ERROR
+
+
+def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
+    """Return which parts a partial checkpoint has; None if its config.json keeps that from being told."""
+    try:
+        anatomy = dissect_checkpoint(index)
+    except SourceError as error:
+        findings += [Finding.of(problem, ERROR) for problem in error.problems]
+        return None
+    absent = absent_parts(index, anatomy)
+    return Holding(
+        tuple(part for part in anatomy.parts if part not in absent),
+        tuple(part for part in anatomy.parts if part in absent),
+    )
+
+
+def _manifest_of(index: CheckpointIndex, findings: list[Finding]) -> ManifestFacts | None:
+    try:
+        return read_manifest(index.root, index.name)
+    except SourceError as error:
+        findings += [Finding.of(problem, WARNING) for problem in error.problems]
+        return None
+
+
+def _damaged_files(findings: Iterable[Finding], root: Path) -> dict[str, tuple[str, ...]]:
+    damaged: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.severity != NOTE and finding.path is not None and not (root / finding.path).is_dir():
+            damaged.setdefault(finding.path, []).append(finding.what)
+    return {path: tuple(dict.fromkeys(told)) for path, told in damaged.items()}
