@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Absent, Placement
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.params import Param, SavedAs
@@ -41,40 +42,6 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamGroup:
-    """A param group of the optimizer: its hyperparameters and the flat ids it owns."""
-
-    flat_ids: tuple[int, ...]
-    hyper: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class FlatId:
-    """One flat tensor per rank (ZeRO-3: sub-group, ZeRO-1/2: group): params in order, and the optimizer's ``step``."""
-
-    params: tuple[str, ...]
-    step: float
-    step_is_tensor: bool
-    """torch's AdamW keeps ``step`` as a 0-dim fp32 tensor, DeepSpeedCPUAdam as an int."""
-    gaps: tuple[int, ...] = ()
-    """ZeRO-1/2 with ``parameter_alignment``: elements behind each param; empty for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroSettings:
-    """Settings of the run that decide how ZeRO lays out the optimizer's states."""
-
-    sub_group_size: int = 1_000_000_000
-    """ZeRO-3: elements per rank beyond which a param group is cut into several flat ids."""
-    round_robin: bool = False
-    """ZeRO-1/2: ``round_robin_gradients`` deals a group's params out over the ranks."""
-    parameter_alignment: bool = False
-    """ZeRO-1/2: params begin at 16 bytes of the model's dtype."""
-    fp32_gradients: bool = False
-    """bf16 with gradients accumulated in fp32: ZeRO-1 is then BF16_Optimizer, which knows neither of the two above."""
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointIndex:
     """Everything known about a checkpoint without reading its tensors."""
 
@@ -99,9 +66,7 @@ class CheckpointIndex:
     """A partial checkpoint lists what it left out, too; see `Held.is_here`. Weights go by the names of the safetensors
     file, which may differ from the params' (transformers fuses the experts of a MoE in memory, but not on disk)."""
     groups: tuple[ParamGroup, ...]
-    flat_ids: tuple[FlatId, ...]
-    group_params: tuple[tuple[str, ...], ...]
-    """The params of each group, in the optimizer's order."""
+    sub_groups: tuple[SubGroup, ...]
     settings: ZeroSettings
     variant: str
     """``plain``; ``bf16_optimizer`` or ``elastic`` for two special forms of ZeRO-1/2"""
@@ -122,6 +87,22 @@ class CheckpointIndex:
     an index. Placements also name fragments in these files: their elements are right, their bytes mean nothing."""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
     """Param -> the tensors that the run would save it as, if the checkpoint says so without holding weights."""
+    train: TrainState = field(default_factory=TrainState)
+
+    @property
+    def layout(self) -> OptimizerLayout:
+        return OptimizerLayout(self.stage, self.world_size, self.groups, self.sub_groups)
+
+    @property
+    def group_params(self) -> tuple[tuple[str, ...], ...]:
+        """The params of each group, in the optimizer's order."""
+        return tuple(group.params for group in self.groups)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are masters beside the weights, which are then rounded copies of them; without DeepSpeed the
+        weights are what the optimizer updates."""
+        return self.stage > 0
 
     def offers(self, path: str) -> bool:
         """Whether there is such a stock file, by itself or inside a bundle."""
@@ -134,7 +115,7 @@ class CheckpointIndex:
 
     def steps(self) -> dict[str, float]:
         """Return the optimizer's ``step`` of every trainable param."""
-        return {param: flat.step for flat in self.flat_ids for param in flat.params}
+        return {param: one.step for one in self.sub_groups for param in one.params}
 
 
 @dataclass(frozen=True, slots=True)

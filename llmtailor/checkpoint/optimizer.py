@@ -1,9 +1,7 @@
-"""What a composite shall be: ZeRO stage, world size, param groups, and how those lie in flat tensors.
+"""The optimizer's layout: its param groups, and the flat tensors that DeepSpeed keeps their states in. Pure.
 
-Decides the optimizer's layout in a composite. Pure.
-
-With the base's stage, world size and groups, that is the base's own layout. Otherwise it is what stock DeepSpeed
-would have made on so many ranks, from the settings that the base was trained with.
+A composite with the stage, world size and groups of its base has the base's own layout. Any other layout is what stock
+DeepSpeed would make on so many ranks, from the settings that the base was trained with.
 """
 
 from __future__ import annotations
@@ -12,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.sharding import alignment_gaps, round_robin
+from llmtailor.checkpoint.sharding import alignment_gaps, part_size, round_robin
 from llmtailor.model.states import ITEMSIZE
 
 
 @dataclass(frozen=True, slots=True)
-class TargetGroup:
+class ParamGroup:
     """A param group of the optimizer: its params in the optimizer's order, and its hyperparameters."""
 
     params: tuple[str, ...]
@@ -26,91 +23,115 @@ class TargetGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetFlat:
-    """A flat tensor (ZeRO-3: a sub-group) or a vector (ZeRO-1/2: a whole group), with its params in order."""
+class SubGroup:
+    """Params whose states lie together, in the order of their states, and the optimizer's ``step`` for all of them.
+
+    ZeRO-3: a sub-group, one flat tensor per rank. ZeRO-1/2: a whole param group, one vector. No ZeRO: one param.
+    """
 
     group: int
     params: tuple[str, ...]
+    step: float = 0.0
     gaps: tuple[int, ...] = ()
-    """ZeRO-1/2: elements of alignment behind each param; empty for none."""
+    """ZeRO-1/2 with ``parameter_alignment``: elements behind each param; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The optimizer's layout in a composite."""
+class OptimizerLayout:
+    """How the states of the optimizer are grouped and cut, in a checkpoint that is read or to be written."""
 
     stage: int
-    """1, 2 or 3; 0 for a checkpoint of the plain Trainer, without DeepSpeed"""
+    """Of ZeRO: 1, 2 or 3; 0 for a checkpoint of the plain Trainer, without DeepSpeed"""
     world_size: int
-    groups: tuple[TargetGroup, ...]
-    flats: tuple[TargetFlat, ...]
-    """By flat id (ZeRO-3), by group (ZeRO-1/2) or by param (no ZeRO)."""
+    groups: tuple[ParamGroup, ...]
+    sub_groups: tuple[SubGroup, ...]
+
+    def of_group(self, group: int) -> list[int]:
+        """Return the numbers of the sub-groups that a param group consists of."""
+        return [number for number, one in enumerate(self.sub_groups) if one.group == group]
 
 
-def make_target(
-    base: CheckpointIndex,
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """Settings of the run that decide how ZeRO lays out the optimizer's states."""
+
+    sub_group_size: int = 1_000_000_000
+    """ZeRO-3: elements per rank beyond which a param group is cut into several sub-groups."""
+    round_robin: bool = False
+    """ZeRO-1/2: ``round_robin_gradients`` deals a group's params out over the ranks."""
+    parameter_alignment: bool = False
+    """ZeRO-1/2: params begin at 16 bytes of the model's dtype."""
+    fp32_gradients: bool = False
+    """bf16 with gradients accumulated in fp32: ZeRO-1 is then BF16_Optimizer, which knows neither of the two above."""
+
+
+def lay_out_optimizer(
+    base: OptimizerLayout,
+    numels: Mapping[str, int],
+    settings: ZeroSettings,
+    precision: str,
     *,
     world_size: int | None = None,
     stage: int | None = None,
-    groups: Sequence[TargetGroup] | None = None,
-) -> Target:
-    """Lay out the optimizer for a composite; None keeps what the base has."""
+    groups: Sequence[ParamGroup] | None = None,
+) -> OptimizerLayout:
+    """Lay out the optimizer of a composite; None keeps what the base has.
+
+    ``numels`` are the params' elements, ``settings`` and ``precision`` (a safetensors dtype) those of the base's run.
+    """
     world_size = world_size or base.world_size
     stage = base.stage if stage is None else stage
-    kept = groups is None
-    groups = (
-        tuple(TargetGroup(params, group.hyper) for params, group in zip(base.group_params, base.groups, strict=True))
-        if groups is None
-        else tuple(groups)
-    )
-    numels = {name: param.numel for name, param in base.params.items()}
+    wanted = base.groups if groups is None else tuple(groups)
     if stage == 0:  # torch's optimizer keeps each param by itself
-        flats = [TargetFlat(number, (param,)) for number, group in enumerate(groups) for param in group.params]
-    elif kept and stage == base.stage and world_size == base.world_size:
-        owner = {flat_id: number for number, group in enumerate(base.groups) for flat_id in group.flat_ids}
-        flats = [TargetFlat(owner[flat_id], flat.params, flat.gaps) for flat_id, flat in enumerate(base.flat_ids)]
+        cut = [SubGroup(number, (param,)) for number, group in enumerate(wanted) for param in group.params]
+    elif groups is None and (stage, world_size) == (base.stage, base.world_size):
+        cut = list(base.sub_groups)
     elif stage == 3:
-        flats = _cut_sub_groups(groups, numels, world_size, base.settings.sub_group_size)
+        cut = _cut_sub_groups(wanted, numels, world_size, settings.sub_group_size)
     else:
-        flats = [_vector(number, group, numels, stage, world_size, base) for number, group in enumerate(groups)]
-    return Target(stage, world_size, groups, tuple(flats))
+        in_order = stage == 1 and settings.fp32_gradients  # BF16_Optimizer
+        itemsize = ITEMSIZE[precision]
+        cut = [
+            SubGroup(number, group.params)
+            if in_order
+            else _vector(number, group.params, numels, world_size, settings, itemsize)
+            for number, group in enumerate(wanted)
+        ]
+    return OptimizerLayout(stage, world_size, wanted, tuple(cut))
 
 
 def _cut_sub_groups(
-    groups: Sequence[TargetGroup], numels: Mapping[str, int], world_size: int, sub_group_size: int
-) -> list[TargetFlat]:
-    """ZeRO-3: a group is one flat id unless its slices exceed ``sub_group_size`` elements per rank; then params are
+    groups: Sequence[ParamGroup], numels: Mapping[str, int], world_size: int, sub_group_size: int
+) -> list[SubGroup]:
+    """ZeRO-3: a group is one sub-group unless its slices exceed ``sub_group_size`` elements per rank; then params are
     collected until they reach it. A param is never split."""
-    flats: list[TargetFlat] = []
+    cut: list[SubGroup] = []
     for number, group in enumerate(groups):
-        parts = {param: -(-numels[param] // world_size) for param in group.params}
-        if sum(parts.values()) <= sub_group_size:
-            if group.params:
-                flats.append(TargetFlat(number, group.params))
-            continue
+        parts = {param: part_size(numels[param], world_size) for param in group.params}
+        is_whole = sum(parts.values()) <= sub_group_size
         collected: list[str] = []
         size = 0
         for param in group.params:
             collected.append(param)
             size += parts[param]
-            if size >= sub_group_size:
-                flats.append(TargetFlat(number, tuple(collected)))
+            if size >= sub_group_size and not is_whole:
+                cut.append(SubGroup(number, tuple(collected)))
                 collected, size = [], 0
         if collected:
-            flats.append(TargetFlat(number, tuple(collected)))
-    return flats
+            cut.append(SubGroup(number, tuple(collected)))
+    return cut
 
 
 def _vector(
-    number: int, group: TargetGroup, numels: Mapping[str, int], stage: int, world_size: int, base: CheckpointIndex
-) -> TargetFlat:
+    number: int,
+    params: tuple[str, ...],
+    numels: Mapping[str, int],
+    world_size: int,
+    settings: ZeroSettings,
+    itemsize: int,
+) -> SubGroup:
     """ZeRO-1/2: a group is one vector, in the optimizer's order or dealt out in turn over the ranks."""
-    params = group.params
-    if stage == 1 and base.settings.fp32_gradients:  # BF16_Optimizer
-        return TargetFlat(number, params)
-    if base.settings.round_robin:
+    if settings.round_robin:
         params = tuple(params[at] for at in round_robin(len(params), world_size))
-    gaps: tuple[int, ...] = ()
-    if base.settings.parameter_alignment:
-        gaps = alignment_gaps([numels[param] for param in params], ITEMSIZE[base.precision])
-    return TargetFlat(number, params, gaps)
+    gaps = alignment_gaps([numels[param] for param in params], itemsize) if settings.parameter_alignment else ()
+    return SubGroup(number, params, gaps=gaps)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.optimizer import TargetGroup
+from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.errors import MismatchError, Problem, SourceError
 from llmtailor.model.parts import Anatomy, layer_part
 
@@ -39,7 +39,7 @@ _HYPER = frozenset(
 class Regrouping:
     """New param groups, and what else has to follow them."""
 
-    groups: tuple[TargetGroup, ...]
+    groups: tuple[ParamGroup, ...]
     from_group: tuple[int, ...]
     """For each new group the old one whose entries in the scheduler's lists it takes."""
     notices: tuple[Problem, ...]
@@ -68,7 +68,7 @@ def regroup(base: CheckpointIndex, anatomy: Anatomy, how: str, model_order: Sequ
     origins = [sorted({old[name] for name in params}) for params in arranged]
     _check_agreement(base, origins, how)
     groups = tuple(
-        TargetGroup(params, _hyper_of(params, [base.groups[number].hyper for number in origin]))
+        ParamGroup(params, _hyper_of(params, [base.groups[number].hyper for number in origin]))
         for params, origin in zip(arranged, origins, strict=True)
     )
     return Regrouping(groups, tuple(origin[0] for origin in origins), _guesses(base, decays, how))

@@ -51,3 +51,8 @@ def alignment_gaps(numels: Sequence[int], itemsize: int, boundary: int = 16) -> 
 def round_robin(count: int, world_size: int) -> list[int]:
     """Return the order of a group's params under ``round_robin_gradients``: 0, W, 2W, .. then 1, W+1, .."""
     return [number for start in range(world_size) for number in range(start, count, world_size)]
+
+
+def part_size(numel: int, world_size: int) -> int:
+    """ZeRO-3: return how many elements of a param each rank has a slice for."""
+    return -(-numel // world_size)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Sources
-from llmtailor.checkpoint.optimizer import Target
+from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, State
 
 NOTICEABLE = 0.01
@@ -34,12 +34,12 @@ class StepChoice:
 
 
 def choose_steps(
-    indexes: Sequence[CheckpointIndex], sources: Sources, base: int, target: Target
+    indexes: Sequence[CheckpointIndex], sources: Sources, base: int, target: OptimizerLayout
 ) -> tuple[StepChoice, ...]:
     """Choose the step of every flat id of the target."""
     steps = [index.steps() for index in indexes]
     choices = []
-    for flat_id, flat in enumerate(target.flats):
+    for flat_id, flat in enumerate(target.sub_groups):
         brought = {steps[source][param] for param in flat.params for source in sources.of_states(param)}
         own = {steps[base][param] for param in flat.params}
         step = brought.pop() if len(brought) == 1 else max(own, default=0.0)
@@ -51,8 +51,14 @@ def choose_steps(
     return tuple(choices)
 
 
+def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
+    """Return a layout whose sub-groups have the steps that were chosen for them."""
+    pairs = zip(target.sub_groups, choices, strict=True)
+    return replace(target, sub_groups=tuple(replace(one, step=choice.step) for one, choice in pairs))
+
+
 def rebase_scales(
-    indexes: Sequence[CheckpointIndex], sources: Sources, target: Target, choices: Sequence[StepChoice]
+    indexes: Sequence[CheckpointIndex], sources: Sources, target: OptimizerLayout, choices: Sequence[StepChoice]
 ) -> dict[State, float]:
     """Return the factors that keep the bias-corrected moments of params whose step is not that of their flat id.
 
@@ -61,7 +67,7 @@ def rebase_scales(
     """
     steps = [index.steps() for index in indexes]
     scales: dict[State, float] = {}
-    for choice, flat in zip(choices, target.flats, strict=True):
+    for choice, flat in zip(choices, target.sub_groups, strict=True):
         betas = _betas(target.groups[flat.group].hyper)
         for param in flat.params:
             own = steps[sources.of_name[param]][param]

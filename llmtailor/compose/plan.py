@@ -13,23 +13,23 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Sources
-from llmtailor.checkpoint.optimizer import Target, make_target
+from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.codes import Code
-from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales
+from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
 from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
-from llmtailor.compose.layouts import lay_out_composite, model_order
 from llmtailor.compose.opened import Opened
 from llmtailor.compose.planner import plan_composite
 from llmtailor.compose.report import Report, file_rows, part_rows, source_rows, step_notices, step_rows
 from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import MismatchError, PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.known_files import check_replaceable
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
-from llmtailor.formats.registry import display_name, dissect_checkpoint, index_checkpoint
+from llmtailor.formats.registry import display_name, dissect_checkpoint, find_model_order, index_checkpoint, writer_of
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.formats.wanted import Wanted
 from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
@@ -81,7 +81,7 @@ class Composition:
     indexes: tuple[CheckpointIndex, ...]
     base: int
     anatomy: Anatomy
-    target: Target
+    target: OptimizerLayout
     steps: tuple[StepChoice, ...]
     plan: Plan
     report: Report
@@ -129,7 +129,7 @@ def plan_merge(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
     stage = reference.stage if options.stage is None else options.stage
-    _attempt(problems, lambda: _check_plain(recipe, options, stage))
+    _attempt(problems, lambda: writer_of(stage).check(recipe.dtype, options.allow_split))
     regrouping: Regrouping | None = _attempt(problems, lambda: _regroup(reference, anatomy, options.groups))
     problems.raise_if_any()
     assert choice is not None
@@ -138,11 +138,20 @@ def plan_merge(
     if opened is not None:
         sources = replace(sources, cuts=opened.number_cuts(indexes, reference.tied))
     groups = regrouping.groups if regrouping else None
-    target = make_target(reference, world_size=options.world_size, stage=options.stage, groups=groups)
+    target = lay_out_optimizer(
+        reference.layout,
+        {name: param.numel for name, param in reference.params.items()},
+        reference.settings,
+        reference.precision,
+        world_size=options.world_size,
+        stage=options.stage,
+        groups=groups,
+    )
     steps = choose_steps(indexes, sources, base, target)
-    numbers = [choice.step for choice in steps]
+    target = with_steps(target, steps)
     from_group = regrouping.from_group if regrouping else None
-    layouts, about_weights = lay_out_composite(reference, target, numbers, recipe.dtype, from_group, len(indexes) == 1)
+    wanted = Wanted(target, recipe.dtype, from_group, is_alone=len(indexes) == 1)
+    layouts, about_weights = writer_of(stage).lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
     check_held(layouts, indexes, sources)
@@ -256,17 +265,7 @@ def _number(choice: Choice, indexes: Sequence[CheckpointIndex]) -> Sources:
 def _regroup(base: CheckpointIndex, anatomy: Anatomy, how: str) -> Regrouping | None:
     if how == "keep":
         return None
-    return regroup(base, anatomy, how, model_order(base))
-
-
-def _check_plain(recipe: Recipe, options: Options, stage: int) -> None:
-    """Refuse what has no meaning in a checkpoint whose weights are the masters."""
-    if stage == 0 and recipe.dtype not in (None, "F32"):
-        what = "without DeepSpeed the weights are the master weights, and rounding them would lose what was trained"
-        raise MismatchError.at("dtype", what, "leave dtype out of the recipe, or say --stage 1, 2 or 3")
-    if stage == 0 and options.allow_split:
-        what = "without DeepSpeed weights and masters are one and can't come from different checkpoints"
-        raise MismatchError.at("--allow-split", what, "leave it out")
+    return regroup(base, anatomy, how, find_model_order(base))
 
 
 def _notices(

@@ -216,12 +216,11 @@ def _check_written(composition: Composition, staging: Path) -> None:
         raise VerificationError(errors)
     written = verdict.index
     assert written is not None, "a checkpoint without an index has errors"
-    steps = [choice.step for choice in composition.steps]
+    wanted_groups = composition.target.sub_groups
     if (
         written.params != wanted.params
         or written.world_size != composition.target.world_size
-        or [flat.params for flat in written.flat_ids] != [flat.params for flat in composition.target.flats]
-        or [flat.step for flat in written.flat_ids] != steps
+        or [(one.params, one.step) for one in written.sub_groups] != [(one.params, one.step) for one in wanted_groups]
         or [without_names(group.hyper) for group in written.groups]
         != [without_names(group.hyper) for group in composition.target.groups]
         or any(written.files[file.path].num_bytes != file.num_bytes for file in composition.plan.files)

@@ -22,8 +22,17 @@ from llmtailor.errors import SourceError, TargetError, some
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.partial.manifest import is_tensor_file
 from llmtailor.formats.partial.read import looks_partial
-from llmtailor.formats.plain.optimizer import OPTIMIZER
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CARD, CONFIG, MANIFEST, SCALER, SCHEDULER, TRAINER_STATE
+from llmtailor.formats.trainer import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CARD,
+    CONFIG,
+    MANIFEST,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+)
 from llmtailor.formats.zero.files import LATEST, is_shard_name
 from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
 

@@ -1,4 +1,8 @@
-"""The way in: what a folder holds, whatever its format."""
+"""The formats of checkpoints, and the way in: what a folder holds, whatever its format.
+
+A format is a folder beside this file, with a reader (from a folder to a `CheckpointIndex`, its `TrainState` inside) and
+a writer (from those and what is `Wanted` to the layouts of files). To add one, write both and list them here.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,29 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import (
     PathIn,
-    Problems,
+    Problem,
     SourceError,
     printable,
 )
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.manifest import read_part_steps
-from llmtailor.formats.partial.index import index_partial
-from llmtailor.formats.partial.read import looks_partial
-from llmtailor.formats.plain.read import is_plain, survey_plain
+from llmtailor.formats.partial import index as partial_reader
+from llmtailor.formats.plain import read as plain_reader
+from llmtailor.formats.plain import write as plain_writer
+from llmtailor.formats.plain.ask_transformers import describe_model
 from llmtailor.formats.trainer import CONFIG
+from llmtailor.formats.wanted import Wanted
+from llmtailor.formats.zero import read as zero_reader
+from llmtailor.formats.zero import write as zero_writer
 from llmtailor.formats.zero.common import attempt
-from llmtailor.formats.zero.read import survey_deepspeed
 from llmtailor.model.find_parts import dissect_model
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import WEIGHT
@@ -31,6 +40,50 @@ from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 _SHOWN = 3
+
+
+class Reader(Protocol):
+    """A module that reads one format."""
+
+    def detects(self, root: Path) -> bool:
+        """Whether a folder is, or was, a checkpoint of this format; `survey` says what it lacks."""
+        ...
+
+    def survey(self, root: Path, name: str) -> Survey:
+        """Index what is left of a checkpoint, damaged or not; no tensor byte is read but those of each ``step``.
+
+        Raises SourceError or UnsupportedCheckpoint for a folder that is no checkpoint of a kind that can be read.
+        """
+        ...
+
+
+class Writer(Protocol):
+    """A module that writes one format."""
+
+    def check(self, dtype: str | None, allow_split: bool) -> None:
+        """Raise MismatchError for what has no meaning in this format: a dtype of the weights, parts that are split."""
+        ...
+
+    def lay_out(self, base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+        """Return the layouts of all files but those of the tokenizer, after those of a base, and notices.
+
+        Raises SourceError or UnsupportedCheckpoint for a base that has not all that the format needs.
+        """
+        ...
+
+
+READERS: tuple[Reader, ...] = (partial_reader, plain_reader, zero_reader)
+"""In the order in which they are asked; the last one says what is wrong with a folder that is none of all."""
+
+
+def writer_of(stage: int) -> Writer:
+    """Return the writer of checkpoints with a ZeRO stage, 0 for those without DeepSpeed."""
+    return zero_writer if stage else plain_writer
+
+
+def find_model_order(index: CheckpointIndex) -> list[str]:
+    """Return the names of the model's params, in its order. Raises SourceError where nothing tells it."""
+    return list(index.train.model_order or describe_model(index.root, index.name).params)
 
 
 def index_checkpoint(root: Path, name: str | None = None) -> CheckpointIndex:
@@ -48,10 +101,8 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
     """
     name, watch = name or display_name(root), Stopwatch()
     try:
-        if looks_partial(root):
-            survey = _survey_partial(root, name)
-        else:
-            survey = survey_plain(root, name) if is_plain(root) else survey_deepspeed(root, name)
+        reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
+        survey = reader.survey(root, name)
         steps = attempt(lambda: read_part_steps(root, name), survey.problems)
         if survey.index is None:
             logger.info("%s can't be indexed", name)
@@ -65,12 +116,6 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
         raise SourceError.at(
             name, f"can't read {error.filename}: {error.strerror or error}", mend, Code.FILE_UNREADABLE
         ) from error
-
-
-def _survey_partial(root: Path, name: str) -> Survey:
-    problems = Problems()
-    index = attempt(lambda: index_partial(root, name, lambda *at: survey_deepspeed(*at).sound_index()), problems)
-    return Survey(index, problems)
 
 
 def _links_outside(index: CheckpointIndex) -> list[Finding]:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import SourceError
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.refused_names import find_refused
 from llmtailor.formats.resumed.optimizers import SCHEDULER_OWN_NAMES, SCHEDULER_TABLE
 from llmtailor.formats.resumed.tables import check_fields
-from llmtailor.formats.trees import read_tree
 
 _PER_GROUP = frozenset(
     (
@@ -135,10 +133,9 @@ def _compare_rates(
             return
 
 
-def lay_out_scheduler(root: Path, path: str, where: str, num_groups: int, from_group: Sequence[int]) -> FileLayout:
-    """Lay out ``root/path``, a scheduler.pt, for other param groups. Raises what `regroup_scheduler` raises."""
-    tree = read_tree(root, path, where)
-    return lay_out_torch_file(path, regroup_scheduler(tree, where, num_groups, from_group))
+def lay_out_scheduler(tree: Any, where: PathIn, num_groups: int, from_group: Sequence[int]) -> FileLayout:
+    """Lay out a scheduler.pt for other param groups. Raises what `regroup_scheduler` raises."""
+    return lay_out_torch_file(where.path, regroup_scheduler(tree, where, num_groups, from_group))
 
 
 def regroup_scheduler(tree: Any, where: str, num_groups: int, from_group: Sequence[int]) -> Any:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Literal
 from llmtailor.errors import SourceError
-from llmtailor.formats.trainer import carry
+from llmtailor.formats.trainer import carry, is_tokenizer_file
 from llmtailor.storage.local import read_source
 
 MAX_BYTES = 256 << 20
 """Of a tokenizer file; the largest have some 30 MB."""
 CHAT_TEMPLATE = "chat_template.jinja"
-_FILES = re.compile(
-    r"tokenizer.*\.(json|model|jinja)|tokenizer\.model.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt|bpe)"
-    r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
-)
-"""The names that transformers' tokenizers save under."""
-
-
-def is_tokenizer_file(path: str) -> bool:
-    """Whether a file in the root of a checkpoint belongs to the tokenizer."""
-    return bool(_FILES.fullmatch(path))
 
 
 def lay_out_tokenizer(

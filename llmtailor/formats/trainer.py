@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,17 @@ from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import (
     INDEX,
     SINGLE,
-    WeightFile,
     lay_out_index,
     lay_out_weights,
     list_tied,
     read_weights,
     survey_weights,
 )
-from llmtailor.containers.torch_zip import lay_out_torch_file, read_torch_file
+from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
-from llmtailor.formats.partial.read import is_partial, open_partial
-from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, read_scheduler
+from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
     check_rng,
     check_scaler,
@@ -40,7 +38,8 @@ from llmtailor.formats.trainer_checks import (
     read_global_step,
 )
 from llmtailor.formats.training_args import TRAINING_ARGS, RunFacts, read_run_facts
-from llmtailor.formats.trees import read_tree
+from llmtailor.formats.trees import Trees
+from llmtailor.formats.wanted import Wanted
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.params import SavedAs
 from llmtailor.model.states import WEIGHT, State
@@ -51,9 +50,16 @@ CARD = "README.md"
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
+OPTIMIZER = "optimizer.pt"
+"""Of a training without DeepSpeed"""
 CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """What a run of PEFT saves instead of the model's weights and config"""
+_TOKENIZER = re.compile(
+    r"tokenizer.*\.(json|model|jinja)|tokenizer\.model.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt|bpe)"
+    r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
+)
+"""The names that transformers' tokenizers save under."""
 _RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
 _OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
@@ -69,6 +75,8 @@ class TrainerFiles:
     """Every regular file in the root."""
     inside: frozenset[str]
     """Stock files that a partial checkpoint has in its bundles."""
+    trees: Mapping[str, Any]
+    """See `TrainState.trees`."""
     weights: Mapping[State, Held]
     global_step: int | None
     """Of trainer_state.json; None without the file."""
@@ -81,11 +89,11 @@ class TrainerFiles:
     """Whether every weight file is whole."""
 
 
-def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFiles:
+def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFiles:
     """Read what lies in the root. Damaged files are put to ``problems``, missing ones become findings."""
+    root, inside = trees.root, trees.inside
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
     files = {path: fact for path, fact in found if fact is not None}
-    inside = open_partial(root, name).tree_of if is_partial(root) else {}
     _tell_what_is_no_file(root, name, problems)
     findings: list[Finding] = []
     weights: dict[State, Held] = {}
@@ -95,8 +103,9 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
     has_all_weights = len(problems.errors) == sound
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
         findings.append(_no_weights(files, name))
-    reading = _Reading(root, name, facts=read_run_facts(root, PathIn(name, TRAINING_ARGS)))
-    for path in sorted((*files, *inside), key=lambda path: path != TRAINER_STATE):  # it says whose the others are
+    reading = _Reading(trees, name, facts=read_run_facts(root, PathIn(name, TRAINING_ARGS)))
+    in_root = [path for path in inside if "/" not in path and path != OPTIMIZER]
+    for path in sorted((*files, *in_root), key=lambda path: path != TRAINER_STATE):  # it says whose the others are
         try:
             findings += reading.read(path, path in inside)
         except TailorError as error:
@@ -108,6 +117,7 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
     return TrainerFiles(
         files,
         frozenset(inside),
+        reading.trees,
         weights,
         reading.global_step,
         reading.scheduler,
@@ -121,34 +131,35 @@ def read_trainer_files(root: Path, name: str, problems: Problems) -> TrainerFile
 class _Reading:
     """Reads one file after the other, and keeps what is to be compared later."""
 
-    root: Path
+    files: Trees
     name: str
     facts: RunFacts
     global_step: int | None = None
     scheduler: SchedulerFacts | None = None
     saved_as: dict[str, str] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)
     is_trainers: bool = True
 
     def read(self, path: str, is_inside: bool) -> Iterator[Finding]:
         """Yield what is off in a file by itself. Raises SourceError and UnsafePickle."""
         where = PathIn(self.name, path)
         if path in (TRAINER_STATE, CONFIG):
-            content = read_json(self.root / path, where)
+            content = read_json(self.files.root / path, where)
             if path == TRAINER_STATE:
                 self.is_trainers = is_trainers(content)
                 self.global_step = read_global_step(content, where)
                 yield from check_trainer_state(content, self.facts, where)
             return
         is_rng = _RNG.fullmatch(path)
-        if not is_inside and not is_rng and path not in (SCHEDULER, SCALER):
+        if not (is_inside or is_rng or path in (SCHEDULER, SCALER)):
             return
-        if is_rng and not is_inside:
-            file = read_torch_file(self.root, path, where)
-            self.saved_as[path], tree = f"{file.archive}.pth", file.tree
-        else:
-            tree = read_tree(self.root, path, where)
+        file = self.files.read(path, where)
+        tree = file.tree
+        if is_rng and file.archive is not None:
+            self.saved_as[path] = f"{file.archive}.pth"
+        self.trees[path] = tree
         if is_rng and self.is_trainers:
-            yield from check_rng(self.root, tree, where)
+            yield from check_rng(self.files.root, tree, where)
         elif path == SCHEDULER:
             yield from check_scheduler(tree, where)
             self.scheduler = _check_rates(tree, where)
@@ -218,44 +229,62 @@ def is_weight_file(path: str) -> bool:
     return path.endswith(".safetensors") or path == INDEX or bool(_OTHER_WEIGHTS.fullmatch(path))
 
 
+def is_tokenizer_file(path: str) -> bool:
+    """Whether a file in the root of a checkpoint belongs to the tokenizer."""
+    return bool(_TOKENIZER.fullmatch(path))
+
+
 def lay_out_trainer_files(
     base: CheckpointIndex,
+    wanted: Wanted,
+    made: Iterable[FileLayout],
     dtype: str | None,
-    ranks: tuple[int, int],
-    retie: tuple[Mapping[str, str], bool] | None,
-    leave_out: Callable[[str], bool],
+    leave_out: Container[str],
+    *,
+    has_weights: bool = False,
 ) -> list[FileLayout]:
-    """Lay out the root of a composite after that of its base: weights by slots, all else carried over.
+    """Lay out the root of a composite after that of its base: weights by slots, all else as it is there.
 
-    ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``ranks`` are the world sizes of the base
-    and of the composite; ``retie`` are tied names and whether the weights shall list them, None to leave that as it is;
-    ``leave_out`` names files that someone else lays out.
+    ``made`` are the files that the format has laid out itself, which are returned as well, ``has_weights`` whether the
+    weights are among them; ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``leave_out``
+    names files of the base that have no place in the format. Those of the tokenizer are left to `formats.tokenizer`.
     """
-    root, files = base.root, base.files
-    layouts = _lay_out_rng(base, *ranks)
-    for path in base.inside:
-        if "/" not in path and not leave_out(path) and not _RNG.fullmatch(path):
-            layouts.append(_lay_out_tree(path, base, path))
-    for path, fact in files.items():
-        if "/" in path or path in (MANIFEST, CARD) or is_weight_file(path) or leave_out(path) or _RNG.fullmatch(path):
-            continue
-        if base.is_partial and path == PARTIAL_MANIFEST:
-            continue
-        if path == CONFIG and dtype:
-            layouts.append(_config_with_dtype(root, dtype))
-        else:
-            layouts.append(carry(path, fact))
-    weights: tuple[WeightFile, ...] = ()
-    if any(state.kind == WEIGHT for state in base.held):  # files that a salvage can't use are not in its index
-        weights = read_weights(root, str(root))
-    if retie is not None:
-        weights = list_tied(weights, *retie)
-    if dtype and base.stage:
+    made = list(made)
+    if wanted.from_group is not None and base.offers(SCHEDULER):
+        where = PathIn(base.name, SCHEDULER)
+        made.append(lay_out_scheduler(base.train.trees[SCHEDULER], where, len(base.groups), wanted.from_group))
+    paths = {layout.path for layout in made}
+
+    def is_left(path: str) -> bool:
+        is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
+        is_laid_out = path in paths or is_weight_file(path) or bool(_RNG.fullmatch(path))
+        return "/" in path or is_ours or is_laid_out or is_tokenizer_file(path) or path in leave_out
+
+    layouts = _lay_out_rng(base, base.world_size, wanted.layout.world_size)
+    layouts += [_lay_out_tree(path, base, path) for path in base.inside if not is_left(path)]
+    for path, fact in base.files.items():
+        if not is_left(path):
+            is_cast = path == CONFIG and dtype
+            layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
+    if not has_weights:
+        layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
+    return [*layouts, *made]
+
+
+def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
+    """Lay out weight files like the base's. Runs of ZeRO-3 list each tied weight once, others by both names."""
+    if not any(state.kind == WEIGHT for state in base.held):  # files that a salvage can't use are not in its index
+        return []
+    weights = read_weights(base.root, str(base.root))
+    relists = (base.stage == 3) != (stage == 3)
+    if relists:
+        weights = list_tied(weights, base.tied, stage < 3)
+    if dtype and base.has_masters:
         originals = params_on_disk(base)
         weights = tuple(replace(file, filled_by=originals) for file in weights)
-    layouts += [lay_out_weights(file, dtype) for file in weights]
-    if weights and weights[0].path != SINGLE:
-        layouts.append(lay_out_index(weights, dtype) if dtype or retie else carry(INDEX, files[INDEX]))
+    layouts = [lay_out_weights(file, dtype) for file in weights]
+    if weights[0].path != SINGLE:
+        layouts.append(lay_out_index(weights, dtype) if dtype or relists else carry(INDEX, base.files[INDEX]))
     return layouts
 
 
@@ -292,7 +321,7 @@ def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
 
 def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
     """Lay out a file that the base has inside a bundle."""
-    return lay_out_torch_file(path, read_tree(base.root, source, PathIn(base.name, source)))
+    return lay_out_torch_file(path, base.train.trees[source])
 
 
 def carry(path: str, fact: FileFact) -> FileLayout:

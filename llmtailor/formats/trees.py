@@ -1,21 +1,50 @@
-"""The object tree of a stock file, whichever container holds it."""
+"""The object trees of a checkpoint's stock files, whichever container holds them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llmtailor.containers.torch_zip import read_torch_file
-from llmtailor.errors import PathIn
-from llmtailor.formats.partial.read import is_partial, open_partial
 
 
-def read_tree(root: Path, path: str, where: str) -> Any:
-    """Decode ``root/path``: from the file itself or, in a partial checkpoint, from the bundle that has it inside.
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A stock file's object tree, as data."""
 
-    No tensor byte is read. Raises SourceError for what is missing or damaged, and UnsafePickle for names that are not
-    on the allow-list.
-    """
-    if is_partial(root):
-        return open_partial(root, where.checkpoint if isinstance(where, PathIn) else str(root)).tree(path)
-    return read_torch_file(root, path, where).tree
+    tree: Any
+    archive: str | None = None
+    """The stem of the name that the file was saved under; None where that is not known"""
+
+
+class Trees(Protocol):
+    """Reads the stock files of one checkpoint."""
+
+    @property
+    def root(self) -> Path: ...
+
+    @property
+    def inside(self) -> Collection[str]:
+        """Stock files, by relative path, that are no files of the folder."""
+        ...
+
+    def read(self, path: str, where: str) -> Decoded:
+        """Decode a stock file; no tensor byte is read. Messages call it ``where``.
+
+        Raises SourceError for what is missing or damaged, and UnsafePickle for names that are not on the allow-list.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTrees:
+    """Stock files as stock software writes them."""
+
+    root: Path
+    inside: Collection[str] = ()
+
+    def read(self, path: str, where: str) -> Decoded:
+        file = read_torch_file(self.root, path, where)
+        return Decoded(file.tree, file.archive)

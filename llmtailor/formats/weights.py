@@ -18,7 +18,6 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
 from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.checkpoint.optimizer import Target
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
@@ -77,7 +76,7 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
         held = index.held.get(State(param.name, BUFFER))  # an empty one may not be held
         return held.dtype if held else "F32"
     if dtype or param.role == "trainable":
-        if index.stage == 0 and not dtype:  # the weights are the masters
+        if not (index.has_masters or dtype):  # the weights are the masters
             return index.held[State(param.name, MASTER)].dtype
         return dtype or index.precision
     return index.held[State(param.name, FROZEN)].dtype
@@ -169,9 +168,9 @@ _EXPORT = "nothing, to resume; to export the model, call trainer.save_model() af
 
 
 def lay_out_missing_weights(
-    base: CheckpointIndex, target: Target, dtype: str | None, is_alone: bool
+    base: CheckpointIndex, stage: int, dtype: str | None, is_alone: bool
 ) -> tuple[list[FileLayout], list[Problem]]:
-    """Lay out weight files if a ZeRO base has none, as a run of the target's stage would have saved them.
+    """Lay out weight files if a ZeRO base has none, as a run of that ZeRO stage would have saved them.
 
     ``dtype`` is that of floating-point weights, None takes the run's; ``is_alone`` says that no other source gives
     anything. Where it can't be done, a notice says so.
@@ -186,7 +185,7 @@ def lay_out_missing_weights(
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]
     lost = [name for name in frozen if State(name, FROZEN) not in base.held]
     if naming is not None and not lost:
-        return lay_out_weight_files(new_weights(base, naming, list_tied=target.stage < 3), dtype), []
+        return lay_out_weight_files(new_weights(base, naming, list_tied=stage < 3), dtype), []
     reason = f"transformers may save a {model_type} by other names than it has in memory"
     if lost:
         reason = f"nor do the shards hold the frozen {some(lost)}"

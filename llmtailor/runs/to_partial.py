@@ -43,7 +43,7 @@ Observe = Callable[[int], None]
 _BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
 _ALIKE = (
     *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
-    *("flat_ids", "group_params", "settings", "variant", "part_steps"),
+    *("sub_groups", "settings", "variant", "part_steps"),
 )
 """What the index of a partial checkpoint says just like that of the full one it was made of."""
 

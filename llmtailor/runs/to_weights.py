@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.safetensors import read_weights
 from llmtailor.errors import VerificationError
-from llmtailor.formats.plain.optimizer import OPTIMIZER
-from llmtailor.formats.trainer import SCALER, SCHEDULER
+from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.recipe.candidates import RunCheckpoint, sources_at
 from llmtailor.runs.folder import link_or_copy, sync

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from llmtailor.checkpoint.sharding import lay_out_vector
+from llmtailor.checkpoint.sharding import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.formats.zero.files import WHOLE_MODEL
-from llmtailor.formats.zero.read3 import part_size
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks

@@ -9,8 +9,8 @@ import torch
 
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
-from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER
-from llmtailor.formats.trainer import SCALER
+from llmtailor.formats.plain.optimizer import NAME_KEYS
+from llmtailor.formats.trainer import OPTIMIZER, SCALER
 from llmtailor.formats.weights import NAMING
 from llmtailor.model.disk_names import on_disk
 from llmtailor.model.params import Param

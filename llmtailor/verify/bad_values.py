@@ -77,7 +77,7 @@ def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator
     """
     stepped = [
         flat
-        for flat in index.flat_ids
+        for flat in index.sub_groups
         if flat.step > 0 and any(index.params[param].numel for param in flat.params)
         if State(flat.params[0], EXP_AVG_SQ) in index.held
     ]

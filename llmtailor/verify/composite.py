@@ -9,8 +9,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.manifest import ManifestFacts
-from llmtailor.formats.plain.optimizer import OPTIMIZER
-from llmtailor.formats.trainer import MANIFEST, is_weight_file
+from llmtailor.formats.trainer import MANIFEST, OPTIMIZER, is_weight_file
 
 _COPY_AGAIN = "copy the composite again, or merge again"
 _ON_PURPOSE = "nothing, if you changed it yourself"
@@ -27,7 +26,7 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
             yield Finding(
                 where, f"{what} was {written} when it was written, and is {have}", _COPY_AGAIN, Code.MANIFEST, ERROR
             )
-    for flat_id, flat in enumerate(index.flat_ids):
+    for flat_id, flat in enumerate(index.sub_groups):
         if flat.step != (written_step := manifest.steps.get(flat_id, flat.step)):
             what = f"Adam's step of flat id {flat_id} was {written_step:g} when it was written, and is {flat.step:g}"
             yield Finding(where, what, _COPY_AGAIN, Code.MANIFEST, ERROR)

@@ -53,13 +53,13 @@ def describe(index: CheckpointIndex) -> dict[str, Any]:
         "num_tensors": {role: roles.count(role) for role in ("trainable", "frozen", "buffer")},
         "param_groups": [
             {
-                "flat_ids": list(group.flat_ids),
-                "num_params": sum(len(index.flat_ids[flat_id].params) for flat_id in group.flat_ids),
+                "flat_ids": index.layout.of_group(number),
+                "num_params": len(group.params),
                 **{key: _plain(group.hyper[key]) for key in _HYPER if key in group.hyper},
             }
-            for group in index.groups
+            for number, group in enumerate(index.groups)
         ],
-        "optimizer_steps": sorted({flat.step for flat in index.flat_ids}),
+        "optimizer_steps": sorted({one.step for one in index.sub_groups}),
         "parts": [
             {
                 **_part(part, anatomy.names(part), by_kind[part], steps, index.part_steps.get(part, index.global_step)),

@@ -24,11 +24,9 @@ from typing import Any
 import llmtailor
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
-from llmtailor.errors import Interrupted, PathIn, UsageError, some
+from llmtailor.errors import Interrupted, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.trainer import CONFIG
-from llmtailor.formats.trees import read_tree
-from llmtailor.formats.zero.files import find_shard_files
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
@@ -93,7 +91,7 @@ def _is_held(index: CheckpointIndex, state: State) -> bool:
 
 def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     has_state = any(state.kind not in (WEIGHT, MASTER, FROZEN, BUFFER) for state in index.held)
-    expected = [flat.step if has_state else None for flat in index.flat_ids]
+    expected = [one.step if has_state else None for one in index.sub_groups]
     for rank, result in enumerate(results):
         if result["steps"] != expected:
             what = f"after a resume Adam's steps on rank {rank} are {result['steps']}, in the files {expected}"
@@ -226,8 +224,8 @@ def make_task(index: CheckpointIndex, folder: str) -> dict[str, Any]:
         "precision": index.precision,
         "frozen": [param.name for param in index.params.values() if param.role == "frozen"],
         "groups": [
-            {"params": list(params), "hyper": {key: group.hyper[key] for key in _ADAMW if key in group.hyper}}
-            for group, params in zip(index.groups, index.group_params, strict=True)
+            {"params": list(group.params), "hyper": {key: group.hyper[key] for key in _ADAMW if key in group.hyper}}
+            for group in index.groups
         ],
         **(_deepspeed_task(index) if index.stage else {}),
     }
@@ -254,8 +252,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
     }
     if settings.fp32_gradients:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    files = find_shard_files(index.root, index.name)
-    tree = read_tree(index.root, files.model[0], PathIn(index.name, files.model[0]))
+    tree = next(tree for tree in index.train.model if tree is not None)
     saved = tree.get("ds_config") or {}
     if "scheduler" in saved:
         config["scheduler"] = saved["scheduler"]

@@ -24,7 +24,7 @@ from llmtailor.formats.manifest import ManifestFacts, read_manifest
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.partial.read import looks_partial
-from llmtailor.formats.plain.read import is_plain
+from llmtailor.formats.plain.read import detects as is_plain
 from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, survey_checkpoint
 from llmtailor.formats.trainer import CONFIG, MANIFEST, TRAINER_STATE, is_rng_file, is_weight_file
 from llmtailor.storage.local import read_source

@@ -17,11 +17,11 @@ from llmtailor.errors import SourceError, UnsupportedCheckpoint
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.names import derived_names
 from llmtailor.formats.plain.optimizer import SavedGroup, SavedOptimizer
-from llmtailor.formats.plain.read import is_plain
+from llmtailor.formats.plain.read import detects
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import MASTER, State
 from oracle import zero3
-from plain.composing import plain_target, read, to_plain, to_zero
+from plain.composing import read, to_plain, to_zero
 from real.models import build
 from scripts.synthetic import pickled_as_deepspeed
 
@@ -180,7 +180,7 @@ def test_damage_is_refused(pristine, tmp_path, case):
     root = tmp_path / "checkpoint-1"
     shutil.copytree(pristine, root)
     damage(root)
-    assert is_plain(root)
+    assert detects(root)
     with pytest.raises(SourceError) as caught:
         index_checkpoint(root, "ckpt")
     assert told in str(caught.value)
@@ -297,7 +297,7 @@ def test_zero3_becomes_plain_without_a_bit_lost(tmp_path, groups, world_size):
 
     index = index_checkpoint(out, "plain")
     assert index.params == base.params and index.group_params == base.group_params
-    assert [flat.params for flat in index.flat_ids] == [flat.params for flat in plain_target(base).flats]
+    assert [one.params for one in index.sub_groups] == [(param,) for group in base.groups for param in group.params]
     assert set(index.steps().values()) == {7.0} and index.world_size == world_size
     assert [group.hyper for group in index.groups] == [group.hyper for group in base.groups]
 
@@ -342,7 +342,7 @@ def test_zero_to_plain_to_zero_is_the_same_again(tmp_path, stage, precision, tie
         if state.kind == MASTER or state.kind in MOMENTS:
             assert not zero3.differ(read(zero, index.held[state]), tensor)
     weights = load_file(zero / "model.safetensors")
-    assert set(weights) == {*index.params, *(index.tied if stage < 3 else ())}
+    assert set(weights) == set(index.params)
     for name, master in oracle.kind(MASTER).items():
         assert torch.equal(weights[name], master.to(torch.bfloat16 if precision == "BF16" else torch.float32))
     assert set(index.steps().values()) == {7.0}

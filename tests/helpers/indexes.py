@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, ZeroSettings
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.optimizer import ZeroSettings
 
 
 def make_index(root: Path = Path("x"), **changes: object) -> CheckpointIndex:
@@ -24,8 +25,7 @@ def make_index(root: Path = Path("x"), **changes: object) -> CheckpointIndex:
         "tied": {},
         "held": {},
         "groups": (),
-        "flat_ids": (),
-        "group_params": (),
+        "sub_groups": (),
         "settings": ZeroSettings(),
         "variant": "plain",
         "files": {},

@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 
 import llmtailor
-from helpers.checkpoints import make, model_states, optim_states
+from helpers.checkpoints import model_states, optim_states
 from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.checkpoint.optimizer import make_target
 from llmtailor.compose.plan import plan_merge
 from llmtailor.compose.write import write
 from llmtailor.containers.safetensors import INDEX, read_weights
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.formats.zero.write import lay_out_shards
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.local import open_source, read_source
 
@@ -256,15 +254,6 @@ def test_a_file_that_grows_under_us(tmp_path):
     assert len(read_source(tmp_path / "x", "x", 100)) == 100
     with pytest.raises(SourceError, match="more than it ever needs"):
         read_source(tmp_path / "x", "x", 99)
-
-
-def test_shards_that_change_between_index_and_layout(copy_of, tmp_path):
-    checkpoint = copy_of("zero3")
-    index = index_checkpoint(checkpoint)
-    other = make(tmp_path / "other", 100, groups="layer")
-    shutil.copy(optim_states(other), optim_states(checkpoint))
-    with pytest.raises(SourceError, match="the file changed while it was read"):
-        list(lay_out_shards(index, make_target(index), [100.0, 100.0]))
 
 
 def test_files_that_change_between_plan_and_copy(copy_of, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
-from llmtailor.formats.plain.read import is_plain  # noqa: E402
+from llmtailor.formats.plain.read import detects  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
 from llmtailor.recipe.recipe import Recipe  # noqa: E402
@@ -47,7 +47,7 @@ def trained(request, tmp_path_factory):
 def test_an_index_says_what_the_live_optimizer_holds(trained):
     name, run = trained
     root = run.checkpoint(4)
-    assert is_plain(root)
+    assert detects(root)
     index = index_checkpoint(root, name)
     model = run.trainer.model
     live = live_states(run)
@@ -87,11 +87,11 @@ def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(trained
             assert optimizers[0]["state"][number][kind].dtype == tensor.dtype
     again = index_checkpoint(out, name)
     first = index_checkpoint(source, name)
-    assert (again.params, again.tied, again.group_params, again.flat_ids) == (
+    assert (again.params, again.tied, again.group_params, again.sub_groups) == (
         first.params,
         first.tied,
         first.group_params,
-        first.flat_ids,
+        first.sub_groups,
     )
     assert [group.hyper for group in again.groups] == [group.hyper for group in first.groups]
     resumed = train(tmp_path / "resumed", resume_from=out, **RUNS[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.indexes import make_index
-from llmtailor.checkpoint.index import ParamGroup
+from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.regroup import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.errors import MismatchError, SourceError
 from llmtailor.model.find_parts import dissect
@@ -43,8 +43,7 @@ def make(shapes, groups, decays=(0.1, 0.0), hypers=None, tied=None):
     hypers = hypers or [{**HYPER, "weight_decay": decay} for decay in decays]
     index = make_index(
         params={name: Param(name, shape, "trainable") for name, shape in shapes.items()},
-        groups=tuple(ParamGroup((number,), hyper) for number, hyper in enumerate(hypers)),
-        group_params=tuple(map(tuple, groups)),
+        groups=tuple(ParamGroup(tuple(params), hyper) for params, hyper in zip(groups, hypers, strict=True)),
         tied=tied or {},
     )
     numels = {name: param.numel for name, param in index.params.items()}

@@ -8,26 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.indexes import make_index
-from llmtailor.checkpoint.index import FlatId, ParamGroup
 from llmtailor.checkpoint.layout import Sources
-from llmtailor.checkpoint.optimizer import Target, TargetFlat, TargetGroup
+from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
 from llmtailor.compose.adam_step import bias_factor, choose_steps
 from llmtailor.compose.report import step_notices
 
 HYPER = {"betas": (0.9, 0.999)}
-TARGET = Target(
-    3,
-    2,
-    (TargetGroup(("a", "b"), HYPER), TargetGroup(("c",), HYPER)),
-    (TargetFlat(0, ("a", "b")), TargetFlat(1, ("c",))),
-)
-GROUPS = (ParamGroup((0,), {"betas": (0.9, 0.999)}), ParamGroup((1,), {"betas": (0.9, 0.999)}))
+GROUPS = (ParamGroup(("a", "b"), HYPER), ParamGroup(("c",), HYPER))
+TARGET = OptimizerLayout(3, 2, GROUPS, (SubGroup(0, ("a", "b")), SubGroup(1, ("c",))))
 
 
 def index(*steps, layout=(("a", "b"), ("c",))):
-    return make_index(
-        groups=GROUPS, flat_ids=tuple(FlatId(params, step, True) for params, step in zip(layout, steps, strict=True))
-    )
+    cut = enumerate(zip(layout, steps, strict=True))
+    return make_index(groups=GROUPS, sub_groups=tuple(SubGroup(number, params, step) for number, (params, step) in cut))
 
 
 def test_a_step_travels_when_all_params_of_a_flat_id_bring_it():

@@ -13,7 +13,7 @@ import transformers
 
 from helpers.checkpoints import SMALL, load, make, model_states
 from helpers.indexes import make_index
-from llmtailor.checkpoint.index import ParamGroup
+from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.regroup import DEFAULT, LAYER, find_decaying, regroup
 from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
 from llmtailor.model.params import Param
@@ -60,8 +60,10 @@ def index_of(model, decays):
     return make_index(
         params={name: Param(name, tuple(param.shape), "trainable") for name, param in params.items()},
         tied={name: first[id(param)] for name, param in every.items() if first[id(param)] != name},
-        groups=tuple(ParamGroup((number,), {"weight_decay": decay}) for number, decay in enumerate(decays)),
-        group_params=tuple(map(tuple, halves)) if len(decays) == 2 else (tuple(params),),
+        groups=tuple(
+            ParamGroup(tuple(names), {"weight_decay": decay})
+            for names, decay in zip(halves if len(decays) == 2 else [params], decays, strict=True)
+        ),
     )
 
 

@@ -170,7 +170,7 @@ def test_a_mismatch_names_state_element_and_count(tmp_path, monkeypatch, chunk):
 def test_padding_is_not_looked_at(tmp_path):
     """In the masters it is uninitialised memory."""
     checkpoint = make(tmp_path, 100, world_size=4)
-    last = [flat.params[-1] for flat in index_checkpoint(checkpoint).flat_ids]
+    last = [one.params[-1] for one in index_checkpoint(checkpoint).sub_groups]
 
     def spoil(tree):
         for master in tree["optimizer_state_dict"]["fp32_flat_groups"]:

@@ -6,19 +6,25 @@ is read as from stock files. States that the save left out are listed as absent:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, FlatId, Held, ParamGroup, ZeroSettings
+from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey
+from llmtailor.checkpoint.optimizer import ParamGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Absent, Sliced
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.findings import Finding
 from llmtailor.formats.partial.manifest import bundle_name, frozen_name
-from llmtailor.formats.partial.read import Partial, open_partial
-from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
+from llmtailor.formats.partial.read import Partial, looks_partial, open_partial
+from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
+from llmtailor.formats.plain.read import number_params
 from llmtailor.formats.scheduler import compare_scheduler
-from llmtailor.formats.trainer import SCHEDULER, read_trainer_files
+from llmtailor.formats.trainer import OPTIMIZER, SCHEDULER, read_trainer_files
+from llmtailor.formats.zero.common import attempt
+from llmtailor.formats.zero.files import ShardFiles
+from llmtailor.formats.zero.read import survey_shards
 from llmtailor.model.params import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.storage.local import FileFact
@@ -28,14 +34,22 @@ _KEPT = (FROZEN, BUFFER)
 _FIX = "leave this checkpoint out; its save is damaged"
 
 
-def index_partial(root: Path, name: str, index_deepspeed: Callable[[Path, str], CheckpointIndex]) -> CheckpointIndex:
-    """Index a partial checkpoint; no tensor byte is read but the 4 bytes of each ``step``.
+def detects(root: Path) -> bool:
+    """Whether a folder is a partial checkpoint, or lies where only these do: a save that did not finish."""
+    return looks_partial(root)
 
-    Raises SourceError with every problem of every file.
-    """
+
+def survey(root: Path, name: str) -> Survey:
+    """Index a partial checkpoint; no tensor byte is read but the 4 bytes of each ``step``."""
+    problems = Problems()
+    return Survey(attempt(lambda: _index(root, name), problems), problems)
+
+
+def _index(root: Path, name: str) -> CheckpointIndex:
+    """Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
-    index = index_deepspeed(root, name) if manifest.stage else _index_plain(partial)
+    index = _index_zero(partial) if manifest.stage else _index_plain(partial)
     told = (index.stage, index.global_step, index.world_size, index.precision)
     if told != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
         what = "its object trees are of another step, stage, world size or precision than manifest.json says"
@@ -79,24 +93,25 @@ def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
     return placed
 
 
+def _index_zero(partial: Partial) -> CheckpointIndex:
+    """Index a save of training under DeepSpeed: `formats.zero.read` has the layout of the stock files."""
+    shards, manifest = partial.manifest.shards, partial.manifest
+    optim, model = tuple(shards["optim"]), tuple(shards["model"])
+    files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
+    return survey_shards(partial, files, partial.name, Problems()).sound_index()
+
+
 def _index_plain(partial: Partial) -> CheckpointIndex:
     """Index a save of training without DeepSpeed: `formats.plain.read` has the layout of the stock files."""
     manifest, root, name = partial.manifest, partial.root, partial.name
-    optimizer = read_optimizer(root, PathIn(name, OPTIMIZER))
+    optimizer = read_optimizer(partial, PathIn(name, OPTIMIZER))
     problems = Problems()
-    trainer = read_trainer_files(root, name, problems)
+    trainer = read_trainer_files(partial, name, problems)
     problems.raise_if_any()
     groups = tuple(group.names or () for group in optimizer.groups)
     params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
     _check_names(groups, params, name)
-    flat_ids: list[FlatId] = []
-    numbered: list[ParamGroup] = []
-    for names, saved in zip(groups, optimizer.groups, strict=True):
-        numbered.append(ParamGroup(tuple(range(len(flat_ids), len(flat_ids) + len(names))), saved.hyper))
-        flat_ids += [
-            FlatId((param,), optimizer.steps[number], optimizer.step_is_tensor)
-            for param, number in zip(names, saved.ids, strict=True)
-        ]
+    steps = [optimizer.steps[number] for saved in optimizer.groups for number in saved.ids]
     compared: list[Finding] = []
     if trainer.scheduler is not None:
         hyper = [saved.hyper for saved in optimizer.groups]
@@ -115,13 +130,13 @@ def _index_plain(partial: Partial) -> CheckpointIndex:
         params=params,
         tied=manifest.tied,
         held=_hold(partial, optimizer, groups, params),
-        groups=tuple(numbered),
-        flat_ids=tuple(flat_ids),
-        group_params=groups,
+        groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
+        sub_groups=number_params(groups, steps),
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
         findings=(*trainer.findings, *optimizer.findings, *compared),
+        train=TrainState(optimizer.step_is_tensor, tuple(params), trainer.trees),
     )
 
 

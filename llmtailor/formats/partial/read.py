@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.trees import decode
+from llmtailor.formats.trees import Decoded
 from llmtailor.model.states import BUFFER, ITEMSIZE, State
 
 _FIX = "leave this checkpoint out; its save is damaged"
@@ -45,16 +45,19 @@ class Partial:
     fragments: Mapping[State, Held]
     """States of the chosen parts, with the shape of the param."""
 
-    def tree(self, path: str) -> Any:
-        """Decode the object tree of a stock file. Raises SourceError."""
-        where = PathIn(self.name, path)
+    @property
+    def inside(self) -> Collection[str]:
+        return self.tree_of.keys()
+
+    def read(self, path: str, where: str) -> Decoded:
+        """Decode the object tree of a stock file; see `formats.trees.Trees`."""
         if path not in self.tree_of:
             raise SourceError.at(where, "no bundle has this file inside", _FIX)
         bundle = self.tree_of[path]
         try:
             tree = decode(read_strict_json(self.files[bundle].metadata[TREE + path].encode()), self._find)
             check_tree(tree)
-            return tree
+            return Decoded(tree)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SourceError.at(PathIn(self.name, bundle), f"its tree of {path} is damaged ({error})", _FIX) from error
 
@@ -79,16 +82,6 @@ def open_partial(root: Path, name: str) -> Partial:
 
     Raises SourceError with every file that is missing, of another size or of another save.
     """
-    try:
-        stat = (root / MANIFEST).stat()
-    except OSError:
-        read_manifest(root, name)  # says what is wrong
-        raise
-    return _open(root, name, stat.st_mtime_ns, stat.st_ino)
-
-
-@lru_cache(maxsize=4)  # one file of a rank is asked for after the other
-def _open(root: Path, name: str, _mtime_ns: int, _inode: int) -> Partial:
     manifest = read_manifest(root, name)
     problems = Problems()
     files: dict[str, WeightFile] = {}

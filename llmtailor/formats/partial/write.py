@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Carry, FileLayout, Fill, Literal, Segment, Slot
-from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Sliced
+from llmtailor.checkpoint.sharding import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import read_json
-from llmtailor.containers.pickle_nodes import Ordered, TensorView, as_tensor
+from llmtailor.containers.pickle_nodes import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
@@ -33,11 +33,11 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
 )
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
-from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER
-from llmtailor.formats.trainer import CARD, CONFIG, SCALER, SCHEDULER, carry, is_weight_file
-from llmtailor.formats.trees import read_tree
-from llmtailor.formats.zero.files import LATEST, ShardFiles, find_shard_files
-from llmtailor.formats.zero.read3 import part_size
+from llmtailor.formats.plain.write import optimizer_tree
+from llmtailor.formats.trainer import CARD, CONFIG, OPTIMIZER, SCALER, SCHEDULER, carry, is_weight_file
+from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
+from llmtailor.formats.zero.target import ZeroTarget
+from llmtailor.formats.zero.write import make_shards
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.params import SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -62,16 +62,19 @@ class Bundle:
     begin: dict[str, int] = field(default_factory=dict)
     trees: dict[str, str] = field(default_factory=dict)
 
-    def add_tree(self, stock: str, tree: Any, flats: Collection[Extent], where: str) -> None:
-        """Take the object tree of a stock file inside, with its tensors but those of ``flats``, whose elements are
-        fragments. Raises SourceError for a tensor that is not contiguous."""
+    def add_tree(self, stock: str, tree: Any, where: str) -> None:
+        """Take the object tree of a stock file inside, with its tensors but those of states, which have fragments.
+
+        Raises SourceError for a tensor that is not contiguous.
+        """
 
         def place(view: TensorView) -> Mapping[str, Any]:
-            key = f"tree/{len(self.entries)}"
-            extent = extent_of(view, key, where)
-            if extent in flats:
+            key, content = f"tree/{len(self.entries)}", view.storage.content
+            if not content or any(isinstance(part, (Slot, Fill)) for part in content):
                 return placeholder(view.storage.dtype, view.shape)
-            content = (Carry(extent),) if extent.num_bytes else ()
+            if isinstance(content[0], Carry):
+                extent = extent_of(view, key, where)
+                content = (Carry(extent),) if extent.num_bytes else ()
             self.entries.append(Entry(key, view.storage.dtype, view.shape, content))
             return stored(self.path, key)
 
@@ -149,13 +152,12 @@ def lay_out_partial(index: CheckpointIndex, params: Collection[str], save_id: st
     ``save_id`` is a new random id. Raises SourceError, or what `check_can_be_partial` raises.
     """
     check_can_be_partial(index)
-    files = find_shard_files(index.root, index.name) if index.stage else None
     bundles = [Bundle(bundle_name(rank, index.world_size)) for rank in range(index.world_size)]
-    _add_fragments(bundles, index, params, files)
+    _add_fragments(bundles, index, params)
     for rank, bundle in enumerate(bundles):
         if index.stage == 3 or rank == 0:
             bundle.entries += _buffers(index, rank)
-    _add_trees(bundles, index, files)
+    _add_trees(bundles, index)
     facts = {"save_id": save_id, "step": str(index.global_step), "world_size": str(index.world_size)}
     return PartialLayout(
         bundles=tuple(bundle.lay_out({**facts, "rank": str(rank)}) for rank, bundle in enumerate(bundles)),
@@ -176,7 +178,6 @@ def describe_partial(
 
     ``parts`` are those it holds, and why; ``params_of`` the trained params of each.
     """
-    files = find_shard_files(index.root, index.name) if index.stage else None
     return Manifest(
         step=index.global_step,
         save_id=save_id,
@@ -193,7 +194,7 @@ def describe_partial(
         tied=index.tied,
         saved_as=_saved_as(index),
         bundles=bundles,
-        shards={"is_bf16": files.is_bf16, "optim": list(files.optim), "model": list(files.model)} if files else {},
+        shards=describe_shards(index.tag, index.stage, index.world_size, index.precision) if index.has_masters else {},
         ledger=ledger,
     )
 
@@ -232,11 +233,10 @@ def _is_carried(path: str) -> bool:
     return "/" not in path and path not in made and not is_weight_file(path) and not _RNG.fullmatch(path)
 
 
-def _add_fragments(
-    bundles: list[Bundle], index: CheckpointIndex, params: Collection[str], files: ShardFiles | None
-) -> None:
+def _add_fragments(bundles: list[Bundle], index: CheckpointIndex, params: Collection[str]) -> None:
     """Cut the states as they lie on the ranks. Without DeepSpeed there is one file, so the first bundle has them."""
-    rank_of = {path: rank for rank, path in enumerate(files.optim)} if files else {}
+    names = (optim_name(rank, index.precision == "BF16") for rank in range(index.world_size))
+    rank_of = {f"{index.tag}/{name}": rank for rank, name in enumerate(names)}
     for param, states in trained_states(index).items():
         if param not in params:
             continue
@@ -280,71 +280,43 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 
 
-def _add_trees(bundles: list[Bundle], index: CheckpointIndex, files: ShardFiles | None) -> None:
+def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     """Take the object trees of all stock files that are not carried, each into the bundle of its rank."""
-    flats = _flats(index)
+    ranks = range(index.world_size)
 
-    def add(rank: int, path: str, change: Callable[[Any], Any] = lambda tree: tree) -> None:
-        where = PathIn(index.name, path)
-        bundles[rank].add_tree(path, change(read_tree(index.root, path, where)), flats, where)
+    def add(rank: int, path: str, tree: Any) -> None:
+        bundles[rank].add_tree(path, tree, PathIn(index.name, path))
 
-    if files is not None:
-        for rank, path in enumerate(files.optim):
-            add(rank, path, _without_mappings)
-        for rank, path in enumerate(files.model):
-            add(rank, path, lambda tree, rank=rank: _model_tree(tree, index, rank))  # type: ignore[misc]
+    if index.has_masters:
+        for rank, path, tree in make_shards(ZeroTarget.of(index, index.layout, index.precision), index.train):
+            outer = tree.get("optimizer_state_dict")
+            if outer is not None:  # what follows from the layout
+                tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
+            add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
-        add(0, OPTIMIZER, lambda tree: _with_names(tree, index))
-    for path in (SCHEDULER, *(() if files is not None else (SCALER,))):
-        if path in index.files:
-            add(0, path)
-    for rank in range(index.world_size):
+        add(0, OPTIMIZER, optimizer_tree(index, index.layout))
+    for path in (SCHEDULER, *(() if index.has_masters else (SCALER,))):
+        if path in index.train.trees:
+            add(0, path, index.train.trees[path])
+    for rank in ranks:
         path = "rng_state.pth" if index.world_size == 1 else f"rng_state_{rank}.pth"
-        if path in index.files:
-            add(rank, path)
+        if path in index.train.trees:
+            add(rank, path, index.train.trees[path])
 
 
-def _flats(index: CheckpointIndex) -> set[Extent]:
-    """Return the tensors in the files that the trained states lie in."""
-    found: set[Extent] = set()
-    for states in trained_states(index).values():
-        for state in states:
-            place = index.held[state].place
-            found.update(place.shards if isinstance(place, (Sliced, Partitioned)) else ())
-            found.update((place.extent,) if isinstance(place, Contiguous) else ())
-    return found
-
-
-def _without_mappings(tree: Any) -> Any:
-    outer = {key: value for key, value in tree["optimizer_state_dict"].items() if key != "param_slice_mappings"}
-    return {**tree, "optimizer_state_dict": outer}
-
-
-def _model_tree(tree: Any, index: CheckpointIndex, rank: int) -> Any:
-    """Say of each tensor in ``model_states`` where the partial checkpoint has it, or that it follows from a master."""
+def _model_tree(tree: dict[str, Any], index: CheckpointIndex, rank: int) -> dict[str, Any]:
+    """Say of the buffers and frozen params in ``model_states`` where the partial checkpoint has them."""
     bundle = bundle_name(rank, index.world_size)
     frozen_file = frozen_name(rank, index.world_size) if index.stage == 3 else frozen_name(0, 1)
-    module = Ordered()
-    for name, node in tree["module"].items():
+    module = Ordered(tree["module"].items(), tree["module"].attributes)
+    for name in module:
         stored_name = index.tied.get(name, name)
-        param, view = index.params.get(stored_name), as_tensor(node)
+        param = index.params.get(stored_name)
         if param is not None and param.role == "buffer":
             module[name] = Known(stored(bundle, f"{BUFFER}/{stored_name}"))
         elif param is not None and param.role == "frozen" and index.stage < 3:
             module[name] = Known(stored(frozen_file, stored_name))
-        else:
-            module[name] = Known(placeholder(view.storage.dtype, view.shape)) if view else node
-    module.attributes = tree["module"].attributes
     fragments = tree.get("frozen_param_fragments")
     if fragments:
-        fragments = Ordered((name, Known(stored(frozen_file, name))) for name in fragments)
-    return {**tree, "module": module, **({"frozen_param_fragments": fragments} if fragments else {})}
-
-
-def _with_names(tree: Any, index: CheckpointIndex) -> Any:
-    """Name the params of ``optimizer.pt``, which has bare ids: a partial checkpoint is read without the model."""
-    groups = [
-        {**group, NAME_KEYS[0]: list(names)}
-        for group, names in zip(tree["param_groups"], index.group_params, strict=True)
-    ]
-    return {**tree, "param_groups": groups}
+        tree["frozen_param_fragments"] = Ordered((name, Known(stored(frozen_file, name))) for name in fragments)
+    return {**tree, "module": module}

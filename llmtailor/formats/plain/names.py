@@ -17,7 +17,8 @@ from llmtailor.checkpoint.index import Held
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.formats.plain.ask_transformers import ModelFacts
-from llmtailor.formats.plain.optimizer import FLOATING, OPTIMIZER, SavedOptimizer
+from llmtailor.formats.plain.optimizer import FLOATING, SavedOptimizer
+from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.model.params import Param
 
 _OTHER_RUN = "put the optimizer.pt and the config.json of one and the same save together"

@@ -26,11 +26,11 @@ from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.refused_names import find_refused
 from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
 from llmtailor.formats.resumed.tables import EACH, Field, Kind, Says, Table, check_fields, has, is_number
-from llmtailor.formats.trees import read_tree
+from llmtailor.formats.trainer import OPTIMIZER
+from llmtailor.formats.trees import Trees
 
 _GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
 _STEP = "torch.optim.AdamW.step"
@@ -106,7 +106,6 @@ def check_groups(
             yield Finding(where, what, f"a resume fails at the first step; {_FIX}", Code.FIELD_TYPE, ERROR)
 
 
-OPTIMIZER = "optimizer.pt"
 FLOATING = ("F64", "F32", "F16", "BF16")
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 NAME_KEYS = ("lt_params", "param_names")
@@ -144,18 +143,18 @@ def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
 
 
-def read_optimizer(root: Path, where: str) -> SavedOptimizer:
+def read_optimizer(trees: Trees, where: str) -> SavedOptimizer:
     """Decode ``optimizer.pt``; no tensor byte is read but the 4 bytes of each ``step``.
 
     Raises SourceError, or UnsupportedCheckpoint for an optimizer whose state is not elementwise.
     """
-    if not (root / OPTIMIZER).exists() and not is_partial(root):
+    if OPTIMIZER not in trees.inside and not (trees.root / OPTIMIZER).exists():
         fix = "copy it back; a resume without it takes neither the optimizer nor the schedule, without a word"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
-    tree = read_tree(root, OPTIMIZER, where)
+    tree = trees.read(OPTIMIZER, where).tree
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
     try:
-        saved = _read(root, tree, where)
+        saved = _read(trees.root, tree, where)
     except SourceError as error:
         if wrong := [finding.problem for finding in findings if finding.severity == ERROR]:
             others = () if isinstance(error, UnsupportedCheckpoint) else error.problems

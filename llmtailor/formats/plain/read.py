@@ -2,7 +2,7 @@
 
 There are no masters beside the weights: the weights are what the optimizer updates, so the same bytes are held under
 both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
-Adam counts its ``step`` per param here, so every param is a flat id of its own, numbered through the groups.
+Adam counts its ``step`` per param here, so every param is a sub-group by itself, numbered through the groups.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, FlatId, Held, ParamGroup, Survey, ZeroSettings
+from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
@@ -23,7 +25,7 @@ from llmtailor.errors import PathIn, Problem, Problems, SourceError, Unsupported
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
-from llmtailor.formats.plain.optimizer import OPTIMIZER, SavedOptimizer, read_optimizer
+from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.resumed.tables import check_fields
 from llmtailor.formats.resumed.trainer import CONFIG_TABLE
 from llmtailor.formats.scheduler import compare_scheduler
@@ -31,6 +33,7 @@ from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
+    OPTIMIZER,
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
@@ -38,6 +41,7 @@ from llmtailor.formats.trainer import (
     find_lost_rng,
     read_trainer_files,
 )
+from llmtailor.formats.trees import FileTrees
 from llmtailor.formats.weights import read_adapter
 from llmtailor.formats.zero.common import attempt
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -51,21 +55,21 @@ _NOT_PLAIN = ("latest", "zero_to_fp32.py", "optimizer.bin", "optimizer_0", "pyto
 """Files of a checkpoint of DeepSpeed or FSDP."""
 
 
-def is_plain(root: Path) -> bool:
-    """Whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey_plain` says what it lacks."""
+def detects(root: Path) -> bool:
+    """Whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey` says what it lacks."""
     if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
         return False
     return any((root / name).exists() for name in (OPTIMIZER, SCHEDULER))
 
 
-def survey_plain(root: Path, name: str) -> Survey:
+def survey(root: Path, name: str) -> Survey:
     """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read but the 4 bytes of each ``step``.
 
     Raises UnsupportedCheckpoint for a run of PEFT whose param groups don't list names.
     """
-    problems = Problems()
-    trainer = read_trainer_files(root, name, problems)
-    optimizer = attempt(lambda: read_optimizer(root, PathIn(name, OPTIMIZER)), problems)
+    problems, trees = Problems(), FileTrees(root)
+    trainer = read_trainer_files(trees, name, problems)
+    optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, OPTIMIZER)), problems)
     if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
         what = "this is a run of PEFT without DeepSpeed, and its optimizer.pt does not tell which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
@@ -167,16 +171,13 @@ def _index(
         params=known.params,
         tied=known.tied,
         held={**held, **trainer.weights},
-        groups=_number_groups(optimizer),
-        flat_ids=tuple(
-            FlatId((param,), step, optimizer.step_is_tensor)
-            for param, step in zip((param for group in groups for param in group), steps, strict=True)
-        ),
-        group_params=groups,
+        groups=tuple(ParamGroup(params, group.hyper) for params, group in zip(groups, optimizer.groups, strict=True)),
+        sub_groups=number_params(groups, steps),
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
         findings=tuple(findings),
+        train=TrainState(optimizer.step_is_tensor, trees=trainer.trees),
     )
 
 
@@ -275,12 +276,10 @@ def _check_steps(
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
 
 
-def _number_groups(optimizer: SavedOptimizer) -> tuple[ParamGroup, ...]:
-    groups, at = [], 0
-    for group in optimizer.groups:
-        groups.append(ParamGroup(tuple(range(at, at + len(group.ids))), group.hyper))
-        at += len(group.ids)
-    return tuple(groups)
+def number_params(groups: Iterable[tuple[str, ...]], steps: Iterable[float]) -> tuple[SubGroup, ...]:
+    """Return a sub-group for each param, through the groups; ``steps`` are Adam's, in the same order."""
+    owned = ((number, param) for number, group in enumerate(groups) for param in group)
+    return tuple(SubGroup(number, (param,), step) for (number, param), step in zip(owned, steps, strict=True))
 
 
 def _world_size(files: Iterable[str]) -> int:

@@ -12,47 +12,50 @@ keeps the key and saves it again.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
 from llmtailor.checkpoint.layout import FileLayout, Literal, Slot
-from llmtailor.checkpoint.optimizer import Target
+from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
-from llmtailor.formats.plain.optimizer import NAME_KEYS, OPTIMIZER, without_names
+from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.plain.optimizer import NAME_KEYS, without_names
 from llmtailor.formats.plain.read import BUFFERS_KEY
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCALER, SCHEDULER
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, SCHEDULER, lay_out_trainer_files
+from llmtailor.formats.wanted import Wanted
 from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 _NOT_OF_THE_OPTIMIZER = {WEIGHT, MASTER, FROZEN, MODULE, BUFFER}
 _DEEPSPEED_FILES = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
-_PLAIN_FILES = {OPTIMIZER, SCALER}
 
 
-def lay_out_plain(base: CheckpointIndex, target: Target, steps: Sequence[float]) -> list[FileLayout]:
-    """Lay out optimizer.pt and the weight files of a composite.
+def check(dtype: str | None, allow_split: bool) -> None:
+    """Raise MismatchError for what has no meaning where the weights are the masters."""
+    problems = []
+    if dtype not in (None, "F32"):
+        what = "without DeepSpeed the weights are the master weights, and rounding them would lose what was trained"
+        problems.append(Problem("dtype", what, "leave dtype out of the recipe, or say --stage 1, 2 or 3"))
+    if allow_split:
+        what = "without DeepSpeed weights and masters are one and can't come from different checkpoints"
+        problems.append(Problem("--allow-split", what, "leave it out"))
+    if problems:
+        raise MismatchError(problems)
 
-    ``steps`` is the optimizer's step of each flat id; in a plain target that is each param, through the groups. Raises
-    SourceError for a base that has not what a resume needs.
+
+def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a composite's files but those of the tokenizer, and notices.
+
+    Raises SourceError for a base that has not what a resume needs.
     """
     _check_base(base)
-    return [_lay_out_optimizer(base, target, steps), *_lay_out_weights(base)]
-
-
-def left_out(base: CheckpointIndex, stage: int) -> Callable[[str], bool]:
-    """Return which files in the base's root a composite of a stage (0: none) does not carry over.
-
-    Those that belong to the other world, and those that are laid out anew; weights are not among them.
-    """
-    names = _PLAIN_FILES | {"latest"} if stage else _DEEPSPEED_FILES | {OPTIMIZER}
-    if stage and base.stage:
-        return lambda path: False
-    return lambda path: path in names
+    made = [lay_out_torch_file(OPTIMIZER, optimizer_tree(base, wanted.layout)), *_lay_out_weights(base)]
+    dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the masters
+    return lay_out_trainer_files(base, wanted, made, dtype, _DEEPSPEED_FILES, has_weights=True), []
 
 
 def _check_base(base: CheckpointIndex) -> None:
@@ -77,11 +80,13 @@ def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, Held]]:
     return kinds
 
 
-def _lay_out_optimizer(base: CheckpointIndex, target: Target, steps: Sequence[float]) -> FileLayout:
+def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, Any]:
+    """Return the tree of ``optimizer.pt``, its tensors bound to states."""
     kinds = _kinds_by_param(base)
     state: dict[int, dict[str, Any]] = {}
     nodes = []
-    for group in target.groups:
+    steps = [one.step for one in layout.sub_groups]  # one for each param, through the groups
+    for group in layout.groups:
         ids = list(range(len(state), len(state) + len(group.params)))
         for number, param in zip(ids, group.params, strict=True):
             step = (Literal(struct.pack("<f", steps[number]), f"step of {param}"),)
@@ -90,11 +95,11 @@ def _lay_out_optimizer(base: CheckpointIndex, target: Target, steps: Sequence[fl
                 **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
             }
         nodes.append({**without_names(group.hyper), NAME_KEYS[0]: list(group.params), "params": ids})
-    return lay_out_torch_file(OPTIMIZER, {"state": state, "param_groups": nodes})
+    return {"state": state, "param_groups": nodes}
 
 
 def _tensor(state: State, held: Held, base: CheckpointIndex) -> Any:
-    dtype = held.dtype if base.stage == 0 else "F32"  # the dtype of the param
+    dtype = "F32" if base.has_masters else held.dtype  # the dtype of the param
     return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 
 

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from llmtailor.checkpoint.index import FlatId, Held, ParamGroup, ZeroSettings
+from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor
 from llmtailor.errors import PathIn, Problems, SourceError, some
 from llmtailor.findings import Finding
 from llmtailor.formats.trainer import file_fact
+from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.shards3 import Counters
 from llmtailor.model.params import Param
 from llmtailor.model.states import State
@@ -31,6 +34,11 @@ class _Told(Protocol):
     def findings(self) -> tuple[Finding, ...]: ...
 
 
+class _Rest(Protocol):
+    @property
+    def rest(self) -> Mapping[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What the shards of a checkpoint say, whatever the stage."""
@@ -44,9 +52,9 @@ class Saved:
     tied: Mapping[str, str]
     held: Mapping[State, Held]
     groups: tuple[ParamGroup, ...]
-    flat_ids: tuple[FlatId, ...]
-    group_params: tuple[tuple[str, ...], ...]
+    sub_groups: tuple[SubGroup, ...]
     ds_config: Mapping[str, Any]
+    train: TrainState
     module: Mapping[str, Held] = field(default_factory=dict)
     """ZeRO-1/2: see `CheckpointIndex.module`."""
     unreadable: frozenset[str] = frozenset()
@@ -57,8 +65,8 @@ class Saved:
 
 
 def read_all(
-    read: Callable[[Path, str, str], _Shard],
-    root: Path,
+    read: Callable[[Trees, str, str], _Shard],
+    trees: Trees,
     paths: Sequence[str],
     missing: Container[str],
     name: str,
@@ -69,7 +77,7 @@ def read_all(
     That those in ``missing`` are missing has been told already.
     """
     return [
-        None if path in missing else attempt(lambda path=path: read(root, path, PathIn(name, path)), problems)  # type: ignore[misc]
+        None if path in missing else attempt(lambda path=path: read(trees, path, PathIn(name, path)), problems)  # type: ignore[misc]
         for path in paths
     ]
 
@@ -124,6 +132,12 @@ def keep_agreeing(
 
 def first(shards: Iterable[_Shard | None]) -> _Shard | None:
     return next((shard for shard in shards if shard is not None), None)
+
+
+def rests(shards: Sequence[_Rest | None], world_size: int) -> tuple[Mapping[str, Any] | None, ...]:
+    """Return what the ranks' files hold beside states; None for those that can't be used."""
+    known = [None if shard is None else shard.rest for shard in shards]
+    return (*known, *[None] * (world_size - len(known)))
 
 
 def findings_of(shards: Iterable[_Told | None]) -> tuple[Finding, ...]:
@@ -191,7 +205,7 @@ def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Zer
 def optimizer_name(saved: Saved) -> str:
     """Return what the hyperparameters tell of the optimizer."""
     keys = set(saved.groups[0].hyper) if saved.groups else set()
-    if "bias_correction" in keys or not all(flat.step_is_tensor for flat in saved.flat_ids):
+    if "bias_correction" in keys or not saved.train.step_is_tensor:
         return "DeepSpeed Adam"
     return "torch AdamW" if "betas" in keys else "unknown"
 

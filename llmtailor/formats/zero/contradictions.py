@@ -66,7 +66,7 @@ def _setting(config: Mapping[str, Any], *keys: str) -> Any:
 
 def _steps(shards: Shards) -> _Found:
     """All flat ids make their steps together; only a composite mixes them."""
-    counters, found = shards.saved.counters, sorted({flat.step for flat in shards.saved.flat_ids})
+    counters, found = shards.saved.counters, sorted({one.step for one in shards.saved.sub_groups})
     expected = counters.global_steps - counters.skipped_steps
     if expected in found and len(found) > 1 and not shards.is_composite:
         what = f"Adam's steps are {', '.join(f'{step:g}' for step in found)}, the run has made {expected}"
@@ -140,7 +140,9 @@ def _uphill(shards: Shards) -> _Found:
 
 
 def _decay(shards: Shards) -> _Found:
-    shapes = [[shards.saved.params[name].shape for name in names] for names in shards.saved.group_params]
+    shapes = [
+        [shards.saved.params[name].shape for name in names] for names in (group.params for group in shards.saved.groups)
+    ]
     if decays_vectors_alone([group.hyper for group in shards.saved.groups], shapes):
         what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
         yield shards.files.tag, what, ()

@@ -16,14 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ParamGroup
 from llmtailor.codes import Code
 from llmtailor.containers.fields import FIX, as_dict
 from llmtailor.containers.pickle_nodes import as_ints
-from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
-from llmtailor.formats.partial.read import Partial, is_partial, open_partial
-from llmtailor.formats.trees import read_tree
+from llmtailor.formats.trees import Trees
 from llmtailor.storage.local import read_source
 
 LATEST = "latest"
@@ -60,26 +57,11 @@ class ShardFiles:
     """Those of the above that are not there."""
 
 
-def find_shard_files(root: Path, where: str) -> ShardFiles:
-    """Find the shards of any ZeRO stage; in a partial checkpoint, those that its bundles have inside.
-
-    Raises SourceError or UnsupportedCheckpoint with everything that is wrong.
-    """
-    problems = Problems()
-    files = survey_shard_files(root, where, problems)
-    problems.raise_if_any()
-    assert files is not None
-    return files
-
-
 def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles | None:
     """Find the shards that are there and name those that are not, which is put to ``problems``.
 
-    None if there is nothing to go by. Raises SourceError or UnsupportedCheckpoint for what is no DeepSpeed checkpoint,
-    and for a partial one that is damaged.
+    None if there is nothing to go by. Raises SourceError or UnsupportedCheckpoint for what is no DeepSpeed checkpoint.
     """
-    if is_partial(root):
-        return _shards_inside(open_partial(root, where))
     _check_is_checkpoint(root, where)
     tag = _read_tag(root, where, problems)
     if tag is None:
@@ -115,13 +97,6 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
     return _of_ranks(files, max([*optim, *model]) + 1, frozenset(names), where, problems)
 
 
-def _shards_inside(partial: Partial) -> ShardFiles:
-    shards, manifest = partial.manifest.shards, partial.manifest
-    return ShardFiles(
-        manifest.tag, shards["is_bf16"], tuple(shards["optim"]), tuple(shards["model"]), manifest.stage == 3
-    )
-
-
 def _of_ranks(
     files: ShardFiles, count: int, names: frozenset[str], where: str, problems: Problems
 ) -> ShardFiles | None:
@@ -133,9 +108,8 @@ def _of_ranks(
         what = f"its files are for {count} ranks, but there are only {len(names)} files"
         problems.add(SourceError.at(PathIn(where, files.tag), what, "copy the tag folder again, whole", Code.FILE_NAME))
         return None
-    prefix = "bf16_" if files.is_bf16 else ""
-    optim = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(count)]
-    model = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(count)] if files.is_zero3 else []
+    optim = [optim_name(rank, files.is_bf16) for rank in range(count)]
+    model = [model_name(rank, 3) for rank in range(count)] if files.is_zero3 else []
     missing = [
         (f"{files.tag}/{name}", f"{kind} shard {rank} of {count} is missing (rank {rank} of 0..{count - 1})")
         for kind, shards in (("optim_states", optim), ("model_states", model))
@@ -156,21 +130,38 @@ def _of_ranks(
     )
 
 
-def read_shard(root: Path, path: str, where: str) -> Any:
+def optim_name(rank: int, is_bf16: bool) -> str:
+    """Return the name of a rank's ``optim_states`` in the tag folder."""
+    return f"{'bf16_' if is_bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def model_name(rank: int, stage: int) -> str:
+    """Return the name of the ``model_states`` in the tag folder: a rank's, or under ZeRO-1/2 that of all ranks."""
+    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else WHOLE_MODEL
+
+
+def describe_shards(tag: str, stage: int, world_size: int, precision: str) -> dict[str, Any]:
+    """Return the stock names of the shard files of all ranks; see `formats.partial.manifest.Manifest`."""
+    is_bf16 = precision == "BF16"
+    return {
+        "is_bf16": is_bf16,
+        "optim": [f"{tag}/{optim_name(rank, is_bf16)}" for rank in range(world_size)],
+        "model": [f"{tag}/{model_name(rank, stage)}" for rank in range(world_size if stage == 3 else 1)],
+    }
+
+
+def read_shard(trees: Trees, path: str, where: str) -> Any:
     """Decode a shard; return its tree. Raises SourceError if the file was saved as that of another rank.
 
     torch.save names the archive after the file. Files of all ranks look alike, and nothing else in those of ZeRO-3
     says whose they are.
     """
-    if is_partial(root):
-        return read_tree(root, path, where)
-    file = read_torch_file(root, path, where)
+    file = trees.read(path, where)
     saved_as, name = f"{file.archive}.pt", Path(path).name
     if _rank(saved_as) not in (None, _rank(name)):
         what = f"the file was saved as {saved_as}, so it is the shard of another rank"
-        raise SourceError.at(
-            where, what, "give the file its own name back; then see which one is missing", Code.FILE_NAME
-        )
+        fix = "give the file its own name back; then see which one is missing"
+        raise SourceError.at(where, what, fix, Code.FILE_NAME)
     return file.tree
 
 
@@ -287,7 +278,8 @@ def unsupported_parallelism(place: str, kind: str, evidence: str) -> Unsupported
     )
 
 
-def read_param_group(group: Any, where: str) -> ParamGroup:
+def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the sub-groups that a param group owns, and its hyperparameters."""
     group = as_dict(group, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
@@ -298,4 +290,4 @@ def read_param_group(group: Any, where: str) -> ParamGroup:
         raise UnsupportedCheckpoint.at(
             where, "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
         )
-    return ParamGroup(ids, {key: value for key, value in group.items() if key != "params"})
+    return ids, {key: value for key, value in group.items() if key != "params"}

@@ -8,6 +8,7 @@ Facts about what a resume does were checked against deepspeed 0.19.8 and transfo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
@@ -24,9 +25,10 @@ from llmtailor.formats.trainer import (
     find_lost_rng,
     read_trainer_files,
 )
+from llmtailor.formats.trees import FileTrees, Trees
 from llmtailor.formats.zero.common import Saved, attempt, file_facts, optimizer_name, precision, read_settings
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
-from llmtailor.formats.zero.files import ShardFiles, survey_shard_files
+from llmtailor.formats.zero.files import LATEST, ShardFiles, survey_shard_files
 from llmtailor.formats.zero.read3 import read_zero3
 from llmtailor.formats.zero.read12 import read_zero12
 
@@ -44,7 +46,7 @@ def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
     if tag_step.isdigit() and int(tag_step) != counters.global_steps:
         what = f"the model states are from step {counters.global_steps}, the tag folder says {tag_step}"
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
-    steps = {flat.step for flat in saved.flat_ids}
+    steps = {one.step for one in saved.sub_groups}
     expected = counters.global_steps - counters.skipped_steps  # fp16: no step when the gradients overflow
     if not steps or expected in steps or ((root / MANIFEST).is_file() and 0 not in steps):
         return
@@ -120,19 +122,30 @@ def _trainer_state(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[F
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
 
-def survey_deepspeed(root: Path, name: str) -> Survey:
+def detects(root: Path) -> bool:
+    """Whether a folder has what DeepSpeed leaves in the root of a checkpoint."""
+    return (root / LATEST).exists() or any(root.glob("global_step*"))
+
+
+def survey(root: Path, name: str) -> Survey:
     """Index a Trainer checkpoint with DeepSpeed shards; no tensor byte is read but the 4 bytes of each ``step``.
 
     Raises SourceError, or UnsupportedCheckpoint, if this is none; what is damaged is told by the survey.
     """
     problems = Problems()
     files = survey_shard_files(root, name, problems)
-    trainer = read_trainer_files(root, name, problems)
+    return survey_shards(FileTrees(root), files, name, problems)
+
+
+def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: Problems) -> Survey:
+    """The same for shards wherever they lie; None for files where there is nothing to go by."""
+    root = trees.root
+    trainer = read_trainer_files(trees, name, problems)
     if files is None:
         return Survey(None, problems)
     facts = file_facts(root, (*files.optim, *files.model))  # before reading, so that no later change goes unnoticed
     read = read_zero3 if files.is_zero3 else read_zero12
-    saved = read(root, files, name, problems)
+    saved = read(trees, files, name, problems)
     if saved is None:
         return Survey(None, problems)
     attempt(lambda: check_steps(root, files.tag, saved, name), problems)
@@ -151,13 +164,13 @@ def survey_deepspeed(root: Path, name: str) -> Survey:
         tied=saved.tied,
         held={**saved.held, **trainer.weights},
         groups=saved.groups,
-        flat_ids=saved.flat_ids,
-        group_params=saved.group_params,
+        sub_groups=saved.sub_groups,
         settings=read_settings(saved.ds_config, files.is_bf16, saved.variant),
         variant=saved.variant,
         files={**trainer.files, **facts},
         findings=tuple(find_oddities(root, files, trainer, saved, name)),
         module=saved.module,
         unreadable=saved.unreadable,
+        train=replace(saved.train, trees=trainer.trees),
     )
     return Survey(index, problems, saved.unreadable)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import FlatId, Held, ParamGroup
+from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Sliced
 from llmtailor.checkpoint.sharding import Vector, lay_out_vector, round_robin
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.fields import (
     FIX,
@@ -35,7 +36,7 @@ from llmtailor.errors import PathIn, Problems, SourceError, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.resumed.tables import check_fields
 from llmtailor.formats.trainer import ADAPTER_CONFIG
-from llmtailor.formats.trees import read_tree
+from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.common import (
     Saved,
     attempt,
@@ -46,9 +47,10 @@ from llmtailor.formats.zero.common import (
     keep_agreeing,
     place_of,
     read_all,
+    rests,
 )
 from llmtailor.formats.zero.files import ShardFiles, fit_world_size
-from llmtailor.formats.zero.shards3 import Counters, read_counters, refuse_other_parallelism
+from llmtailor.formats.zero.shards3 import Counters, read_counters, refuse_other_parallelism, rest_of_model
 from llmtailor.formats.zero.shards12 import PartitionShard, read_partition_shard
 from llmtailor.formats.zero.tables import MODEL
 from llmtailor.model.params import Param
@@ -114,34 +116,37 @@ class WholeModel:
     """ZeRO-2: the frozen params once more. A resume takes these, after the module's."""
     world_size: int
     counters: Counters
+    rest: Mapping[str, Any]
+    """The tree without params and buffers"""
     findings: tuple[Finding, ...]
 
 
-def read_whole_model(root: Path, path: str, where: str) -> WholeModel:
+def read_whole_model(trees: Trees, path: str, where: str) -> WholeModel:
     """Decode ``mp_rank_00_model_states``. Raises SourceError, or UnsupportedCheckpoint for other parallelism."""
-    tree = as_dict(read_tree(root, path, where), "the file", where)
+    tree = as_dict(trees.read(path, where).tree, "the file", where)
     refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
     frozen = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     tied = read_tied(tree.get("shared_params"), where)
-    if (root / ADAPTER_CONFIG).exists():  # leaves out what is frozen, but not its other names
+    if (trees.root / ADAPTER_CONFIG).exists():  # leaves out what is frozen, but not its other names
         lost = {name for name, stored in tied.items() if stored not in module}
         module = {name: node for name, node in module.items() if name not in lost}
         tied = {name: stored for name, stored in tied.items() if name not in lost}
+    tensors = {
+        check_name(name, "module", where): read_tensor(node, f"module[{name}]", where) for name, node in module.items()
+    }
     return WholeModel(
         param_shapes=tuple(
             read_shapes(entry, "param_shapes", where) for entry in get(tree, "param_shapes", list, where)
         ),
-        module={
-            check_name(name, "module", where): read_tensor(node, f"module[{name}]", where)
-            for name, node in module.items()
-        },
+        module=tensors,
         buffer_names=read_names(tree.get("buffer_names"), "buffer_names", where),
         tied=tied,
         frozen=frozenset(frozen),
         fragments=_fragments(tree.get("frozen_param_fragments"), frozen, where),
         world_size=get_count(tree, "dp_world_size", where),
         counters=read_counters(tree, where),
+        rest=rest_of_model(tree, [name for name, tensor in tensors.items() if not tensor.numel]),
         findings=tuple(check_fields(tree, MODEL, where)),
     )
 
@@ -161,16 +166,16 @@ def _fragments(node: Any, frozen: Mapping[str, tuple[int, ...]], where: str) -> 
     return fragments
 
 
-def read_zero12(root: Path, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
+def read_zero12(trees: Trees, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
     """Read the files of all ranks; no tensor byte is read but the 4 bytes of each ``step``.
 
     Every problem of every file is put to ``problems``. Ranks whose files can't be used leave holes; None if that is all
     of them, or if the model states can't be read.
     """
-    shards = read_all(read_partition_shard, root, files.optim, files.missing, name, problems)
+    shards = read_all(read_partition_shard, trees, files.optim, files.missing, name, problems)
     findings = findings_of(shards)
     shards = keep_agreeing(name, files.optim, shards, _facts, problems)
-    model = first(read_all(read_whole_model, root, files.model, files.missing, name, problems))
+    model = first(read_all(read_whole_model, trees, files.model, files.missing, name, problems))
     if model is None:
         return None
     world_size = model.world_size
@@ -198,13 +203,23 @@ def read_zero12(root: Path, files: ShardFiles, name: str, problems: Problems) ->
         params=params,
         tied=model.tied,
         held=held,
-        groups=sample.groups or tuple(ParamGroup((number,), {}) for number in range(len(model.param_shapes))),
-        flat_ids=tuple(
-            FlatId(tuple(shapes), step, sample.step_is_tensor, gap)
-            for shapes, step, gap in zip(model.param_shapes, sample.steps, gaps, strict=True)
+        groups=tuple(
+            ParamGroup(params, hyper)
+            for params, hyper in zip(
+                _group_order(model, sample, world_size), sample.hyper or ({},) * len(model.param_shapes), strict=True
+            )
         ),
-        group_params=_group_order(model, sample, world_size),
+        sub_groups=tuple(
+            SubGroup(number, tuple(shapes), step, gap)
+            for number, (shapes, step, gap) in enumerate(zip(model.param_shapes, sample.steps, gaps, strict=True))
+        ),
         ds_config=sample.ds_config,
+        train=TrainState(
+            sample.step_is_tensor,
+            tuple(model.rest["module"]),
+            optim=rests(shards, world_size),
+            model=(model.rest,),
+        ),
         module=_hold_module(model),
         unreadable=frozenset({*files.missing, *unusable}),
         findings=(*findings, *model.findings, *_findings(name, files, sample, world_size)),

@@ -8,14 +8,17 @@ without gaps. What a slice has beyond the param is padding, in fp32 uninitialise
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from llmtailor.checkpoint.index import FlatId, Held
+from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Sliced
+from llmtailor.checkpoint.sharding import part_size
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.trainer import ADAPTER_CONFIG
+from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.common import (
     FIX,
     Saved,
@@ -27,6 +30,7 @@ from llmtailor.formats.zero.common import (
     keep_agreeing,
     place_of,
     read_all,
+    rests,
 )
 from llmtailor.formats.zero.files import ShardFiles, fit_world_size
 from llmtailor.formats.zero.shards3 import ModelShard, OptimShard, read_model_shard, read_optim_shard
@@ -34,15 +38,15 @@ from llmtailor.model.params import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, State
 
 
-def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
+def read_zero3(trees: Trees, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
     """Read the files of all ranks; no tensor byte is read but the 4 bytes of each ``step``.
 
     Every problem of every file is put to ``problems``. Files that can't be used leave holes; None if none are left.
     """
-    model = read_all(read_model_shard, root, files.model, files.missing, name, problems)
+    model = read_all(read_model_shard, trees, files.model, files.missing, name, problems)
     findings = findings_of(model)
     model = keep_agreeing(name, files.model, model, _model_facts, problems)
-    optim = read_all(read_optim_shard, root, files.optim, files.missing, name, problems)
+    optim = read_all(read_optim_shard, trees, files.optim, files.missing, name, problems)
     findings += findings_of(optim)
     optim = keep_agreeing(name, files.optim, optim, _optim_facts, problems)
     told = first(model)
@@ -62,15 +66,16 @@ def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> 
     if model[0]:  # only rank 0 names what is tied
         place, tied = PathIn(name, files.model[0]), model[0].tied
         trainable = [param for shapes in told.param_shapes for param in shapes]
-        if not (root / ADAPTER_CONFIG).exists():  # PEFT leaves out what is frozen, but not its other names
+        if not (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out what is frozen, but not its other names
             attempt(lambda: check_tied(tied, told.module_names, place), problems)
         attempt(
             lambda: check_params(trainable, told.frozen_shapes, told.buffers, told.module_names, tied, place), problems
         )
     params, held = _hold(files, told, sample, model, optim)
-    flat_ids = tuple(
-        FlatId(tuple(shapes), step, sample.step_is_tensor)
-        for shapes, step in zip(told.param_shapes, sample.steps, strict=True)
+    group_of = {flat_id: group for group, (owned, _) in enumerate(sample.groups) for flat_id in owned}
+    sub_groups = tuple(
+        SubGroup(group_of[flat_id], tuple(shapes), sample.steps[flat_id])
+        for flat_id, shapes in enumerate(told.param_shapes)
     )
     shards = [*zip(files.optim, optim, strict=False), *zip(files.model, model, strict=False)]
     return Saved(
@@ -81,12 +86,18 @@ def read_zero3(root: Path, files: ShardFiles, name: str, problems: Problems) -> 
         params=params,
         tied={tied: stored for tied, stored in told.tied.items() if stored in params},
         held=held,
-        groups=sample.groups,
-        flat_ids=flat_ids,
-        group_params=tuple(
-            tuple(param for flat_id in group.flat_ids for param in flat_ids[flat_id].params) for group in sample.groups
+        groups=tuple(
+            ParamGroup(tuple(param for flat_id in owned for param in sub_groups[flat_id].params), hyper)
+            for owned, hyper in sample.groups
         ),
+        sub_groups=sub_groups,
         ds_config=sample.ds_config,
+        train=TrainState(
+            sample.step_is_tensor,
+            told.module_names,
+            optim=rests(optim, world_size),
+            model=rests(model, world_size),
+        ),
         unreadable=frozenset({*files.missing, *(path for path, shard in shards if shard is None)}),
         findings=(*findings, *_count_findings(name, files, sample.partition_count, world_size)),
         facts=sample.facts,
@@ -129,11 +140,6 @@ def _hold(
         place = Sliced(extents, 0, like.numel, ITEMSIZE[like.dtype])
         held[State(param, BUFFER)] = Held(like.dtype, (world_size, *like.shape), place)
     return params, held
-
-
-def part_size(numel: int, world_size: int) -> int:
-    """Return how many elements of a param each rank has a slice for."""
-    return -(-numel // world_size)
 
 
 def _model_facts(shard: ModelShard) -> dict[str, object]:

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ParamGroup
 from llmtailor.codes import Code
 from llmtailor.containers.fields import FIX, Tensor, as_dict, get, read_elementwise, read_masters, read_step
 from llmtailor.containers.json import is_count
@@ -30,8 +28,9 @@ from llmtailor.containers.pickle_nodes import Call
 from llmtailor.errors import SourceError
 from llmtailor.findings import Finding
 from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
+from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.files import read_param_group, read_shard
-from llmtailor.formats.zero.shards3 import check_alike
+from llmtailor.formats.zero.shards3 import check_alike, rest_of_optim
 from llmtailor.formats.zero.tables import ZERO12
 from llmtailor.model.states import MASTER
 
@@ -53,8 +52,8 @@ class PartitionShard:
     steps: tuple[float, ...]
     """Per group."""
     step_is_tensor: bool
-    groups: tuple[ParamGroup, ...]
-    """Empty for elastic checkpoints: hyperparameters are not on disk."""
+    hyper: tuple[Mapping[str, Any], ...]
+    """Per group. Empty for elastic checkpoints: hyperparameters are not on disk."""
     gaps: tuple[tuple[int, ...], ...]
     """Per group and param: elements of alignment behind it (``parameter_alignment``)."""
     mappings: Mappings
@@ -62,21 +61,23 @@ class PartitionShard:
     under ``round_robin_gradients``); empty if the file does not tell."""
     has_group_step: bool
     """Elastic checkpoints only: whether there is the step that a resume wants. torch's AdamW does not leave it."""
+    rest: Mapping[str, Any]
+    """The tree without the states"""
     ds_config: Mapping[str, Any]
     facts: Mapping[str, object]
     """What a resume reads beside the states and must be alike on all ranks"""
     findings: tuple[Finding, ...]
 
 
-def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
+def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
     """Decode one ``optim_states`` file. Raises SourceError."""
-    tree = read_shard(root, path, where)
+    tree = read_shard(trees, path, where)
     outer = get(tree, "optimizer_state_dict", dict, where)
     base = outer.get("base_optimizer_state")
     elastic = isinstance(base, list)
     key = "single_partition_of_fp32_groups"
     masters = read_masters(get(outer, key, list, where), key, where)
-    groups: tuple[ParamGroup, ...] = ()
+    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...] = ()
     states: Mapping[Any, Any]
     if elastic:
         states = dict(enumerate(base))
@@ -84,7 +85,7 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
         inner = as_dict(base, "base_optimizer_state", where)
         groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
         states = get(inner, "state", dict, where)
-        if [group.flat_ids for group in groups] != [(number,) for number in range(len(masters))]:
+        if [owned for owned, _ in groups] != [(number,) for number in range(len(masters))]:
             what = f"{len(masters)} master partitions, but the param groups do not own one each"
             raise SourceError.at(where, what, FIX, Code.FIELD_CONFLICT)
     if foreign := [key for key in states if key not in range(len(masters))]:
@@ -106,7 +107,7 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
         kinds, step = read_elementwise(state, None, group, where)
         parts.append({MASTER: master, **kinds})
         step_is_tensor = not isinstance(step, (int, float))
-        steps.append(read_step(root, step, group, where))
+        steps.append(read_step(trees.root, step, group, where))
     counts = outer.get("partition_count")
     gaps = outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
@@ -118,10 +119,11 @@ def read_partition_shard(root: Path, path: str, where: str) -> PartitionShard:
         parts=check_alike(parts, where),
         steps=tuple(steps),
         step_is_tensor=step_is_tensor,
-        groups=groups,
+        hyper=tuple(hyper for _, hyper in groups),
         gaps=tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps),
         mappings=_mappings(outer.get("param_slice_mappings")),
         has_group_step="base_optimizer_state_step" in outer,
+        rest=rest_of_optim(tree),
         ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
         facts=facts_of_rank(tree, ZERO12),
         findings=tuple(check_fields(tree, ZERO12, where)),

@@ -14,12 +14,10 @@ the order of the flat tensors), ``frozen_param_shapes`` and ``frozen_param_fragm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ParamGroup
 from llmtailor.codes import Code
 from llmtailor.containers.fields import (
     FIX,
@@ -36,11 +34,12 @@ from llmtailor.containers.fields import (
     read_tied,
 )
 from llmtailor.containers.json import check_name
-from llmtailor.containers.pickle_nodes import Call, as_tensor
+from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
 from llmtailor.errors import SourceError, some
 from llmtailor.findings import Finding
 from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.files import read_param_group, read_shard, unsupported_parallelism
 from llmtailor.formats.zero.tables import MODEL, ZERO3
 from llmtailor.model.states import MASTER
@@ -60,7 +59,10 @@ class OptimShard:
     """Per flat id."""
     step_is_tensor: bool
     """Or an int. An empty state tells neither: then it is taken for a tensor."""
-    groups: tuple[ParamGroup, ...]
+    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
+    """Of each param group: the sub-groups that it owns, and its hyperparameters"""
+    rest: Mapping[str, Any]
+    """The tree without the states"""
     ds_config: Mapping[str, Any]
     facts: Mapping[str, object]
     """What a resume reads beside the states and must be alike on all ranks"""
@@ -91,14 +93,16 @@ class ModelShard:
     tied: Mapping[str, str]
     world_size: int
     counters: Counters
+    rest: Mapping[str, Any]
+    """The tree without params and buffers"""
     facts: Mapping[str, object]
     """What a resume reads beside the states and must be alike on all ranks"""
     findings: tuple[Finding, ...]
 
 
-def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
+def read_optim_shard(trees: Trees, path: str, where: str) -> OptimShard:
     """Decode one ``optim_states`` file. Raises SourceError, or UnsupportedCheckpoint for other ZeRO stages."""
-    tree = read_shard(root, path, where)
+    tree = read_shard(trees, path, where)
     outer = get(tree, "optimizer_state_dict", dict, where)
     _check_stage(outer, where)
     partition_count = outer.get("partition_count")
@@ -107,7 +111,7 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
     inner = get(outer, "optimizer_state_dict", dict, where)
     masters = read_masters(get(outer, "fp32_flat_groups", list, where), "fp32_flat_groups", where)
     groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
-    ids = [flat_id for group in groups for flat_id in group.flat_ids]
+    ids = [flat_id for owned, _ in groups for flat_id in owned]
     if ids != list(range(len(masters))):
         raise SourceError.at(
             where,
@@ -138,17 +142,46 @@ def read_optim_shard(root: Path, path: str, where: str) -> OptimShard:
         )
         flats.append({MASTER: master, **kinds})
         step_is_tensor = not isinstance(step_node, (int, float))
-        steps.append(read_step(root, step_node, flat_id, where))
+        steps.append(read_step(trees.root, step_node, flat_id, where))
     return OptimShard(
         partition_count=get_count(outer, "partition_count", where),
         flats=check_alike(flats, where),
         steps=tuple(steps),
         step_is_tensor=step_is_tensor,
         groups=groups,
+        rest=rest_of_optim(tree),
         ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
         facts=facts_of_rank(tree, ZERO3),
         findings=tuple(check_fields(tree, ZERO3, where)),
     )
+
+
+_STATES = frozenset(
+    (
+        *("optimizer_state_dict", "base_optimizer_state", "fp32_flat_groups", "single_partition_of_fp32_groups"),
+        *("group_paddings", "param_slice_mappings", "partition_count", "zero_stage"),
+    )
+)
+_PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"))
+
+
+def rest_of_optim(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a decoded ``optim_states`` without the states and what follows from their layout."""
+    outer = {key: value for key, value in tree["optimizer_state_dict"].items() if key not in _STATES}
+    return {**tree, "optimizer_state_dict": outer}
+
+
+def rest_of_model(tree: Mapping[str, Any], empty: Container[str]) -> dict[str, Any]:
+    """Return decoded ``model_states`` without params and buffers; of those that are ``empty`` the tensors stay.
+
+    ``frozen_param_fragments`` becomes True if there are any, and stays None where the run saved without them.
+    """
+    names = Ordered((name, node if name in empty else None) for name, node in tree["module"].items())
+    names.attributes = getattr(tree["module"], "attributes", None)
+    rest = {key: None if key in _PARAMS else value for key, value in tree.items()}
+    if tree.get("frozen_param_fragments") is not None:
+        rest["frozen_param_fragments"] = True
+    return {**rest, "module": names}
 
 
 def _check_stage(outer: dict[str, Any], where: str) -> None:
@@ -168,9 +201,9 @@ def _check_stage(outer: dict[str, Any], where: str) -> None:
         )
 
 
-def read_model_shard(root: Path, path: str, where: str) -> ModelShard:
+def read_model_shard(trees: Trees, path: str, where: str) -> ModelShard:
     """Decode one ``model_states`` file. Raises SourceError, or UnsupportedCheckpoint for other parallelism."""
-    tree = as_dict(read_shard(root, path, where), "the file", where)
+    tree = as_dict(read_shard(trees, path, where), "the file", where)
     refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
     shapes = tree.get("param_shapes")
@@ -183,17 +216,19 @@ def read_model_shard(root: Path, path: str, where: str) -> ModelShard:
         raise SourceError.at(
             where, "frozen_param_fragments and frozen_param_shapes list different params", FIX, Code.FIELD_CONFLICT
         )
+    buffers = _buffers(module, read_names(tree.get("buffer_names"), "buffer_names", where), where)
     return ModelShard(
         param_shapes=param_shapes,
         frozen_shapes=frozen_shapes,
         frozen_fragments={
             name: read_tensor(node, f"frozen_param_fragments[{name}]", where) for name, node in frozen_fragments.items()
         },
-        buffers=_buffers(module, read_names(tree.get("buffer_names"), "buffer_names", where), where),
+        buffers=buffers,
         module_names=tuple(module),
         tied=read_tied(tree.get("shared_params"), where),
         world_size=get_count(tree, "dp_world_size", where),
         counters=read_counters(tree, where),
+        rest=rest_of_model(tree, [name for name, buffer in buffers.items() if not buffer.numel]),
         facts=facts_of_rank(tree, MODEL),
         findings=tuple(check_fields(tree, MODEL, where)),
     )

@@ -1,92 +1,111 @@
-"""Lays out the shard files of a composite: the base's object trees, with every tensor bound to a state.
+"""Lays out a Trainer checkpoint with DeepSpeed shards of any ZeRO stage.
 
-Everything that is not a state (hyperparameters, loss scaler, counters, ds_config, DeepSpeed's classes by name) is
-the base's, taken over through the decoded pickle. Tensors become plain tensors of their own storage; padding is zero.
-On another number of ranks, rank r starts from the files of the base's rank r modulo its world size. In a salvage, the
-files of a rank that can't be read are made from those of the first that can: they differ in nothing but states.
+Tensors become plain tensors of their own storage; padding is zero. On another number of ranks, rank r takes over what
+the base's rank r modulo its world size says. In a salvage, the files of a rank that can't be read are made after the
+first that can: they differ in nothing but states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Literal
-from llmtailor.checkpoint.optimizer import Target
+from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problems, SourceError
+from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.scheduler import regroup_scheduler
-from llmtailor.formats.trainer import file_fact
-from llmtailor.formats.trees import read_tree
-from llmtailor.formats.zero import write3 as target3
-from llmtailor.formats.zero import write12 as target12
-from llmtailor.formats.zero.base_trees import adapt_config, read_carried
-from llmtailor.formats.zero.files import (
-    LATEST,
-    WHOLE_MODEL,
-    ShardFiles,
-    find_shard_files,
-    fit_world_size,
-    survey_shard_files,
-)
+from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
+from llmtailor.formats.wanted import Wanted
+from llmtailor.formats.weights import lay_out_missing_weights
+from llmtailor.formats.zero import write3, write12
+from llmtailor.formats.zero.files import LATEST, model_name, optim_name
+from llmtailor.formats.zero.target import ZeroTarget, new_engine
+from llmtailor.model.states import MASTER, WEIGHT, State
 
 
-def read_model_order(base: CheckpointIndex) -> list[str]:
-    """Return the names of the model's state dict, in its order; params, frozen params, buffers and tied names."""
-    path = find_shard_files(base.root, base.name).model[0]
-    return list(read_tree(base.root, path, PathIn(base.name, path))["module"])
+def check(dtype: str | None, allow_split: bool) -> None:
+    """Masters are beside the weights, so these may be in any dtype and of any source."""
 
 
-def lay_out_shards(
-    base: CheckpointIndex, target: Target, steps: Sequence[float], from_group: Sequence[int] | None = None
-) -> Iterator[FileLayout]:
-    """Yield the layouts of all shard files of a composite.
+def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a composite's files but those of the tokenizer, and notices.
 
-    ``steps`` is the optimizer's step of each flat id; ``from_group``, if the groups are not the base's, the old one
-    whose place in the scheduler's lists each of them takes. One rank's file is decoded at a time.
+    Raises UnsupportedCheckpoint for a base without DeepSpeed that has not all that its shards need.
     """
-    files = _files_of(base)
-    if LATEST not in base.files:
-        yield FileLayout(LATEST, (Literal(files.tag.encode(), "the tag"),))
-
-    def read(paths: Sequence[str], rank: int) -> Any:
-        path = paths[rank % len(paths)]
-        if path in base.unreadable:
-            path = next(path for path in paths if path not in base.unreadable)
-        where = PathIn(base.name, path)
-        tree = read_tree(base.root, path, where)
-        if file_fact(base.root / path) != base.files.get(path):
-            raise SourceError.at(where, "the file changed while it was read", "stop what writes to it, and start again")
-        return tree
-
-    prefix = "bf16_" if files.is_bf16 else ""
-    optim_tree = target3.optim_tree if target.stage == 3 else target12.optim_tree
-    for rank in range(target.world_size):
-        carried = read_carried(read(files.optim, rank), base, target)
-        tree = optim_tree(base, target, rank, steps, carried)
-        yield lay_out_torch_file(f"{files.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", tree)
-    for rank in range(target.world_size if target.stage == 3 else 1):
-        tree = read(files.model, rank)
-        if "ds_config" in tree:
-            tree["ds_config"] = adapt_config(tree["ds_config"] or {}, base, target)
-        if from_group is not None:
-            where = f"{base.name}: lr_scheduler of the model states"
-            tree["lr_scheduler"] = regroup_scheduler(tree.get("lr_scheduler"), where, len(base.groups), from_group)
-        if target.stage == 3:
-            name, tree = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", target3.model_tree(tree, base, target, rank)
-        else:
-            name, tree = WHOLE_MODEL, target12.model_tree(tree, base, target)
-        yield lay_out_torch_file(f"{files.tag}/{name}", tree)
+    if base.has_masters:
+        precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
+    else:
+        precision = dtype = wanted.dtype or base.precision
+        leave_out = frozenset((OPTIMIZER, SCALER, LATEST))
+        _check_plain_base(base, precision)
+    shards = [*_lay_out_shards(ZeroTarget.of(base, wanted.layout, precision), wanted.from_group)]
+    weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+    notices += _rounded_twice(base, wanted.dtype)
+    return lay_out_trainer_files(base, wanted, [*shards, *weights], dtype, leave_out), notices
 
 
-def _files_of(base: CheckpointIndex) -> ShardFiles:
-    """Find the shards of all ranks, also those that are missing."""
-    if not base.unreadable and LATEST in base.files:
-        return find_shard_files(base.root, base.name)
-    told = Problems()  # when the checkpoint was surveyed
-    files = survey_shard_files(base.root, base.name, told)
-    assert files is not None, "a checkpoint with an index has shards"
-    files = fit_world_size(files, base.world_size, base.name, told)
-    assert files is not None, "its world size was found to fit"
-    return files
+def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Iterator[FileLayout]:
+    base = target.base
+    train = base.train if base.train.optim else new_engine(base, target.layout.stage, target.precision)
+    if from_group is not None:
+        where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
+        model = (tree and _with_scheduler(tree, where, old, from_group) for tree in train.model)
+        train = replace(train, model=tuple(model))
+    if LATEST not in base.files or not base.train.optim:
+        yield FileLayout(LATEST, (Literal(target.tag.encode(), "the tag"),))
+    for _, path, tree in make_shards(target, train):
+        yield lay_out_torch_file(path, tree)
+
+
+def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the rank, the path and the object tree of each shard file, its tensors bound to states."""
+    layout, write = target.layout, write3 if target.layout.stage == 3 else write12
+    for rank in range(layout.world_size):
+        name = optim_name(rank, target.precision == "BF16")
+        yield rank, f"{target.tag}/{name}", write.optim_tree(target, rank, _of_rank(train.optim, rank))
+    for rank in range(layout.world_size if layout.stage == 3 else 1):
+        rest = dict(_of_rank(train.model, rank))
+        if "ds_config" in rest:
+            rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
+        yield rank, f"{target.tag}/{model_name(rank, layout.stage)}", write.model_tree(target, rank, rest)
+
+
+def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
+    return {**tree, "lr_scheduler": regroup_scheduler(tree.get("lr_scheduler"), where, old, from_group)}
+
+
+def _of_rank(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
+    return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
+
+
+def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
+    if precision == "F16":
+        what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
+        raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
+    if ADAPTER_CONFIG in base.files:
+        what = "it is an adapter of PEFT, and does not tell in which precision the model below it was trained"
+        raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
+    unnamed = [param for group in base.groups for param in group.params if State(param, MASTER) not in base.held]
+    if unnamed:
+        what = (
+            f"the weights' files have other names for {some(unnamed)} than the model, so there are no masters of them"
+        )
+        fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
+        raise UnsupportedCheckpoint.at(base.name, what, fix)
+
+
+def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
+    """Report weights that can't be rounded to a dtype from their masters, as it is not known which these are."""
+    if not dtype or not base.has_masters:
+        return []
+    weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
+    known = params_on_disk(base)
+    unknown = [name for name in weights if name not in known]
+    if not unknown:
+        return []
+    what = f"{some(unknown)} are rounded a second time, from the weights: which masters are theirs is not known"
+    fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
+    return [Problem("dtype", what, fix)]

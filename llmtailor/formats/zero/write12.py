@@ -2,122 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Fill, Segment, Slot
-from llmtailor.checkpoint.optimizer import Target, TargetFlat
+from llmtailor.checkpoint.optimizer import SubGroup
 from llmtailor.checkpoint.sharding import Vector, lay_out_vector
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
-from llmtailor.formats.zero.base_trees import (
-    Carried,
-    excludes_frozen,
-    group_nodes,
-    shapes_node,
-    stage_node,
-    step_node,
-)
+from llmtailor.formats.zero.target import ZeroTarget, scaling_nodes, stage_node
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, State
 
 _PADDING = "ZeRO-1/2 padding and alignment"
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
-def optim_tree(base: CheckpointIndex, target: Target, rank: int, steps: Sequence[float], carried: Carried) -> Any:
-    """Return the tree of one rank's ``optim_states``: plain, or as BF16_Optimizer writes it."""
-    vectors = [_vector(base, flat, target.world_size) for flat in target.flats]
-    bf16_optimizer = base.settings.fp32_gradients and target.stage == 1
-    whole = [
-        {kind: _partition(base, flat, vector, kind, rank, strip=False) for kind in carried.kinds}
-        for flat, vector in zip(target.flats, vectors, strict=True)
-    ]
+def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of one rank's ``optim_states``: plain, or as BF16_Optimizer writes it; ``rest`` is the base's."""
+    base, layout = target.base, target.layout
+    cut = [(one, _vector(target, one)) for one in layout.sub_groups]
+    bf16_optimizer = base.settings.fp32_gradients and layout.stage == 1
     state = {
-        group: {"step": step_node(steps[group], carried.step_is_tensor, group), **kinds}
-        for group, kinds in enumerate(whole)
+        number: {
+            "step": target.step_node(number),
+            **{kind: _partition(target, one, vector, kind, rank, strip=False) for kind in target.kinds},
+        }
+        for number, (one, vector) in enumerate(cut)
     }
-    masters = [
-        _partition(base, flat, vector, MASTER, rank, strip=not bf16_optimizer)
-        for flat, vector in zip(target.flats, vectors, strict=True)
-    ]
-    scaling = {
-        "loss_scaler": carried.loss_scaler,
-        "dynamic_loss_scale": carried.dynamic_loss_scale,
-        "overflow": carried.overflow,
-    }
-    outer = {
-        **({} if bf16_optimizer else carried.more_if(1, 2)),
-        **({} if bf16_optimizer else scaling),
-        "clip_grad": carried.clip_grad,
-        "base_optimizer_state": {
-            "state": state if carried.has_state else {},
-            "param_groups": group_nodes(target, [[group] for group in range(len(target.groups))]),
-        },
-        "single_partition_of_fp32_groups": masters,
-        **({} if bf16_optimizer else {"zero_stage": stage_node(target.stage)}),
-        "group_paddings": [vector.padding(rank) for vector in vectors],
-        "partition_count": [target.world_size] * len(target.groups),
-        "ds_version": carried.around.get("ds_version"),
-        "param_slice_mappings": [
-            _mapping(base, flat, vector, rank) for flat, vector in zip(target.flats, vectors, strict=True)
+    clipping = rest.get("ds_config", {}) or {}
+    clip_grad = rest["optimizer_state_dict"].get("clip_grad", clipping.get("gradient_clipping", 0.0))
+    made = {
+        **({} if bf16_optimizer else scaling_nodes(rest)),
+        **({"clip_grad": clip_grad} if base.train.optim else {}),
+        "base_optimizer_state": {"state": state if target.kinds else {}, "param_groups": target.group_nodes()},
+        "single_partition_of_fp32_groups": [
+            _partition(target, one, vector, MASTER, rank, strip=not bf16_optimizer) for one, vector in cut
         ],
+        **({} if bf16_optimizer else {"zero_stage": stage_node(layout.stage)}),
+        "group_paddings": [vector.padding(rank) for _, vector in cut],
+        "partition_count": [layout.world_size] * len(layout.groups),
+        "ds_version": rest.get("ds_version"),
+        "param_slice_mappings": [_mapping(target, one, vector, rank) for one, vector in cut],
     }
-    if "param_alignment_paddings" in outer or any(flat.gaps for flat in target.flats):
-        outer["param_alignment_paddings"] = [list(flat.gaps or (0,) * len(flat.params)) for flat in target.flats]
-    return {**carried.around, "optimizer_state_dict": outer}
+    tree = target.optim_tree(rest, () if bf16_optimizer else (1, 2), made)
+    outer = tree["optimizer_state_dict"]
+    if "param_alignment_paddings" in outer or any(one.gaps for one, _ in cut):
+        outer["param_alignment_paddings"] = [list(one.gaps or (0,) * len(one.params)) for one, _ in cut]
+    return tree
 
 
-def model_tree(tree: Any, base: CheckpointIndex, target: Target) -> Any:
-    """Turn the tree of the base's ``model_states`` into that of all ranks. Its params are the rounded masters."""
+def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of the ``model_states`` of all ranks. Its params are the rounded masters."""
+    base = target.base
     module = Ordered()
-    for name, node in tree["module"].items():
+    for name, node in rest["module"].items():
         param = base.params.get(name)
         if param is None:
             continue
-        if param.role == "buffer":
-            kind, dtype = BUFFER, base.held[State(name, BUFFER)].dtype
-        elif param.role == "frozen":
-            kind, dtype = FROZEN, base.held[State(name, FROZEN)].dtype
-        else:
-            kind, dtype = MODULE, base.precision
-        slots = (Slot(State(name, kind), dtype, 0, param.numel),) if param.numel else ()
-        module[name] = make_tensor(dtype, param.shape, slots) if slots else node
-    stored = {name: base.tied.get(name, name) for name in tree["module"]}
+        kind = {"buffer": BUFFER, "frozen": FROZEN}.get(param.role, MODULE)
+        dtype = target.precision if kind == MODULE else target.dtype(State(name, kind))
+        slots = (Slot(State(name, kind), dtype, 0, param.numel),)
+        module[name] = make_tensor(dtype, param.shape, slots) if param.numel else node or make_tensor(dtype, (0,), ())
+    stored = {name: base.tied.get(name, name) for name in rest["module"]}
     ordered = Ordered((name, module[own]) for name, own in stored.items() if own in module)
-    ordered.attributes = getattr(tree["module"], "attributes", None)
+    ordered.attributes = rest["module"].attributes
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]
-    has_frozen = target.stage == 2 and not excludes_frozen(tree, base)
+    has_frozen = target.layout.stage == 2 and not target.excludes_frozen(rest)
     return {
-        **tree,
+        **rest,
         "module": ordered,
-        "param_shapes": [shapes_node(base, flat.params) for flat in target.flats],
-        "frozen_param_shapes": shapes_node(base, frozen) if has_frozen else None,
+        "param_shapes": [target.shapes_node(one.params) for one in target.layout.sub_groups],
+        "frozen_param_shapes": target.shapes_node(frozen) if has_frozen else None,
         "shared_params": dict(base.tied),
         "frozen_param_fragments": Ordered((name, module[name]) for name in frozen) if has_frozen else None,
-        "dp_world_size": target.world_size,
+        "dp_world_size": target.layout.world_size,
     }
 
 
-def _vector(base: CheckpointIndex, flat: TargetFlat, world_size: int) -> Vector:
-    return lay_out_vector([base.params[param].numel for param in flat.params], flat.gaps, world_size)
+def _vector(target: ZeroTarget, one: SubGroup) -> Vector:
+    numels = [target.base.params[param].numel for param in one.params]
+    return lay_out_vector(numels, one.gaps, target.layout.world_size)
 
 
-def _runs(base: CheckpointIndex, flat: TargetFlat, vector: Vector, rank: int) -> Iterator[tuple[str, int, int, int]]:
+def _runs(target: ZeroTarget, one: SubGroup, vector: Vector, rank: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield (param, begin, end, offset in the partition) of the params that meet a rank's partition."""
     low, high = rank * vector.partition, (rank + 1) * vector.partition
-    for param, offset in zip(flat.params, vector.offsets, strict=True):
-        begin, end = max(low, offset), min(high, offset + base.params[param].numel)
+    for param, offset in zip(one.params, vector.offsets, strict=True):
+        begin, end = max(low, offset), min(high, offset + target.base.params[param].numel)
         if begin < end:
             yield param, begin - offset, end - offset, begin - low
 
 
-def _partition(base: CheckpointIndex, flat: TargetFlat, vector: Vector, kind: str, rank: int, strip: bool) -> Any:
+def _partition(target: ZeroTarget, one: SubGroup, vector: Vector, kind: str, rank: int, strip: bool) -> Any:
     """One rank's partition of a kind, without the padding at its end if ``strip``."""
     length = vector.partition - (vector.padding(rank) if strip else 0)
-    dtype = next((base.held[State(param, kind)].dtype for param in flat.params), "F32")
+    dtype = next((target.dtype(State(param, kind)) for param in one.params), "F32")
     content: list[Segment] = []
     at = 0
-    for param, begin, end, offset in _runs(base, flat, vector, rank):
+    for param, begin, end, offset in _runs(target, one, vector, rank):
         if at < offset:
             content.append(Fill((offset - at) * ITEMSIZE[dtype], _PADDING))
         content.append(Slot(State(param, kind), dtype, begin, end))
@@ -127,9 +108,9 @@ def _partition(base: CheckpointIndex, flat: TargetFlat, vector: Vector, kind: st
     return make_tensor(dtype, (length,), tuple(content))
 
 
-def _mapping(base: CheckpointIndex, flat: TargetFlat, vector: Vector, rank: int) -> Ordered:
+def _mapping(target: ZeroTarget, one: SubGroup, vector: Vector, rank: int) -> Ordered:
     """Where the params lie in a rank's partition; right also under round_robin_gradients, where stock is wrong."""
     return Ordered(
         (param, Call(_FRAGMENT, (), new=True, state={"numel": end - begin, "start": offset}, has_state=True))
-        for param, begin, end, offset in _runs(base, flat, vector, rank)
+        for param, begin, end, offset in _runs(target, one, vector, rank)
     )
