@@ -9,7 +9,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from helpers.render import render
-from llmtailor.errors import SourceError
+from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.scheduler import lay_out_scheduler, regroup_scheduler
 
 SPLIT = (1, 1, 1, 0, 0, 0, 0)
@@ -69,7 +70,8 @@ def test_it_is_what_a_run_with_those_groups_would_have_saved(tmp_path, make):
     _, two = run(make, (0, 1))
     optim, seven = run(make, SPLIT)
     torch.save(two.state_dict(), tmp_path / "scheduler.pt")
-    layout = lay_out_scheduler(tmp_path, "scheduler.pt", "x/scheduler.pt", 2, SPLIT)
+    tree = read_torch_file(tmp_path, "scheduler.pt", "x/scheduler.pt").tree
+    layout = lay_out_scheduler(tree, PathIn("x", "scheduler.pt"), 2, SPLIT)
     (tmp_path / "out.pt").write_bytes(render(layout, tmp_path))
     made = torch.load(tmp_path / "out.pt", weights_only=True)
     assert made == seven.state_dict()
