@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtailor.checkpoint.layout import Convert, Copy, Inline, Plan
-from llmtailor.storage.local import FileFact, write_all
+from llmtailor.storage.local import FileFact, chunks, write_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,7 @@ def read_journal(fd: int) -> Unfinished | None:
 
 
 def _lines(fd: int) -> Iterator[dict[str, Any]]:
-    data = b""
-    while chunk := os.pread(fd, 1 << 20, len(data)):
-        data += chunk
+    data = b"".join(bytes(chunk) for chunk in chunks(fd, memoryview(bytearray(1 << 20))))
     for line in data.split(b"\n"):
         try:
             content = json.loads(line)

@@ -23,8 +23,8 @@ from llmtailor.checkpoint.layout import Copy, Plan, Sources
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.planner import plan_composite
-from llmtailor.engine.copy import Context, execute, num_workers
-from llmtailor.engine.pool import Stop, run_all
+from llmtailor.engine.copy import Context, execute
+from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.staging import check_space
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
@@ -253,7 +253,7 @@ def write_conversion(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        results = execute(conversion.plan, staging, Context([source.files], observe=observe, stop=stop))
+        results = execute(conversion.plan, staging, Context([source.files], on_progress=observe, stop=stop))
         crcs = {result.path: result.crc for result in results}
         logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
         for name, folder in conversion.links.items():
