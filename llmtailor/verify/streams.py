@@ -9,6 +9,7 @@ from llmtailor.checkpoint.index import CheckpointIndex, Held
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.model.params import SavedAs
 from llmtailor.model.states import BUFFER, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.verify.bad_values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE
 
 _NON_NEGATIVE = {EXP_AVG_SQ, "max_exp_avg_sq"}
 _OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
@@ -16,15 +17,14 @@ _OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One state of a bundle, and what its values may be."""
+    """One state of a bundle, and what its values may not be."""
 
     state: State
     held: Held
+    checks: tuple[str, ...] = (NOT_FINITE,)
+    """Names in `bad_values.CHECKS`"""
     begin: int = 0
     """The element of the bundle that its first element belongs to: a fused param is saved in pieces."""
-    may_be_infinite: bool = False
-    """Buffers hold masks."""
-    may_be_negative: bool = True
     is_copy: bool = False
     """Must be the rounded first stream."""
 
@@ -37,12 +37,8 @@ class Bundle:
     streams: tuple[Stream, ...]
 
 
-SavedNames = Mapping[str, tuple[SavedAs, ...]]
-"""Param -> the tensors that its weight is saved as"""
-
-
 def bundle_states(
-    index: CheckpointIndex, saved_as: SavedNames, unreadable: frozenset[str] = frozenset()
+    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: frozenset[str] = frozenset()
 ) -> Iterator[Bundle]:
     """Yield everything that is to be read, each byte once: padding is in no placement, so in no bundle.
 
@@ -62,7 +58,7 @@ def bundle_states(
             state = State(param.name, BUFFER)
             if state in index.held:
                 numel = index.held[state].numel if index.stage == 3 else param.numel  # else one copy for all ranks
-                yield from once.bundle(numel, [Stream(state, index.held[state], may_be_infinite=True)])
+                yield from once.bundle(numel, [Stream(state, index.held[state], (NOT_A_NUMBER,))])
             continue
         original = State(param.name, MASTER if param.role == "trainable" else FROZEN)
         if original in index.held:
@@ -70,11 +66,12 @@ def bundle_states(
             for name in (param.name, *names_of.get(param.name, ())):
                 streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
         for state in moments.get(param.name, ()):
-            streams.append(Stream(state, index.held[state], may_be_negative=state.kind not in _NON_NEGATIVE))
+            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
+            streams.append(Stream(state, index.held[state], checks))
         yield from once.bundle(param.numel, streams)
     for state, held in index.held.items():
         if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
-            yield from once.bundle(held.numel, [Stream(state, held, may_be_infinite=True)])
+            yield from once.bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
@@ -83,7 +80,7 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
     for piece in saved_as:
         state = State(piece.name, WEIGHT)
         if state in index.held and index.held[state].shape == piece.shape:
-            yield Stream(state, index.held[state], piece.begin, is_copy=True)
+            yield Stream(state, index.held[state], begin=piece.begin, is_copy=True)
 
 
 class _Once:
