@@ -27,8 +27,6 @@ Elements = tuple[State, tuple[int, int]]
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
 _OTHER_SAVE = "they are of different saves, or damaged: copy both files again, or take another checkpoint"
 _DIVERGED = "the run had diverged, or the file is damaged: take an older checkpoint"
-
-
 _SAID: Final[dict[str, tuple[str, str, Code, str]]] = {
     NOT_FINITE: ("is not finite", _DIVERGED, Code.NOT_FINITE, ERROR),
     NEGATIVE: ("is negative, which a mean of squares can't be", _OTHER_SAVE, Code.NEGATIVE, ERROR),
@@ -175,38 +173,23 @@ def any_bit(data: Bytes) -> bool:
     return bool(np.frombuffer(data, np.uint8).any())
 
 
-def not_finite(data: Bytes, dtype: str) -> Mask | None:
-    """Return which elements are NaN or infinite; None if there are none."""
-    if dtype not in _EXPONENT:
-        return None
-    bits = _bits(data, dtype)
-    special = bits.dtype.type(_EXPONENT[dtype])
-    return _blockwise(len(bits), lambda block: (bits[block] & special) == special)
-
-
-def not_a_number(data: Bytes, dtype: str) -> Mask | None:
-    """Return which elements are NaN: buffers hold masks, so they may be infinite; None if there are none."""
-    if dtype not in _EXPONENT:
-        return None
-    bits = _bits(data, dtype)
-    without_sign, special = bits.dtype.type(_sign(dtype) - 1), bits.dtype.type(_EXPONENT[dtype])
-    return _blockwise(len(bits), lambda block: (bits[block] & without_sign) > special)
-
-
-def negative(data: Bytes, dtype: str) -> Mask | None:
-    """Return which elements are below zero; None if there are none."""
-    if dtype not in _EXPONENT:
-        return None
-    bits = _bits(data, dtype)
-    minus_zero = bits.dtype.type(_sign(dtype))
-    return _blockwise(len(bits), lambda block: bits[block] > minus_zero)
-
-
-CHECKS: Final[dict[str, Callable[[Bytes, str], Mask | None]]] = {
-    NOT_FINITE: not_finite,
-    NOT_A_NUMBER: not_a_number,
-    NEGATIVE: negative,
+_TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
+    NOT_FINITE: lambda bits, sign, special: (bits & special) == special,
+    NOT_A_NUMBER: lambda bits, sign, special: (bits & ~sign) > special,
+    NEGATIVE: lambda bits, sign, special: bits > sign,
 }
+
+
+def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
+    """Return which elements are not finite, not a number (buffers may be infinite: they hold masks) or negative.
+
+    None if there are none, as where the dtype is not floating-point.
+    """
+    if dtype not in _EXPONENT:
+        return None
+    bits, test = _bits(data, dtype), _TESTS[problem]
+    sign, special = bits.dtype.type(1 << (8 * ITEMSIZE[dtype] - 1)), bits.dtype.type(_EXPONENT[dtype])
+    return _blockwise(len(bits), lambda block: test(bits[block], sign, special))
 
 
 def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precision: str) -> Mask | None:
@@ -244,10 +227,6 @@ def _blockwise(numel: int, check: Callable[[slice], Mask]) -> Mask | None:
             found = np.zeros(numel, np.bool_) if found is None else found
             found[block] = mask
     return found
-
-
-def _sign(dtype: str) -> int:
-    return 1 << (8 * ITEMSIZE[dtype] - 1)
 
 
 def _bits(data: Bytes, dtype: str) -> npt.NDArray[Any]:

@@ -31,8 +31,7 @@ from llmtailor.verify.bad_values import (
     join,
     lost_elements,
 )
-from llmtailor.verify.read import Reading
-from llmtailor.verify.streams import bundle_states
+from llmtailor.verify.read import Reading, bundle_states
 from llmtailor.verify.structure import is_resumed_from
 
 
