@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+COPY_FILE = "copy the file again, or leave this checkpoint out"
+COPY_CHECKPOINT = "copy the checkpoint again, whole, or leave it out of the recipe"
+COPY_OR_ANOTHER = "copy the file again, or take another checkpoint"
+
 MAX_TEXT = 2000
 """Characters of a text that are shown."""
 
@@ -222,6 +226,17 @@ class Problems:
         first = min(self._errors, key=lambda error: error.exit_code)
         problems = dict.fromkeys(problem for error in self._errors for problem in error.problems)
         raise type(first)(problems)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers in a few words: ``1-3, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def some(names: Iterable[str], shown: int = 3) -> str:

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "formats": {*BASE, "containers"},
     "engine": {*BASE},
     "recipe": {*BASE},
-    "verify": {*BASE, "containers", "formats"},
+    "verify": {*BASE, "containers", "formats", "engine"},
     "compose": {*BASE, "containers", "formats", "engine", "recipe", "verify"},
     "policies": {"codes", "errors", "model"},
     "runs": {*BASE, "containers", "formats", "engine", "recipe", "policies", "verify", "compose"},

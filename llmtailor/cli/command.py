@@ -50,7 +50,7 @@ def verbose_option() -> click.Option:
         count=True,
         expose_value=False,
         callback=_be_verbose,
-        help="Say on stderr what is done, why, and how long it took; -vv says more.",
+        help="Log on stderr what is done, why, and how long it takes; -vv logs more.",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from llmtailor.cli.command import Command
-from llmtailor.cli.options import target_options
+from llmtailor.cli.options import PATH, target_options
 
 
 @click.command(
@@ -20,11 +20,11 @@ from llmtailor.cli.options import target_options
         8: "also with --dry-run, if it would not fit",
     },
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", type=PATH, required=False)
 @target_options
 def command(checkpoint: Path, out: Path | None, **options: Any) -> None:
-    """Write CHECKPOINT anew into OUT for another number of GPUs, another ZeRO stage or other param groups.
+    """Convert CHECKPOINT to another number of GPUs, another ZeRO stage or other param groups, into OUT.
 
     This is a merge with one source: every state is copied as it is, in one pass, with flat memory. Without OUT the
     result is CHECKPOINT-converted beside it.
@@ -38,7 +38,7 @@ def command(checkpoint: Path, out: Path | None, **options: Any) -> None:
     from llmtailor.cli.running import run_merge, take_target
     from llmtailor.recipe.recipe import Recipe
 
-    told = take_target(options)
+    target = take_target(options)
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
-    run_merge(Recipe(f"convert {checkpoint}", "", base, (), None, None), out, told)
+    run_merge(Recipe(f"convert {checkpoint}", "", base, (), None, None), out, target)

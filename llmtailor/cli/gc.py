@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import Command
+from llmtailor.cli.options import COUNT, JSON, RUN_DIR, YES
 
 if TYPE_CHECKING:
     from llmtailor.runs.gc import GcPlan, Removal
@@ -26,15 +27,10 @@ if TYPE_CHECKING:
         130: "what was removed before is gone, and the same command goes on",
     },
 )
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Only the newest N composable steps stay composable. Default: all.",
-)
-@click.option("--yes", is_flag=True, help="Do it. Without, only show what would be done.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout.")
+@RUN_DIR
+@click.option("--keep", type=COUNT, metavar="N", help="Only the newest N composable steps stay so. Default: all.")
+@YES
+@JSON
 def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
     """Remove from RUN_DIR the partial checkpoints that no composable step needs, and what was never finished.
 

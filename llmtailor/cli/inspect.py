@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import Command
+from llmtailor.cli.options import JSON, PATH
 
 
 @click.command(
@@ -18,10 +19,10 @@ from llmtailor.cli.command import Command
         4: "it can't be read, or is no checkpoint",
     },
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON on stdout.")
+@click.argument("checkpoint", type=PATH)
+@JSON
 def command(checkpoint: Path, as_json: bool) -> None:
-    """Say what CHECKPOINT is: format, world size, step, param groups, parts and their bytes, what is odd.
+    """Describe CHECKPOINT: format, world size, step, param groups, parts and their bytes, what is odd.
 
     Only headers are read, no tensor is loaded.
 

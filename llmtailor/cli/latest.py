@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import Command
-from llmtailor.cli.options import TRUST_UNRECORDED
+from llmtailor.cli.options import AT, JSON, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import VerificationError
 
 
@@ -21,11 +21,11 @@ from llmtailor.errors import VerificationError
         7: "RUN_DIR has no checkpoint, or none that is resumable; no path is printed",
     },
 )
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
-@click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")
+@RUN_DIR
+@AT
 @click.option("--deep", is_flag=True, help="Read every tensor, too; see `llmtailor verify --help`.")
 @TRUST_UNRECORDED
-@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON on stdout.")
+@JSON
 def command(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_json: bool) -> None:
     """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
 
@@ -41,8 +41,8 @@ def command(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_js
     from llmtailor.runs.latest import find_latest, latest_to_json
     from llmtailor.verify.report import to_text
 
-    with progress_bar(None, quiet=not deep, label="reading") as observe:
-        found = find_latest(run, at, deep, observe, trust_unrecorded=trust_unrecorded)
+    with progress_bar(None, quiet=not deep, label="reading") as on_progress:
+        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded)
     for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:

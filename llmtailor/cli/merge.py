@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import Command
-from llmtailor.cli.options import choosing_options, target_options
+from llmtailor.cli.options import PATH, choosing_options, target_options
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,15 +26,13 @@ if TYPE_CHECKING:
         8: "also with --dry-run, if it would not fit",
     },
 )
-@click.argument("config", type=click.Path(path_type=Path), required=False, metavar="[CONFIG]")
-@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.argument("config", type=PATH, required=False, metavar="[CONFIG]")
+@click.argument("out", type=PATH, required=False)
 @target_options
 @click.option(
     "--allow-split", is_flag=True, help="Let weights and optimizer of a part come from different checkpoints."
 )
-@click.option(
-    "--run", type=click.Path(path_type=Path), metavar="RUN_DIR", help="Choose from a run's folder; no CONFIG."
-)
+@click.option("--run", type=PATH, metavar="RUN_DIR", help="Choose from a run's folder; no CONFIG.")
 @choosing_options
 def command(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
     """Compose the checkpoint that the recipe CONFIG describes into OUT, or the one that --run chooses.
@@ -53,11 +51,11 @@ def command(config: Path | None, out: Path | None, run: Path | None, allow_split
     """
     from llmtailor.cli.running import run_merge, take_target
 
-    told = take_target(options, allow_split=allow_split)
+    target = take_target(options, allow_split=allow_split)
     recipe, out = _recipe(config, out, run, options)
     if run is not None and out is None:
-        told = replace(told, options=replace(told.options, reuse=True))
-    run_merge(recipe, out, told)
+        target = replace(target, options=replace(target.options, reuse=True))
+    run_merge(recipe, out, target)
 
 
 def _recipe(

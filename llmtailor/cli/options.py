@@ -1,11 +1,11 @@
-"""Options that several commands share: how to choose checkpoints from a run, and what to write."""
+"""Options of the commands, each defined once, and how those that belong together are read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,20 +15,31 @@ if TYPE_CHECKING:
     from llmtailor.recipe.strategies import StrategyOptions
     from llmtailor.runs.scan import UpdateLog
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
 _MAX_BYTES = 16 << 20
-_FILE = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path)
+COUNT = click.IntRange(min=1)
+STEP = click.IntRange(min=0)
+
+RUN_DIR = click.argument("run", type=PATH, metavar="RUN_DIR")
+AT = click.option("--at", type=STEP, metavar="STEP", help="Use nothing later than this step.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan and check that it would fit; write nothing.")
+FORCE = click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+QUIET = click.option("--quiet", "-q", is_flag=True, help="Print only problems, notes and the last line.")
+YES = click.option("--yes", is_flag=True, help="Do it. Without it, only show what would be done.")
 TRUST_UNRECORDED = click.option(
     "--trust-unrecorded",
     is_flag=True,
     help="Also use full checkpoints that do not say which attempt of the run wrote them.",
 )
-_OPTIONS = [
+_CHOOSING = [
     click.option(
         "--at",
         "--failure-step",
         "at",
-        type=click.IntRange(min=0),
+        type=STEP,
         metavar="STEP",
         help="The step of the failure: nothing later is used. Default: the newest usable checkpoint.",
     ),
@@ -41,37 +52,33 @@ _OPTIONS = [
         "alike, one for each step.",
     ),
     click.option("--flip", is_flag=True, help="parity: even layers from the one before."),
-    click.option("--first", type=click.IntRange(min=0), metavar="N", help="filter: first N layers (default 2)."),
-    click.option("--last", type=click.IntRange(min=0), metavar="M", help="filter: last M layers (default 2)."),
+    click.option("--first", type=STEP, metavar="N", help="filter: first N layers (default 2)."),
+    click.option("--last", type=STEP, metavar="M", help="filter: last M layers (default 2)."),
     click.option("--aux", multiple=True, metavar="PART", help="filter: parts taken from the newest (default all)."),
-    click.option(
-        "--every",
-        type=click.IntRange(min=1),
-        metavar="K",
-        help="filter: every K-th step, counted from the oldest (default 5).",
-    ),
-    click.option("--over", type=click.IntRange(min=1), metavar="K", help="spread: the last K steps (default 2)."),
-    click.option("--map", "map_file", type=_FILE, metavar="FILE", help="explicit: JSON, selector -> step or folder."),
-    click.option("--from-flags", type=_FILE, metavar="FILE", help="LLMTailor's update log, JSON lines."),
-    click.option("--base", type=_FILE, metavar="CKPT", help="--from-flags: for parts that no line names."),
-    click.option("--total-layers", type=click.IntRange(min=1), metavar="L", help="--from-flags: check the model's."),
+    click.option("--every", type=COUNT, metavar="K", help="filter: every K-th step, from the oldest (default 5)."),
+    click.option("--over", type=COUNT, metavar="K", help="spread: the last K steps (default 2)."),
+    click.option("--map", "map_file", type=PATH, metavar="FILE", help="explicit: JSON, selector -> step or folder."),
+    click.option("--from-flags", type=PATH, metavar="FILE", help="LLMTailor's update log, JSON lines."),
+    click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: for parts that no line names."),
+    click.option("--total-layers", type=COUNT, metavar="L", help="--from-flags: check the model's."),
     TRUST_UNRECORDED,
 ]
-_TARGET_OPTIONS = [
+_TARGET = [
     click.option(
+        "--world-size",
         "--num-gpu",
         "--num-gpus",
         "world_size",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
-        help="How many ranks the output is for; any number. Default: as many as the base.",
+        help="Number of ranks (GPUs) the output is for; any number. Default: as many as the base.",
     ),
     click.option(
         "--stage",
         type=click.Choice(["keep", "1", "2", "3", "none"]),
         default="keep",
         show_default=True,
-        help="ZeRO stage the output is for; none is the plain Trainer's form, without DeepSpeed.",
+        help="ZeRO stage the output is for; none is the plain Trainer's format, without DeepSpeed.",
     ),
     click.option(
         "--groups",
@@ -88,8 +95,8 @@ _TARGET_OPTIONS = [
         help="Adam's step where one group holds parts of several steps. base: the base's, moments as they are. rebase: "
         "the base's, moments scaled to keep their bias-corrected values. source: refuse.",
     ),
-    click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete."),
-    click.option("--restart", is_flag=True, help="Begin anew, whatever an interrupted merge into OUT has left."),
+    FORCE,
+    click.option("--restart", is_flag=True, help="Discard any unfinished merge in OUT and start over."),
     click.option(
         "--checksum",
         is_flag=True,
@@ -99,24 +106,24 @@ _TARGET_OPTIONS = [
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Whether OUT has tokenizer files."
     ),
-    click.option("--dry-run", is_flag=True, help="Show the plan and see whether it would fit; write nothing."),
-    click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout."),
-    click.option("--quiet", "-q", is_flag=True, help="Print problems, notes and the last line only."),
+    DRY_RUN,
+    JSON,
+    QUIET,
 ]
 _OF_STRATEGY = ("flip", "first", "last", "aux", "every", "over", "map_file", "strategy")
 _OF_FLAGS = ("base", "total_layers")
 
 
-def choosing_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command; it passes them to `read_choosing` as keywords."""
-    for option in reversed(_OPTIONS):
+def choosing_options(command: Command) -> Command:
+    """Add the options that choose checkpoints of a run; the command passes them to `read_choosing` as keywords."""
+    for option in reversed(_CHOOSING):
         command = option(command)
     return command
 
 
-def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def target_options(command: Command) -> Command:
     """Add the options that say what is written and how; `running.take_target` takes them."""
-    for option in reversed(_TARGET_OPTIONS):
+    for option in reversed(_TARGET):
         command = option(command)
     return command
 
@@ -128,7 +135,7 @@ def given(options: dict[str, Any]) -> list[str]:
 
 
 def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
-    """Turn the options into what `runs.recipe_for_run` takes; reads the files they name.
+    """Turn the options into what `runs.scan.recipe_for_run` takes; reads the files they name.
 
     Raises UsageError for options that do not go together and RecipeError for unreadable files.
     """
@@ -136,20 +143,17 @@ def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
     from llmtailor.runs.scan import UpdateLog
 
     log = options["from_flags"]
-    foreign = given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)})
-    if foreign:
-        what = (
-            f"{', '.join(foreign)} can't be combined with --from-flags" if log else f"{foreign[0]} needs --from-flags"
-        )
-        raise UsageError.at(foreign[0], what, "leave it out")
+    if unexpected := given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)}):
+        what = "can't be combined with --from-flags" if log else "needs --from-flags"
+        raise UsageError.at(unexpected[0], f"{', '.join(unexpected) if log else unexpected[0]} {what}", "leave it out")
     if log:
         return UpdateLog(_read(log), str(log), options["base"], options["total_layers"])
     strategy = options["strategy"] or ("explicit" if options["map_file"] else "latest")
     if (strategy == "explicit") != bool(options["map_file"]):
         raise UsageError.at("--map", "the strategy explicit and --map FILE go together", "give both or neither")
-    told = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
+    numbers = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
     mapping = read_map(options["map_file"]) if options["map_file"] else None
-    return StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **told)
+    return StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
 
 
 def _read(path: Path) -> str:
@@ -166,8 +170,9 @@ def _read(path: Path) -> str:
 
 
 def read_map(path: Path) -> dict[str, int | str]:
+    """Read a JSON file that maps selectors to steps or folders. Raises RecipeError."""
     try:
-        mapping = json.loads(_read(path), object_pairs_hook=_no_twins)
+        mapping = json.loads(_read(path), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise RecipeError.at(path, f"the file is no JSON ({error})", 'write e.g. {"odd": 300, "norm": 400}') from error
     if not isinstance(mapping, dict) or not all(type(value) in (int, str) for value in mapping.values()):
@@ -176,7 +181,7 @@ def read_map(path: Path) -> dict[str, int | str]:
     return mapping
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from llmtailor.cli.command import Command
-from llmtailor.cli.options import choosing_options
+from llmtailor.cli.options import PATH, choosing_options
 from llmtailor.errors import TargetError, UsageError
 
 
@@ -21,11 +21,11 @@ from llmtailor.errors import TargetError, UsageError
         6: "FILE exists",
     },
 )
-@click.argument("run", type=click.Path(path_type=Path), required=False, metavar="[RUN_DIR]")
+@click.argument("run", type=PATH, required=False, metavar="[RUN_DIR]")
 @choosing_options
-@click.option("--explain", type=click.Path(path_type=Path), metavar="CONFIG", help="Write CONFIG in its normal form.")
+@click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in its normal form.")
 @click.option("--allow-split", is_flag=True, help="--explain: weights and optimizer of a part may differ in source.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to stdout.")
+@click.option("--output", "-o", type=PATH, metavar="FILE", help="Write to FILE, not to stdout.")
 @click.option("--force", is_flag=True, help="Replace FILE.")
 def command(
     run: Path | None, explain: Path | None, allow_split: bool, output: Path | None, force: bool, **options: Any

@@ -1,7 +1,4 @@
-"""What ``merge`` and ``convert`` do alike: plan, show, write.
-
-A bar that counts bytes, on stderr, silent when that is no terminal.
-"""
+"""What ``merge`` and ``convert`` have in common: plan, show, write; and a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,10 +19,15 @@ from llmtailor.compose.resume import foresee, settle_output
 from llmtailor.compose.write import bytes_to_move, check_room, write
 from llmtailor.recipe.recipe import Recipe
 
+_STAGES = {"keep": None, "none": 0, "1": 1, "2": 2, "3": 3}
+
 
 @contextmanager
 def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing") -> Iterator[Callable[[int], None]]:
-    """Yield a function to be told how many bytes are done, from any thread; ``total_bytes`` is None if not known."""
+    """Yield a function that takes numbers of bytes done, from any thread; silent where stderr is no terminal.
+
+    ``total_bytes`` is None if not known.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -38,11 +40,8 @@ def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing"
         yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
-_STAGES = {"keep": None, "none": 0, "1": 1, "2": 2, "3": 3}
-
-
 @dataclass(frozen=True, slots=True)
-class Told:
+class Target:
     """The options of `cli.options.target_options`, sorted."""
 
     options: Options
@@ -51,58 +50,49 @@ class Told:
     quiet: bool
 
 
-def take_target(given: dict[str, Any], *, allow_split: bool = False) -> Told:
+def take_target(given: dict[str, Any], *, allow_split: bool = False) -> Target:
     """Take the options of `target_options` out of a command's keywords."""
-    stage = given.pop("stage")
+    shown = {name: given.pop(name) for name in ("dry_run", "as_json", "quiet")}
+    names = ("world_size", "groups", "step", "copy_tokenizer", "restart", "checksum")
     options = Options(
-        world_size=given.pop("world_size"),
-        stage=_STAGES[stage],
-        groups=given.pop("groups"),
-        step=given.pop("step"),
+        stage=_STAGES[given.pop("stage")],
         replace=given.pop("force"),
-        copy_tokenizer=given.pop("copy_tokenizer"),
         allow_split=allow_split,
-        restart=given.pop("restart"),
-        checksum=given.pop("checksum"),
+        **{name: given.pop(name) for name in names},
     )
-    return Told(options, given.pop("dry_run"), given.pop("as_json"), given.pop("quiet"))
+    return Target(options, **shown)
 
 
-def run_merge(recipe: Recipe | Path, out: Path | None, told: Told) -> None:
-    """Plan, print what is planned, and write it unless this is a dry run."""
-    composition, there = plan_merge(recipe, out, told.options), None
-    if told.options.reuse:
+def run_merge(recipe: Recipe | Path, out: Path | None, target: Target) -> None:
+    """Plan, print the plan, and write the output unless this is a dry run."""
+    composition, there = plan_merge(recipe, out, target.options), None
+    if target.options.reuse:
         composition, there = settle_output(composition)
     report = composition.report
-    idle = there is not None
     for notice in report.notices:
-        click.echo(f"note: {notice}", err=True)
-    if told.as_json:
+        notify(notice)
+    if target.as_json:
         # what to resume from, whether it has to be written or is there
-        named = {"out": there, "is_there_already": True} if idle else {"is_there_already": False}
+        named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
         click.echo(json.dumps({**to_json(report), **named}, indent=2))
-    elif told.dry_run:
+    elif target.dry_run:
         click.echo(plan_text(report))
-    elif not told.quiet and not idle:
+    elif not target.quiet and not there:
         click.echo(parts_text(report))
-    if idle:
+    if there:
         what = f"{there} is complete and has the newest of every part: nothing to merge"
-        click.echo(what, err=told.as_json or told.dry_run)
-        return
-    if told.dry_run:
+        click.echo(what, err=target.as_json or target.dry_run)
+    elif target.dry_run:
         if sentence := foresee(composition):
-            _tell(sentence)
+            notify(sentence)
         check_room(composition)
         click.echo("dry run: nothing was written", err=True)
-        return
-    with progress_bar(bytes_to_move(composition), quiet=told.quiet) as observe:
-        write(composition, observe, _tell)
-    click.echo(f"wrote {report.out}", err=told.as_json)
+    else:
+        with progress_bar(bytes_to_move(composition), quiet=target.quiet) as on_progress:
+            write(composition, on_progress, notify)
+        click.echo(f"wrote {report.out}", err=target.as_json)
 
 
-def _tell(sentence: str) -> None:
-    click.echo(f"note: {sentence}", err=True)
-
-
-if TYPE_CHECKING:
-    pass
+def notify(what: object) -> None:
+    """Print something worth knowing on stderr."""
+    click.echo(f"note: {what}", err=True)

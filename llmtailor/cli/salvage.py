@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmtailor.cli.command import Command
-from llmtailor.cli.options import TRUST_UNRECORDED
+from llmtailor.cli.options import AT, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
         8: "also with --dry-run, if it would not fit",
     },
 )
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
-@click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Nothing later than this step.")
+@RUN_DIR
+@click.option("-o", "--out", type=PATH, help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
+@AT
 @click.option("--deep", is_flag=True, help="Read every tensor, too: what is not finite or fails a checksum is lost.")
 @click.option(
     "--fragments", is_flag=True, help="Take what is left of damaged parts as well, element by element; see below."
 )
 @click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and what is damaged aside.")
 @TRUST_UNRECORDED
-@click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete.")
-@click.option("--dry-run", is_flag=True, help="Show what comes from where and see whether it would fit; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing but problems and the result.")
+@FORCE
+@DRY_RUN
+@JSON
+@QUIET
 def command(
     run: Path,
     out: Path | None,
@@ -66,7 +66,7 @@ def command(
       llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
       llmtailor salvage runs/x --replace
     """
-    from llmtailor.cli.running import progress_bar
+    from llmtailor.cli.running import notify, progress_bar
     from llmtailor.compose.write import check_room, write
     from llmtailor.salvage.plan import plan_salvage
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
@@ -79,7 +79,7 @@ def command(
             _put_in_place(left, as_json)
         else:
             click.echo("note: an earlier --replace was interrupted; salvage --replace goes on with it", err=True)
-    with progress_bar(None, quiet=quiet or not deep, label="reading") as observe:
+    with progress_bar(None, quiet=quiet or not deep, label="reading") as on_progress:
         salvage = plan_salvage(
             run,
             out,
@@ -89,7 +89,7 @@ def command(
             replace_out=force,
             in_place=replace,
             trust_unrecorded=trust_unrecorded,
-            observe=observe,
+            observe=on_progress,
         )
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition
@@ -105,8 +105,8 @@ def command(
         click.echo("dry run: nothing was written", err=True)
         return
     if composition is not None and not salvage.is_written:
-        with progress_bar(composition.report.num_bytes, quiet=quiet) as observe:
-            write(composition, observe, lambda sentence: click.echo(f"note: {sentence}", err=True))
+        with progress_bar(composition.report.num_bytes, quiet=quiet) as on_progress:
+            write(composition, on_progress, notify)
         click.echo(f"wrote {composition.report.out}", err=as_json)
     if replacement is not None:
         _put_in_place(replacement, as_json)

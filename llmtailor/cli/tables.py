@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmtailor.compose.report import Report, fold_layers
-from llmtailor.errors import printable
+from llmtailor.errors import printable, ranges
 from llmtailor.formats.trainer import ADAPTER
 from llmtailor.recipe.text import condense
 
@@ -88,7 +88,7 @@ def inspection_text(content: dict[str, Any]) -> str:
         (
             number,
             group["num_params"],
-            _ids(group["flat_ids"]),
+            ranges(group["flat_ids"]) or "none",
             *(str(group.get(key, "")) for key in ("lr", "weight_decay", "betas")),
         )
         for number, group in enumerate(content["param_groups"])
@@ -158,9 +158,3 @@ def _age(age: Age | None) -> str:
 
 def _staleness(steps: int) -> str:
     return f"{-steps} newer" if steps < 0 else str(steps)
-
-
-def _ids(ids: Sequence[int]) -> str:
-    if len(ids) > 2 and list(ids) == list(range(ids[0], ids[-1] + 1)):
-        return f"{ids[0]}-{ids[-1]}"
-    return ", ".join(map(str, ids)) or "none"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import Command
+from llmtailor.cli.options import COUNT, JSON, RUN_DIR, YES
 from llmtailor.cli.running import progress_bar
 from llmtailor.errors import Problem, UsageError
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         130: "what was done before stays done, and the same command goes on",
     },
 )
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN_DIR")
+@RUN_DIR
 @click.option(
     "--strategy",
     metavar="POLICY",
@@ -45,19 +46,19 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--keep-full-last",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="K",
     help="With --strategy or --select: the newest K full checkpoints stay as they are (default 1).",
 )
 @click.option(
     "--keep-optimizer-last",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="K",
     help="Older full checkpoints than the newest K lose their optimizer states: weights, config and tokenizer stay, "
     "but nothing can resume from them.",
 )
-@click.option("--yes", is_flag=True, help="Do it. Without, only show what would be done.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout.")
+@YES
+@JSON
 def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
     """Free disk space in RUN_DIR: thin out its older full checkpoints.
 

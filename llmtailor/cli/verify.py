@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import Command
+from llmtailor.cli.options import JSON, PATH
 from llmtailor.errors import VerificationError
 
 
@@ -21,16 +22,16 @@ from llmtailor.errors import VerificationError
         7: "CHECKPOINT is not resumable, or partial and damaged",
     },
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PATH)
 @click.option("--deep", is_flag=True, help="Read every tensor, too: values, checksums, weights against masters.")
-@click.option("--resume-smoke", is_flag=True, help="Resume it for a try, by stock DeepSpeed on CPU ranks.")
-@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on stdout.")
+@click.option("--resume-smoke", is_flag=True, help="Try to resume it, with stock DeepSpeed on CPU ranks.")
+@JSON
 @click.pass_context
 def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
-    """Say whether a stock resume will take CHECKPOINT for what it claims to be.
+    """Check whether an unmodified Trainer or DeepSpeed will resume from CHECKPOINT correctly.
 
-    An error means that a resume fails or goes on from something else without a word; a warning, that something is
-    lost on the way. Without --deep only headers are read, which takes seconds for any size.
+    An error means that a resume fails, or silently continues from something else; a warning, that something is lost on
+    the way. Without --deep only headers are read, which takes seconds for any size.
 
     A partial checkpoint never resumes by itself. It is intact if a composite can be made with it.
 
@@ -48,8 +49,8 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
     from llmtailor.verify.verify import verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
-    with progress_bar(total, quiet=not deep, label="reading") as observe:
-        verdict = verify_checkpoint(checkpoint, deep, observe)
+    with progress_bar(total, quiet=not deep, label="reading") as on_progress:
+        verdict = verify_checkpoint(checkpoint, deep, on_progress)
     if resume_smoke:
         from llmtailor.verify.smoke import try_resume
 

@@ -30,7 +30,7 @@ from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, part_digest
 from llmtailor.storage.local import FileFact, write_durably
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.composite import is_resumed_from
+from llmtailor.verify.structure import is_resumed_from
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)

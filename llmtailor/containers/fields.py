@@ -12,11 +12,10 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT, check_name, is_count
 from llmtailor.containers.pickle_nodes import TensorView, as_shape, as_tensor
-from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
 from llmtailor.storage.local import open_source
 
-FIX = "copy the file again, or leave this checkpoint out"
 _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 """torch writes the first; a resume takes the others as well."""
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -41,7 +40,7 @@ def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:
     for name, size in as_dict(node, what, where).items():
         shape = as_shape(size)
         if shape is None:
-            raise SourceError.at(where, f"{what} gives no shape for {name}", FIX, Code.FIELD_TYPE)
+            raise SourceError.at(where, f"{what} gives no shape for {name}", COPY_FILE, Code.FIELD_TYPE)
         shapes[check_name(name, what, where)] = shape
     return shapes
 
@@ -52,13 +51,13 @@ def read_tied(node: Any, where: str) -> dict[str, str]:
     for name in (*tied, *tied.values()):
         check_name(name, "shared_params", where)
     if both := tied.keys() & set(tied.values()):
-        raise SourceError.at(where, f"shared_params ties {min(both)}, and ties others to it", FIX, Code.TIED)
+        raise SourceError.at(where, f"shared_params ties {min(both)}, and ties others to it", COPY_FILE, Code.TIED)
     return tied
 
 
 def read_names(node: Any, what: str, where: str) -> frozenset[str]:
     if not isinstance(node or [], (list, tuple)):
-        raise SourceError.at(where, f"{what} is a {type(node).__name__} and no list", FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is a {type(node).__name__} and no list", COPY_FILE, Code.FIELD_TYPE)
     return frozenset(check_name(name, what, where) for name in node or ())
 
 
@@ -69,7 +68,7 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
         fix = "save it again with contiguous tensors"
         raise UnsupportedCheckpoint.at(where, f"{what} is not contiguous", fix, Code.STATE_LAYOUT)
     if not isinstance(carried, Carry) or view.offset + view.numel > view.storage.numel:
-        raise SourceError.at(where, f"{what} reaches beyond its storage", FIX, Code.STATE_SIZE)
+        raise SourceError.at(where, f"{what} reaches beyond its storage", COPY_FILE, Code.STATE_SIZE)
     itemsize = ITEMSIZE[view.storage.dtype]
     start = carried.extent.start + view.offset * itemsize
     return Extent(carried.extent.path, start, start + view.numel * itemsize)
@@ -78,7 +77,7 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
 def read_tensor(node: Any, what: str, where: str) -> Tensor:
     view = as_tensor(node)
     if view is None:
-        raise SourceError.at(where, f"{what} is no tensor", FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is no tensor", COPY_FILE, Code.FIELD_TYPE)
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
 
 
@@ -88,7 +87,7 @@ def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
     for number, master in enumerate(masters):
         if len(master.shape) != 1:
             text = f"{what}[{number}] is of shape {list(master.shape)}, where a flat tensor belongs"
-            raise SourceError.at(where, text, FIX, Code.STATE_SIZE)
+            raise SourceError.at(where, text, COPY_FILE, Code.STATE_SIZE)
     return masters
 
 
@@ -96,9 +95,9 @@ def get(tree: Any, key: str, kind: type, where: str) -> Any:
     value = as_dict(tree, "the file", where).get(key)
     if not isinstance(value, kind):
         if value is None:
-            raise SourceError.at(where, f"{key} is missing", FIX, Code.FIELD_MISSING)
+            raise SourceError.at(where, f"{key} is missing", COPY_FILE, Code.FIELD_MISSING)
         what = f"{key} is a {type(value).__name__} and no {kind.__name__}"
-        raise SourceError.at(where, what, FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
     return value
 
 
@@ -106,13 +105,13 @@ def get_count(tree: Any, key: str, where: str) -> int:
     """Return a counter: an int, and not a negative one."""
     value: int = get(tree, key, int, where)
     if not is_count(value):
-        raise SourceError.at(where, f"{key} is {value}, and no count", FIX, Code.FIELD_RANGE)
+        raise SourceError.at(where, f"{key} is {value}, and no count", COPY_FILE, Code.FIELD_RANGE)
     return value
 
 
 def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise SourceError.at(where, f"{what} is a {type(value).__name__} and no dict", FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is a {type(value).__name__} and no dict", COPY_FILE, Code.FIELD_TYPE)
     return value
 
 
@@ -128,15 +127,15 @@ def read_elementwise(
         if kind in _OF_ADAM:  # always elementwise; in more dimensions the elements are the same
             if view is None:
                 what = f"{kind} of flat id {flat_id} is no tensor"
-                raise SourceError.at(where, what, FIX, Code.FIELD_TYPE)
+                raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
             if numel not in (None, view.numel):
                 what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"
-                raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+                raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
         elif view is None or len(view.shape) != 1 or numel not in (None, view.numel):
             have = f"has shape {list(view.shape)}" if view else "is no tensor"
             if view is not None and len(view.shape) == 1:
                 what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"
-                raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+                raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
             raise UnsupportedCheckpoint.at(
                 where,
                 f"optimizer state {kind} {have}; only states with an element for each of the params' can be composed",
@@ -144,7 +143,7 @@ def read_elementwise(
             )
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{flat_id}][{kind}]", where)
     if "step" not in state and _OF_ADAM & kinds.keys():
-        raise SourceError.at(where, f"the step of flat id {flat_id} is missing", FIX, Code.FIELD_MISSING)
+        raise SourceError.at(where, f"the step of flat id {flat_id} is missing", COPY_FILE, Code.FIELD_MISSING)
     if "step" not in state:
         raise UnsupportedCheckpoint.at(
             where,
@@ -158,7 +157,10 @@ def check_kind(kind: Any, where: str) -> str:
     """Return the name of an elementwise state. Raises SourceError for one that stands for something else here."""
     if kind in _OUR_KINDS:
         raise SourceError.at(
-            where, f"the optimizer calls a state {kind!r}, which is no name of an optimizer's", FIX, Code.FIELD_UNKNOWN
+            where,
+            f"the optimizer calls a state {kind!r}, which is no name of an optimizer's",
+            COPY_FILE,
+            Code.FIELD_UNKNOWN,
         )
     return check_name(kind, "an optimizer state", where)
 
@@ -170,11 +172,11 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
     else:
         tensor = read_tensor(node, f"state[{flat_id}][step]", where)
         if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
-            raise SourceError.at(where, f"the step of flat id {flat_id} is no number", FIX, Code.FIELD_TYPE)
+            raise SourceError.at(where, f"the step of flat id {flat_id} is no number", COPY_FILE, Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:
             step = struct.unpack(_STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
     if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
         raise SourceError.at(
-            where, f"the step of flat id {flat_id} is {step}, and no number of steps", FIX, Code.FIELD_RANGE
+            where, f"the step of flat id {flat_id} is {step}, and no number of steps", COPY_FILE, Code.FIELD_RANGE
         )
     return float(step)

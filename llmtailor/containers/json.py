@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.errors import SourceError
+from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.storage.local import read_source
 
 MAX_BYTES = 64 << 20
 """The log of 400,000 steps in trainer_state.json fits. Python's objects take up to 20 times as much."""
-_COPY_AGAIN = "copy the file again, or leave this checkpoint out"
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
@@ -29,9 +28,9 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise SourceError.at(where, f"the file is no JSON ({error})", _COPY_AGAIN, Code.FILE_DAMAGED) from error
+        raise SourceError.at(where, f"the file is no JSON ({error})", COPY_FILE, Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):
-        raise SourceError.at(where, "the file is no JSON object", _COPY_AGAIN, Code.FILE_DAMAGED)
+        raise SourceError.at(where, "the file is no JSON object", COPY_FILE, Code.FILE_DAMAGED)
     return content
 
 
@@ -58,7 +57,6 @@ MAX_NAME = 1000
 MAX_COUNT = 1 << 53
 """Counts are below this, so that they are exact as floats, which Adam's steps are."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_FIX = "copy the file again, or leave this checkpoint out"
 
 
 def check_name(name: Any, what: str, where: str) -> str:
@@ -68,9 +66,9 @@ def check_name(name: Any, what: str, where: str) -> str:
     characters, no half of a surrogate pair.
     """
     if not isinstance(name, str):
-        raise SourceError.at(where, f"{what} has a {type(name).__name__} for a name", _FIX)
+        raise SourceError.at(where, f"{what} has a {type(name).__name__} for a name", COPY_FILE)
     if not is_name(name):
-        raise SourceError.at(where, f"{what} has the name {name[:60]!r}, which can't be one", _FIX)
+        raise SourceError.at(where, f"{what} has the name {name[:60]!r}, which can't be one", COPY_FILE)
     return name
 
 

@@ -20,7 +20,7 @@ from llmtailor.checkpoint.layout import FileLayout, Literal, Segment, Slot
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
-from llmtailor.errors import PathIn, Problems, SourceError
+from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 from llmtailor.storage.local import open_source
 
@@ -30,8 +30,6 @@ MAX_HEADER_BYTES = 32 << 20
 """The library's own limit is 100 MB; a tensor takes some 100 bytes, and Python's objects up to 20 times the header."""
 MAX_DIMENSIONS = 64
 """torch's limit."""
-
-_COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFi
         listed = set(file.tensors) if names is None else names
         for name in sorted(listed ^ set(file.tensors)):
             side = "lists but the file lacks" if name in listed else "does not list but the file has"
-            problems.add(SourceError.at(PathIn(where, path), f"{INDEX} {side} {name}", _COPY_AGAIN))
+            problems.add(SourceError.at(PathIn(where, path), f"{INDEX} {side} {name}", COPY_FILE))
     return tuple(files)
 
 
@@ -93,7 +91,7 @@ def _names_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str] | None]:
 def _read_weight_map(root: Path, where: str) -> dict[str, str]:
     weight_map = read_json(root / INDEX, where).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(path, str) for path in weight_map.values()):
-        raise SourceError.at(where, "the index has no weight_map of names to files", _COPY_AGAIN)
+        raise SourceError.at(where, "the index has no weight_map of names to files", COPY_FILE)
     for path in dict.fromkeys(weight_map.values()):
         if Path(path).name != path or not path.endswith(".safetensors") or not path.isprintable():
             raise SourceError.at(
@@ -109,7 +107,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             what = f"the safetensors header is damaged (a header of {length} bytes in a file of {size})"
-            raise SourceError.at(where, what, _COPY_AGAIN)
+            raise SourceError.at(where, what, COPY_FILE)
         text = file.read(8, 8 + length)
     try:
         header = read_strict_json(text)
@@ -120,7 +118,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         tensors = {name: _held(path, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError.at(
-            where, f"the safetensors header is damaged ({error})", _COPY_AGAIN, Code.FILE_DAMAGED
+            where, f"the safetensors header is damaged ({error})", COPY_FILE, Code.FILE_DAMAGED
         ) from error
     for name in tensors:
         check_name(name, "a tensor", where)
@@ -129,14 +127,14 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
     for name, (_, extent) in ordered:
         if extent.start != at:
             raise SourceError.at(
-                where, f"{name} does not begin where the tensor before it ends", _COPY_AGAIN, Code.FILE_DAMAGED
+                where, f"{name} does not begin where the tensor before it ends", COPY_FILE, Code.FILE_DAMAGED
             )
         at = extent.stop
     if at != size:
         raise SourceError.at(
             where,
             f"the file is {'truncated' if at > size else 'too long'}: {size} bytes instead of {at}",
-            _COPY_AGAIN,
+            COPY_FILE,
             Code.FILE_DAMAGED,
         )
     return WeightFile(path, {name: held for name, (held, _) in ordered}, metadata)

@@ -26,7 +26,7 @@ from llmtailor.containers.pickle_nodes import Call, Storage
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import read_pickle
 from llmtailor.containers.zip import BadZip, Compressed, read_records
-from llmtailor.errors import SourceError, UnsupportedCheckpoint
+from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
 from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
@@ -39,7 +39,6 @@ _SMALL = 4096
 """Bytes of a record that is no tensor and not the pickle: versions and the like."""
 _U32 = 0xFFFFFFFF
 _SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
-_COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
             what = f"{error}, which torch.load reads, but nothing can be said about, or taken from, the file here"
             raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
         except (BadZip, UnicodeDecodeError) as error:
-            raise SourceError.at(where, _why_no_zip(file, error), _COPY_AGAIN, Code.FILE_DAMAGED) from error
+            raise SourceError.at(where, _why_no_zip(file, error), COPY_FILE, Code.FILE_DAMAGED) from error
         order = records.get(f"{prefix}/byteorder")
         if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
             raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
@@ -89,7 +88,7 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
                 data = pickle_bytes if record is tree else file.read(record.start, record.stop)
                 if record.crc not in (0, zlib.crc32(data)):  # torch writes 0 where it was told not to checksum
                     what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
-                    raise SourceError.at(where, what, _COPY_AGAIN)
+                    raise SourceError.at(where, what, COPY_FILE)
     extents = {
         name.removeprefix(f"{prefix}/data/"): Extent(path, record.start, record.stop)
         for name, record in records.items()
@@ -117,7 +116,7 @@ def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
     """
     tree = read_torch_file(root, path, where, any_names=True).tree
     if not isinstance(tree, Call) or not isinstance(tree.state, dict):
-        raise SourceError.at(where, "it holds no object with attributes", _COPY_AGAIN, Code.FIELD_TYPE)
+        raise SourceError.at(where, "it holds no object with attributes", COPY_FILE, Code.FIELD_TYPE)
     return tree.state
 
 
@@ -221,9 +220,6 @@ class _ZipBuilder:
         return tuple(self.segments)
 
 
-_FIX = "copy the file again from where it was saved, or leave this checkpoint out"
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """Bytes ``start``..``stop`` of the file."""
@@ -242,7 +238,7 @@ def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
             found = read_records(file, may_be_deflated=True)
         except (BadZip, UnicodeDecodeError) as error:
             raise SourceError.at(
-                where, f"the file is truncated or damaged ({error})", _FIX, Code.FILE_DAMAGED
+                where, f"the file is truncated or damaged ({error})", COPY_FILE, Code.FILE_DAMAGED
             ) from error
     # torch writes 0 for records it was told not to checksum
     records = (Record(name, record.start, record.stop, record.crc or None) for name, record in found.items())

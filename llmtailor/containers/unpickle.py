@@ -13,7 +13,7 @@ from typing import Any
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_machine import FindStorage, Machine
 from llmtailor.containers.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
-from llmtailor.errors import Problem, SourceError, UnsafePickle
+from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsafePickle
 
 _NUMPY = {
     "numpy": {"ndarray", "dtype"},
@@ -77,9 +77,7 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
     if damage is not None:
         missing = isinstance(damage, (IndexError, KeyError))
         what = f"the pickle is damaged ({'it takes what is not there' if missing else damage})"
-        raise SourceError.at(
-            where, what, "copy the file again, or leave this checkpoint out", Code.FILE_DAMAGED
-        ) from damage
+        raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED) from damage
     return tree
 
 

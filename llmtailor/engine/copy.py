@@ -20,8 +20,8 @@ from threading import BoundedSemaphore
 from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Piece, Plan, Zeros
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
-from llmtailor.engine.pool import Stop, run_all
-from llmtailor.engine.streams import Output, Reader, cannot_write
+from llmtailor.engine.pool import Stop, num_workers, run_all
+from llmtailor.engine.streams import Output, Sources, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import combine, new_digest
@@ -29,7 +29,6 @@ from llmtailor.storage.local import FileFact
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
-MAX_WORKERS = 4
 MARK_BYTES = 256 << 20
 """A long file is made durable, and marked in the journal, whenever so much of it is new. This goes on beside the
 writing and costs no time: what the disk does now it need not do at the end."""
@@ -78,17 +77,13 @@ class Context:
     """For each source what its files were like; a file that has changed is refused when it is opened."""
     kept: Mapping[str, tuple[Mark, ...]] = field(default_factory=dict)
     """How far files are that an earlier run began: read back, and written from the last mark on that is true."""
-    observe: Callable[[int], None] = lambda num_bytes: None
-    """Told of every run of bytes written or read back, from several threads; a negative number takes some back."""
+    on_progress: Callable[[int], None] = lambda num_bytes: None
+    """Gets the size of every run of bytes written or read back, from several threads; a negative one takes some back"""
     record: Callable[[str, Mark], None] = lambda path, mark: None
-    """Told how far a file is durable, from several threads."""
+    """Gets how far a file is durable, from several threads."""
     digest: bool = False
     """Whether to take the XXH3 of every file too."""
     stop: Stop = field(default_factory=Stop)
-
-
-def num_workers() -> int:
-    return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -98,7 +93,11 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     full, and Interrupted if that was asked for, once all workers have stopped.
     """
     context = context or Context()
-    roots = [Path(source) for source in plan.sources]
+    facts = {
+        f"{source}/{path}": fact
+        for source, files in zip(plan.sources, context.facts, strict=False)
+        for path, fact in files.items()
+    }
     try:
         for folder in {(staging / file.path).parent for file in plan.files}:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,36 +106,41 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     # the largest first, so that no long file is left to one worker at the end
     order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
     turns = BoundedSemaphore(num_workers())
-    jobs = [partial(_write_file, plan.files[number], roots, staging, context, turns) for number in order]
+    jobs = [partial(_write_file, plan, plan.files[number], facts, staging, context, turns) for number in order]
     results = run_all(jobs, 2 * num_workers(), context.stop)
     return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
 
 def _write_file(
-    plan: FilePlan, roots: Sequence[Path], staging: Path, context: Context, turns: BoundedSemaphore
+    plan: Plan,
+    file: FilePlan,
+    facts: Mapping[str, FileFact],
+    staging: Path,
+    context: Context,
+    turns: BoundedSemaphore,
 ) -> FileResult:
     """Write one file: its bytes in turn with others, then its fsync, which needs no core, beside them."""
-    target = staging / plan.path
-    marks = context.kept.get(plan.path, ())
+    target = staging / file.path
+    marks = context.kept.get(file.path, ())
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with turns, Reader(roots, context.facts) as reader, ThreadPoolExecutor(1) as beside:
+            with turns, ThreadPoolExecutor(1) as beside:
                 watch = Stopwatch()
                 context.stop.check()
-                filled, output = _take_over(plan, fd, marks, context)
-                done_before = bool(marks) and output.at == plan.num_bytes
+                filled, output = _take_over(file, fd, marks, context)
+                done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
-                _fill(filled, output, reader, beside, context)
+                _fill(filled, output, Sources(plan.sources, facts), beside, context)
             os.fsync(fd)
             if not done_before:
-                context.record(plan.path, Mark(plan.num_bytes, filled.crc))
+                context.record(file.path, Mark(file.num_bytes, filled.crc))
         finally:
             os.close(fd)
     except OSError as error:
         raise cannot_write(target, error) from error
-    logger.info("%s: %s bytes, CRC-32 %08x, in %s", plan.path, f"{plan.num_bytes:,}", filled.crc, watch.lap())
-    return FileResult(plan, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None)
+    logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
+    return FileResult(file, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None)
 
 
 class _Filled:
@@ -162,7 +166,7 @@ class _Filled:
 
 def _take_over(plan: FilePlan, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
-    filled, output = _Filled(plan), Output(fd, context.observe, new_digest() if context.digest else None)
+    filled, output = _Filled(plan), Output(fd, context.on_progress, new_digest() if context.digest else None)
     for number, mark in enumerate(marks):
         try:
             for piece in filled.missing():
@@ -170,18 +174,18 @@ def _take_over(plan: FilePlan, fd: int, marks: Sequence[Mark], context: Context)
                     break
                 filled.add(piece, output.take_over(piece.stop - piece.start, context.stop))
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
-        except (EOFError, OSError):  # cut short, or on a spot that the disk can't read any more
+        except OSError:  # cut short, or on a spot that the disk can't read any more
             true = False
         if not true:
             logger.info("%s: what is there up to byte %d is not as the journal says", plan.path, mark.num_bytes)
-            context.observe(-output.at)
+            context.on_progress(-output.at)
             return _take_over(plan, fd, marks[:number], context)
     if marks:
         logger.info("%s: %d of %d bytes are there and as the journal says", plan.path, output.at, plan.num_bytes)
     return filled, output
 
 
-def _fill(filled: _Filled, output: Output, reader: Reader, beside: Executor, context: Context) -> None:
+def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, context: Context) -> None:
     """Write the pieces that are missing."""
     marked = filled.at
     marking: Future[None] | None = None
@@ -193,7 +197,13 @@ def _fill(filled: _Filled, output: Output, reader: Reader, beside: Executor, con
 
     for piece in filled.missing():
         context.stop.check()
-        filled.add(piece, _write_piece(piece, output, reader, filled.ranges, context.stop))
+        if isinstance(piece, Inline):
+            crc = output.put(piece.data)
+        elif isinstance(piece, Checksum):
+            crc = output.put(filled.ranges.crc_of(piece).to_bytes(4, "little"))
+        else:
+            crc = _write_bulk(piece, output, sources, context.stop)
+        filled.add(piece, crc)
         if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
             output.flush()
             if marking:
@@ -201,42 +211,37 @@ def _fill(filled: _Filled, output: Output, reader: Reader, beside: Executor, con
             marked, marking = filled.at, beside.submit(mark, Mark(filled.at, filled.crc))
     output.flush()
     if marking:
-        marking.result()  # a disk tells of an error once, and not again at the last fsync
+        marking.result()  # a disk reports an error once, and not again at the last fsync
 
 
-def _write_piece(piece: Piece, output: Output, reader: Reader, ranges: _Ranges, stop: Stop) -> int:
-    """Write one piece; return its CRC-32."""
-    if isinstance(piece, Inline):
-        return output.put(piece.data)
-    if isinstance(piece, Checksum):
-        return output.put(ranges.crc_of(piece).to_bytes(4, "little"))
-    crc = 0
+def _write_bulk(piece: Zeros | Copy | Convert, output: Output, sources: Sources, stop: Stop) -> int:
+    """Write a piece that may be long; return its CRC-32."""
+    crc, left = 0, piece.stop - piece.start
     if isinstance(piece, Zeros):
-        for length in _chunks(piece.stop - piece.start, len(_ZEROS)):
+        for length in _lengths(left, len(_ZEROS)):
             crc = output.put(_ZEROS[:length], crc)
     elif isinstance(piece, Convert):
-        wide, narrow = ITEMSIZE[piece.source_dtype], ITEMSIZE[piece.dtype]
-        offset = piece.offset
-        for numel in _chunks((piece.stop - piece.start) // narrow, streams.BUFFER_BYTES // 16):
+        wide, offset = ITEMSIZE[piece.source_dtype], piece.offset
+        for numel in _lengths(left // ITEMSIZE[piece.dtype], streams.BUFFER_BYTES // 16):
             stop.check()
-            data = reader.read(piece.source, piece.path, offset, numel * wide)
+            data = bytearray(numel * wide)
+            sources.read_into(piece, offset, memoryview(data))
             crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
             offset += numel * wide
     else:
-        at, left = piece.offset, piece.stop - piece.start
         while left:
             stop.check()
             room = output.room()[:left]
-            reader.read_into(piece.source, piece.path, at, room)
+            sources.read_into(piece, piece.offset + piece.stop - piece.start - left, room)
             crc = output.commit(len(room), crc)
-            at, left = at + len(room), left - len(room)
+            left -= len(room)
     return crc
 
 
 _ZEROS = memoryview(bytes(1 << 20))
 
 
-def _chunks(total: int, size: int) -> Iterator[int]:
+def _lengths(total: int, size: int) -> Iterator[int]:
     while total > 0:
         yield min(size, total)
         total -= size

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtailor.checkpoint.layout import Convert, Copy, Inline, Plan
-from llmtailor.storage.local import FileFact, write_all
+from llmtailor.errors import some
+from llmtailor.storage.local import FileFact, chunks, write_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,7 @@ def why_not(old: Identity, new: Identity) -> str:
         return ""
     if old.plan != new.plan and old.request != new.request:
         return "it is of another recipe, or has other options"
-    shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more files" if len(changed) > 3 else "")
-    return f"its sources have changed since: {shown}" if shown else "its sources have changed since"
+    return f"its sources have changed since: {some(changed)}" if changed else "its sources have changed since"
 
 
 def is_another(old: Identity, new: Identity) -> bool:
@@ -175,9 +175,7 @@ def read_journal(fd: int) -> Unfinished | None:
 
 
 def _lines(fd: int) -> Iterator[dict[str, Any]]:
-    data = b""
-    while chunk := os.pread(fd, 1 << 20, len(data)):
-        data += chunk
+    data = b"".join(bytes(chunk) for chunk in chunks(fd, memoryview(bytearray(1 << 20))))
     for line in data.split(b"\n"):
         try:
             content = json.loads(line)

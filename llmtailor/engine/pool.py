@@ -1,10 +1,11 @@
-"""How work stops: by Ctrl-C or SIGTERM, between two chunks, and never in the middle of a step."""
+"""Threads at work, and how they stop: on Ctrl-C or SIGTERM, between two chunks, and never in the middle of a step."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from llmtailor.errors import Interrupted
 
 T = TypeVar("T")
+MAX_WORKERS = 4
 _WAKE_UP_S = 0.5
 
 
@@ -66,29 +68,41 @@ def stoppable() -> Iterator[Stop]:
             signal.signal(restored, handler)
 
 
-def run_all(jobs: Sequence[Callable[[], T]], num_workers: int, stop: Stop) -> list[T]:
+def num_workers() -> int:
+    return min(MAX_WORKERS, os.cpu_count() or 1)
+
+
+def run_all(jobs: Iterable[Callable[[], T]], workers: int, stop: Stop) -> list[T]:
     """Do all jobs in threads, beginning with the first; return what they return.
 
     The first failure sets ``stop.failed`` and is raised once all threads have stopped. Raises Interrupted on request.
     """
+    numbered, lock = enumerate(jobs), threading.Lock()
+    results: dict[int, T] = {}
 
-    def run(job: Callable[[], T]) -> T:
+    def take() -> tuple[int, Callable[[], T]] | None:
+        with lock:
+            return next(numbered, None)
+
+    def run() -> None:
         try:
-            stop.check()
-            return job()
+            while taken := take():
+                number, job = taken
+                stop.check()
+                results[number] = job()
         except BaseException:
             stop.failed = True
             raise
 
-    with ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(run, job) for job in jobs]
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(run) for _ in range(workers)]
         # the kernel may give a signal to any thread, and Python's handlers run only when the main thread next wakes up
         while wait(futures, timeout=_WAKE_UP_S, return_when=FIRST_EXCEPTION).not_done and not stop.failed:
             pass
     failures = [failure for failure in (future.exception() for future in futures) if failure is not None]
     for failure in sorted(failures, key=_rank):
         raise failure
-    return [future.result() for future in futures]
+    return [results[number] for number in sorted(results)]
 
 
 def _rank(failure: BaseException) -> int:

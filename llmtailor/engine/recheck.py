@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import Convert, Copy, Plan
-from llmtailor.engine.copy import FileResult, num_workers
-from llmtailor.engine.pool import Stop, run_all
-from llmtailor.engine.streams import cannot_read, changed, ends_early
-from llmtailor.errors import SourceError
+from llmtailor.engine.copy import FileResult
+from llmtailor.engine.pool import Stop, num_workers, run_all
+from llmtailor.engine.streams import cannot_read, changed
+from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32, new_digest
+from llmtailor.storage.local import EndsEarly, chunks
 
 CHUNK_BYTES = 1 << 20
 
@@ -44,7 +45,7 @@ def read_again(
     plan: Plan,
     results: Sequence[FileResult],
     files: Collection[SourceFile],
-    observe: Callable[[int], None],
+    on_progress: Callable[[int], None],
     stop: Stop,
     stated: Mapping[SourceFile, Sequence[Stated]] | None = None,
 ) -> dict[SourceFile, str]:
@@ -62,23 +63,21 @@ def read_again(
             if isinstance(piece, (Copy, Convert)) and piece.start < piece.stop and (piece.source, piece.path) in files:
                 taken[(piece.source, piece.path)].append(_Taken(piece, crc))
     names = sorted(files)
-    jobs = [partial(_read, Path(plan.sources[name[0]]) / name[1], taken[name], observe, stop) for name in names]
+    jobs = [partial(_read, Path(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
     return dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
 
 
-def _read(where: Path, taken: list[_Range], observe: Callable[[int], None], stop: Stop) -> str:
+def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], stop: Stop) -> str:
     digest, at = new_digest(), 0
     waiting = sorted(taken, key=lambda one: one.at, reverse=True)
     reached: list[_Range] = []
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     try:
         fd = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            while count := os.readv(fd, [buffer]):
+            for data in chunks(fd, memoryview(bytearray(CHUNK_BYTES))):
                 stop.check()
-                data = buffer[:count]
                 digest.update(data)
-                while waiting and waiting[-1].at < at + count:
+                while waiting and waiting[-1].at < at + len(data):
                     reached.append(waiting.pop())
                 for one in reached:
                     one.feed(data[one.at - at : one.stop - at])
@@ -86,19 +85,19 @@ def _read(where: Path, taken: list[_Range], observe: Callable[[int], None], stop
                 if wrong:
                     raise _damaged(where, wrong[-1]) if all(wrong) else changed(where)
                 reached = [one for one in reached if one.at < one.stop]
-                at += count
-                observe(count)
+                at += len(data)
+                on_progress(len(data))
+            if reached or waiting:
+                raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
         finally:
             os.close(fd)
     except OSError as error:
         raise cannot_read(where, error) from error
-    if reached or waiting:
-        raise ends_early(where, max(one.stop for one in (*reached, *waiting)))
     return digest.hexdigest()
 
 
 def _damaged(where: Path, what: str) -> SourceError:
-    fix = "llmtailor verify --deep says what is damaged; copy the file again, or leave this checkpoint out"
+    fix = f"llmtailor verify --deep says what is damaged; {COPY_FILE}"
     return SourceError.at(where, f"{what} does not match its checksum", fix)
 
 

@@ -21,7 +21,7 @@ from llmtailor.engine.journal import Identity, Journal, Unfinished, read_journal
 from llmtailor.engine.placing import check_old, replace_old
 from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered
 from llmtailor.storage.local import Entries, fsync_folder, make_folder, rename_new
-from llmtailor.storage.lock import Held, acquire
+from llmtailor.storage.lock import Held, Lock
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD = "journal", "owner", "old"
@@ -132,44 +132,32 @@ class Staging:
         self.path = self.folder / "out"
         self.unfinished: Unfinished | None = None
         """What an earlier merge has left."""
-        self._fd = -1
-        self._owner_is_ours = False
+        self._lock = Lock(self.folder / JOURNAL, self.folder / OWNER)
+        self._is_empty = False
         self._is_published = False
 
     def __enter__(self) -> Staging:
         try:
             with self._faults("can't make the staging folder", "choose an output where you may write"):
-                self._fd = self._lock()
-                self.journal = Journal(self._fd)
+                self._acquire()
+                self.journal = Journal(self._lock.fd)
                 self._recover()
         except BaseException:
-            if self._fd >= 0 and self.unfinished is None:
+            if self._is_empty:
                 self._remove()
-            self._unlock()
+            self._release()
             raise
         return self
 
-    def _lock(self) -> int:
+    def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):
             make_folder(self.folder)
             try:
-                fd = os.open(self.folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            except FileNotFoundError:  # its last owner has just removed the folder
+                return self._lock.acquire()
+            except FileNotFoundError:  # its last owner has just removed the folder, or the journal that is locked now
                 continue
-            try:
-                self._owner_is_ours = acquire(fd, self.folder / OWNER)
-                if os.path.samestat(os.fstat(fd), (self.folder / JOURNAL).stat()):
-                    return fd
-            except FileNotFoundError:
-                pass
             except Held as held:
-                os.close(fd)
                 raise self._held(str(held)) from None
-            except OSError:
-                os.close(fd)
-                raise
-            os.close(fd)  # locked, but it is the journal of a merge that has just ended
-            self._disown()
         raise self._held("")
 
     def _held(self, holder: str) -> TargetError:
@@ -181,7 +169,8 @@ class Staging:
 
     def _recover(self) -> None:
         """See what is there, now that nobody else changes it."""
-        self.unfinished = read_journal(self._fd)
+        self.unfinished = read_journal(self._lock.fd)
+        self._is_empty = self.unfinished is None
         if self.unfinished:
             self.journal.reached = {path: marks[-1].num_bytes for path, marks in self.unfinished.marks.items()}
         old = self.folder / OLD
@@ -229,20 +218,19 @@ class Staging:
 
     def publish(self) -> None:
         """Make everything durable, then let the output appear at once, whole. Raises TargetError or StorageError."""
-        try:
-            with self._faults("can't publish the output"):
-                for folder, _, _ in os.walk(self.path):
-                    fsync_folder(Path(folder))
+        with self._faults("can't publish the output"):
+            for folder, _, _ in os.walk(self.path):
+                fsync_folder(Path(folder))
+            try:
                 if self.replaces is not None and self.out.exists():
                     replace_old(self.path, self.out, self.folder / OLD, self.replaces)
                 else:
                     rename_new(self.path, self.out)
-        except StorageError as error:
-            if isinstance(error.__cause__, FileExistsError) or _errno(error.__cause__) == errno.ENOTEMPTY:
-                raise TargetError.at(
-                    self.out, "the output has appeared in the meantime", "choose another one, or say --force"
-                ) from error
-            raise
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                fix = "choose another one, or say --force"
+                raise TargetError.at(self.out, "the output has appeared in the meantime", fix) from error
         self._is_published = True
         with self._faults("the output is complete, but the disk doesn't confirm that it stays"):
             fsync_folder(self.out.parent)
@@ -257,7 +245,7 @@ class Staging:
             self._remove()
         else:
             logger.info("kept %s, with %s bytes to go on with", self.folder, f"{self.kept_bytes:,}")
-        self._unlock()
+        self._release()
 
     def _remove(self) -> None:
         try:
@@ -272,18 +260,10 @@ class Staging:
         if self.out.exists():  # otherwise it is the only one
             shutil.rmtree(self.folder / OLD, ignore_errors=True)
 
-    def _unlock(self) -> None:
-        self._disown()
-        if self._fd >= 0:
-            os.close(self._fd)
+    def _release(self) -> None:
+        self._lock.release()
         with suppress(OSError):  # not empty, if there is something to go on with
             self.folder.rmdir()
-
-    def _disown(self) -> None:
-        if self._owner_is_ours:
-            with suppress(OSError):
-                (self.folder / OWNER).unlink()
-        self._owner_is_ours = False
 
     @contextmanager
     def _faults(self, what: str, fix: str = "check the disk") -> Iterator[None]:
@@ -291,10 +271,6 @@ class Staging:
             yield
         except OSError as error:
             raise StorageError.at(self.folder, f"{what}: {error.strerror}", fix) from error
-
-
-def _errno(error: BaseException | None) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
 
 
 @contextmanager
@@ -308,22 +284,17 @@ def left_over(out: Path) -> Iterator[bool]:
     if (folder / OLD).exists() and not out.exists():
         yield False
         return
+    lock, is_unused = Lock(folder / JOURNAL, folder / OWNER), True
     try:
-        fd = os.open(folder / JOURNAL, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # killed before it began
-        yield True
-        return
-    owner_is_ours, is_unused = False, True
+        lock.acquire(create=False)
+    except FileNotFoundError:  # killed before it began; unless another one begins just now
+        is_unused = not (folder / JOURNAL).exists()
+    except Held:
+        is_unused = False
     try:
-        try:
-            owner_is_ours = acquire(fd, folder / OWNER)
-        except Held:
-            is_unused = False
         yield is_unused
     finally:
-        if owner_is_ours:
-            (folder / OWNER).unlink(missing_ok=True)
-        os.close(fd)
+        lock.release()
 
 
 def remove_left_over(out: Path) -> None:

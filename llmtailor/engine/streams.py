@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from llmtailor.checkpoint.layout import Convert, Copy
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import FileFact, write_all
+from llmtailor.storage.local import Changed, EndsEarly, FileFact, Files, chunks, write_all
 
 BUFFER_BYTES = 512 << 10
 """What a core's cache holds, so that a chunk is read, summed and written without going to memory in between."""
@@ -24,65 +25,42 @@ class Digest(Protocol):
     def hexdigest(self) -> str: ...
 
 
-class Reader:
-    """Reads from source files, each opened once per output file.
+class Sources:
+    """The source files of a plan, each opened when a piece first needs it.
 
-    ``facts`` are what each source's files were like when they were indexed; what is not in there is not compared.
+    ``facts`` are what they were like when they were indexed, by full name; what is not in there is not compared.
     """
 
-    def __init__(self, roots: Sequence[Path], facts: Sequence[Mapping[str, FileFact]]):
+    def __init__(self, roots: Sequence[str], facts: Mapping[str, FileFact]):
         self.roots = roots
-        self.facts = facts
-        self.open: dict[tuple[int, str], int] = {}
+        self.files = Files(facts=facts)
 
-    def __enter__(self) -> Reader:
-        return self
+    def read_into(self, piece: Copy | Convert, offset: int, room: memoryview) -> None:
+        """Fill ``room`` from the piece's file.
 
-    def __exit__(self, *_: object) -> None:
-        for fd in self.open.values():
-            os.close(fd)
-
-    def read(self, source: int, path: str, offset: int, length: int) -> bytearray:
-        data = bytearray(length)
-        self.read_into(source, path, offset, memoryview(data))
-        return data
-
-    def read_into(self, source: int, path: str, offset: int, room: memoryview) -> None:
-        """Fill ``room``. Raises SourceError for a file that is missing, too short or changed, else StorageError."""
-        where = self.roots[source] / path
+        Raises SourceError for a file that is missing, too short or changed, else StorageError.
+        """
+        where = f"{self.roots[piece.source]}/{piece.path}"
         try:
-            fd = self.open.get((source, path))
-            if fd is None:
-                fd = self.open[(source, path)] = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                self._check(where, fd, self.facts[source].get(path) if self.facts else None)
-            while room:
-                count = os.preadv(fd, [room], offset)
-                if count == 0:
-                    raise ends_early(where, offset)
-                offset, room = offset + count, room[count:]
+            self.files.read_into(where, offset, room)
         except OSError as error:
             raise cannot_read(where, error) from error
 
-    def _check(self, where: Path, fd: int, fact: FileFact | None) -> None:
-        if fact is not None and not fact.is_like(FileFact.of(os.fstat(fd))):
-            raise changed(where)
 
-
-def ends_early(where: Path, offset: int) -> SourceError:
-    what = f"the file ends before byte {offset}"
-    return SourceError.at(where, what, "it changed while it was read; stop what writes to it")
+def cannot_read(where: object, error: OSError) -> SourceError | StorageError:
+    """Tell a source that is not there, or not ours, from a disk or a network that fails (and may recover)."""
+    if isinstance(error, Changed):
+        return changed(where)
+    what = f"can't read: {error.strerror or error}"
+    if isinstance(error, EndsEarly):
+        return SourceError.at(where, what, "it changed while it was read; stop what writes to it")
+    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
+        return SourceError.at(where, what, "copy the file again, or fix its permissions")
+    return StorageError.at(where, what, "check the disk")
 
 
 def changed(where: object) -> SourceError:
     return SourceError.at(where, "the file changed while it was read", "stop what writes to it, and run this again")
-
-
-def cannot_read(where: Path, error: OSError) -> SourceError | StorageError:
-    """Tell a source that is not there, or not ours, from a disk or a network that fails (and may recover)."""
-    what = f"can't read: {error.strerror or error}"
-    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
-        return SourceError.at(where, what, "copy the file again, or mend its permissions")
-    return StorageError.at(where, what, "check the disk")
 
 
 def cannot_write(where: Path, error: OSError) -> StorageError:
@@ -94,9 +72,9 @@ def cannot_write(where: Path, error: OSError) -> StorageError:
 class Output:
     """Gathers bytes in one buffer and writes it when full; first it may take over what the file has already."""
 
-    def __init__(self, fd: int, observe: Callable[[int], None], digest: Digest | None):
+    def __init__(self, fd: int, on_progress: Callable[[int], None], digest: Digest | None):
         self.fd = fd
-        self.observe = observe
+        self.on_progress = on_progress
         self.digest = digest
         self.buffer = memoryview(bytearray(BUFFER_BYTES))
         self.filled = 0
@@ -104,16 +82,12 @@ class Output:
         """Bytes in the file that count."""
 
     def take_over(self, length: int, stop: Stop) -> int:
-        """Read the next bytes back; return their CRC-32. Raises EOFError if there are fewer."""
-        crc, end = 0, self.at + length
-        while self.at < end:
+        """Read the next bytes back; return their CRC-32. Raises OSError, also if there are fewer."""
+        crc = 0
+        for data in chunks(self.fd, self.buffer, self.at, self.at + length):
             stop.check()
-            room = self.buffer[: end - self.at]
-            count = os.preadv(self.fd, [room], self.at)
-            if count == 0:
-                raise EOFError
-            crc = crc32(room[:count], crc)
-            self._count(room[:count])
+            crc = crc32(data, crc)
+            self._count(data)
         return crc
 
     def begin(self) -> None:
@@ -151,4 +125,4 @@ class Output:
         if self.digest is not None:
             self.digest.update(data)
         self.at += len(data)
-        self.observe(len(data))
+        self.on_progress(len(data))

@@ -25,7 +25,7 @@ from llmtailor.containers.safetensors import (
     survey_weights,
 )
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError
+from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
@@ -64,7 +64,6 @@ _RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
 _OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_COPY_AGAIN = "copy the file again, or leave this checkpoint out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,7 @@ def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
 def _check_rates(tree: Any, where: str) -> SchedulerFacts:
     facts = read_scheduler(tree)
     if not facts.lengths:
-        raise SourceError.at(where, "the scheduler state holds no learning rates", _COPY_AGAIN, Code.FIELD_MISSING)
+        raise SourceError.at(where, "the scheduler state holds no learning rates", COPY_FILE, Code.FIELD_MISSING)
     return facts
 
 

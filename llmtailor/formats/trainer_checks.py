@@ -21,7 +21,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import is_count
 from llmtailor.containers.pickle_nodes import as_tensor
-from llmtailor.errors import PathIn, SourceError, some
+from llmtailor.errors import COPY_FILE, PathIn, SourceError, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.refused_names import OF_ARRAYS, find_refused
 from llmtailor.formats.resumed.tables import Table, check_fields
@@ -38,19 +38,18 @@ from llmtailor.storage.local import open_source
 
 _STATE = struct.Struct("<qiiq")
 """How torch's state begins: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
-_COPY_AGAIN = "copy the file again, or leave this checkpoint out"
 
 
 def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
     """Yield what keeps a resume from taking a file's states. Of tensors, only that of the CPU's generator is read."""
     yield from find_refused(tree, where, OF_ARRAYS)
     if not isinstance(tree, dict):
-        fix = f"a resume fails; {_COPY_AGAIN}"
+        fix = f"a resume fails; {COPY_FILE}"
         yield Finding(where, f"it holds a {type(tree).__name__}, and no random states", fix, Code.FIELD_TYPE, ERROR)
         return
     yield from check_fields(tree, RNG_TABLE, where)
     if is_torch_state(tree.get("cpu")) and not _is_valid(_bytes_of(root, tree["cpu"], where)):
-        fix = f"a resume fails, or reads beyond the end; {_COPY_AGAIN}"
+        fix = f"a resume fails, or reads beyond the end; {COPY_FILE}"
         yield Finding(where, "cpu holds no state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
 
 
@@ -122,12 +121,12 @@ def read_global_step(content: Mapping[str, Any], where: str) -> int:
     """Return the step of a state. Raises SourceError where it has none."""
     if "global_step" not in content:
         raise SourceError.at(
-            where, "it has no global_step, so a resume would begin at step 0", _COPY_AGAIN, Code.FIELD_MISSING
+            where, "it has no global_step, so a resume would begin at step 0", COPY_FILE, Code.FIELD_MISSING
         )
     step = content["global_step"]
     if not is_count(step):
         code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
-        raise SourceError.at(where, f"global_step is {step!r:.40}, and no number of steps", _COPY_AGAIN, code)
+        raise SourceError.at(where, f"global_step is {step!r:.40}, and no number of steps", COPY_FILE, code)
     return int(step)
 
 
@@ -214,12 +213,12 @@ def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
         return
     if steps and max(steps) > step:
         what = f"global_step is {step}, but log_history goes on to step {max(steps)}"
-        fix = f"a resume goes by the former; {_COPY_AGAIN}"
+        fix = f"a resume goes by the former; {COPY_FILE}"
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
     best = content.get("best_global_step")
     if type(best) is int and best > step:
         what = f"global_step is {step}, but best_global_step is {best}"
-        yield Finding(where, what, f"a resume goes by the former; {_COPY_AGAIN}", Code.FIELD_CONFLICT, WARNING)
+        yield Finding(where, what, f"a resume goes by the former; {COPY_FILE}", Code.FIELD_CONFLICT, WARNING)
     logged = [entry.get("epoch") for entry in entries if entry.get("step") == step]
     told = next((one for one in reversed(logged) if isinstance(one, (int, float))), None)
     if told is not None and not (isinstance(epoch, (int, float)) and abs(epoch - told) <= _SAME_TO):

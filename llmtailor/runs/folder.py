@@ -6,7 +6,6 @@ A training run's folder: the ``checkpoint-N`` that the Trainer writes into it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -15,16 +14,19 @@ from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json, step_of
-from llmtailor.errors import SourceError, TailorError, TargetError
+from llmtailor.errors import SourceError, StorageError, TailorError, TargetError
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, Manifest, folder_name, read_manifest, step_in_name
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.attempts import FILE, Attempt, attempts_json, read_attempts
 from llmtailor.storage.local import UNFINISHED, replace_durably
+from llmtailor.storage.lock import Held, Lock
 
 _LOCK = ".lock"
 ABANDONED = ".abandoned"
+_locks: dict[Path, Lock] = {}
+"""Of this process"""
 
 
 class Folder:
@@ -32,30 +34,28 @@ class Folder:
 
     def __init__(self, output_dir: Path) -> None:
         self.path = Path(output_dir).absolute() / FOLDER
-        self._lock = -1
 
     def at(self, step: int) -> Path:
         return self.path / folder_name(step)
 
     def lock(self) -> None:
-        """Keep other runs out for as long as this process lives. Raises TargetError if one is in."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self._lock >= 0:
-            return
-        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        """Keep other processes out until this one unlocks as often as it has locked, or ends.
+
+        File systems without locks keep nobody out: a training that was killed must be able to start again by itself.
+        Raises TargetError if another process is in, or StorageError.
+        """
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, so not of loader workers that outlive it
+            self.path.mkdir(parents=True, exist_ok=True)
+            _locks.setdefault(self.path, Lock(self.path / _LOCK)).acquire()
+        except Held as error:
+            what = "another run is saving partial checkpoints here right now"
+            raise TargetError.at(self.path, what, "give this run an output_dir of its own") from error
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(fd)
-                what = "another run is saving partial checkpoints here right now"
-                raise TargetError.at(self.path, what, "give this run an output_dir of its own") from error
-        self._lock = fd  # also where the file system knows no locks
+            raise StorageError.at(self.path, f"can't lock: {error.strerror}", "check the disk") from error
 
     def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self.path in _locks:
+            _locks[self.path].release()
 
     def complete(self) -> dict[int, Path]:
         """Return the complete partial checkpoints by step."""

@@ -10,7 +10,6 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -23,8 +22,8 @@ from llmtailor.checkpoint.layout import Copy, Plan, Sources
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.planner import plan_composite
-from llmtailor.engine.copy import Context, execute, num_workers
-from llmtailor.engine.pool import Stop, run_all
+from llmtailor.engine.copy import Context, execute
+from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.staging import check_space
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
@@ -35,9 +34,9 @@ from llmtailor.model.states import WEIGHT, State
 from llmtailor.runs.folder import link_or_copy, sync
 from llmtailor.runs.places import making
 from llmtailor.runs.thinning import part_bytes
-from llmtailor.storage.local import FileFact, added_since, write_durably
+from llmtailor.storage.local import FileFact, Files, added_since, write_durably
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.read import Reader, crc_of_range
+from llmtailor.verify.read import crc_of_range
 
 Observe = Callable[[int], None]
 _BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
@@ -53,7 +52,7 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, observe: Obser
 
     Raises VerificationError with every file that differs, OSError, or Interrupted.
     """
-    with closing(Reader(root)) as reader:
+    with Files(root) as reader:
         jobs = [partial(_crc_of_file, reader, path, _watched(stop, observe)) for path in wanted]
         found = dict(zip(wanted, run_all(jobs, num_workers(), stop), strict=True))
     if wrong := [path for path, crc in wanted.items() if found[path] != crc]:
@@ -103,7 +102,7 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe
     pairs = [state for state in states if state in other.held]
     crcs = []
     for index in (one, other):
-        with closing(Reader(index.root)) as reader:
+        with Files(index.root) as reader:
             jobs = [partial(_crc_of_state, reader, index, state, _watched(stop, observe)) for state in pairs]
             crcs.append(run_all(jobs, num_workers(), stop))
     lacking = [state for state in states if state not in other.held]
@@ -152,12 +151,12 @@ def _watched(stop: Stop, observe: Observe) -> Observe:
     return watch
 
 
-def _crc_of_file(reader: Reader, path: str, observe: Observe) -> int:
+def _crc_of_file(reader: Files, path: str, observe: Observe) -> int:
     reader.forget(path)
     return crc_of_range(reader, path, 0, (reader.root / path).stat().st_size, observe)
 
 
-def _crc_of_state(reader: Reader, index: CheckpointIndex, state: State, observe: Observe) -> int:
+def _crc_of_state(reader: Files, index: CheckpointIndex, state: State, observe: Observe) -> int:
     held, crc = index.held[state], 0
     for fragment in held.place.cover(0, held.numel):
         extent = fragment.extent
@@ -253,7 +252,7 @@ def write_conversion(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        results = execute(conversion.plan, staging, Context([source.files], observe=observe, stop=stop))
+        results = execute(conversion.plan, staging, Context([source.files], on_progress=observe, stop=stop))
         crcs = {result.path: result.crc for result in results}
         logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
         for name, folder in conversion.links.items():

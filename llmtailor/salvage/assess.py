@@ -19,6 +19,7 @@ from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.recipe.candidates import RunCheckpoint
+from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
 
 _RNG = re.compile(r"rng_state(_\d+)?\.pth")
@@ -161,10 +162,10 @@ def _trusting_checksums(
     index: CheckpointIndex, states: Mapping[State, Runs], values: Iterable[Finding]
 ) -> dict[State, Runs]:
     """Where a weight contradicts its master, both are listed; a master that matches its checksum is right."""
-    from llmtailor.verify.read import Reader, crc_of_range  # numpy takes a while
+    from llmtailor.verify.read import crc_of_range  # numpy takes a while
 
     blamed = {finding.path for finding in values} | index.unreadable
-    reader = Reader(index.root)
+    files = Files(index.root)
 
     @cache
     def records_of(path: str) -> Sequence[Record]:
@@ -173,7 +174,7 @@ def _trusting_checksums(
     @cache
     def matches(path: str, record: Record) -> bool:
         try:
-            return record.crc == crc_of_range(reader, path, record.start, record.stop, lambda num_bytes: None)
+            return record.crc == crc_of_range(files, path, record.start, record.stop, lambda num_bytes: None)
         except OSError:
             return False
 
@@ -190,7 +191,5 @@ def _trusting_checksums(
             for extent in extents
         )
 
-    try:
+    with files:
         return {state: runs for state, runs in states.items() if not is_right(state, runs)}
-    finally:
-        reader.close()

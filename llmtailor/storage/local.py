@@ -1,15 +1,10 @@
-"""Files and folders that survive a power cut.
+"""Local files and folders: written so that they survive a power cut, and read so that nothing hangs.
 
-Renames that neither overwrite nor leave a gap, with flags of Linux's renameat2 that the standard library lacks.
+Renames neither overwrite nor leave a gap, with flags of Linux's renameat2 that the standard library lacks; file systems
+without them (NFS, some that run in user space) and other systems get the closest that POSIX has.
 
-File systems without them (NFS, some that run in user space), and other systems, get the closest that POSIX has.
-
-Files that others wrote, opened so that nothing hangs and nothing swells: regular files only, small ones whole.
-
-A symbolic link is followed, whatever it points to: copying reads what the user may read anyway. What is behind it
-must be a regular file; a pipe would block for ever, and some devices act on being opened.
-
-What lies in a folder, so that it can be told later whether something came or changed.
+Files that others wrote must be regular ones: a pipe would block for ever, and some devices act on being opened.
+Symbolic links are followed, whatever they point to: copying reads what the user may read anyway.
 """
 
 from __future__ import annotations
@@ -19,13 +14,15 @@ import errno
 import os
 import re
 import stat
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmtailor.codes import Code
-from llmtailor.errors import SourceError, StorageError
+from llmtailor.errors import COPY_FILE, SourceError, StorageError
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
 """Names of what `replace_durably` was writing when it was killed"""
@@ -73,16 +70,22 @@ def make_folder(path: Path) -> None:
         fsync_folder(folder.parent)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the file system can. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync_file(path: Path) -> None:
+    """Make the content of a file durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the file system can. Raises OSError."""
+    try:
+        fsync_file(folder)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no fsync for folders
             raise
-    finally:
-        os.close(fd)
 
 
 _AT_FDCWD = -100
@@ -127,7 +130,105 @@ def _renameat2(source: Path, target: Path, flag: int) -> bool:
     raise OSError(code, os.strerror(code), str(target))
 
 
-_COPY_AGAIN = "copy the file again from where it was saved, or leave this checkpoint out"
+class EndsEarly(OSError):
+    """A file has fewer bytes than were asked for."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__(errno.ENODATA, f"it ends before byte {num_bytes:,}")
+
+
+def read_into(fd: int, offset: int, room: memoryview) -> None:
+    """Fill ``room`` with the bytes of an open file from ``offset`` on. Raises EndsEarly, or another OSError."""
+    while room:
+        count = os.preadv(fd, [room], offset)
+        if count == 0:
+            raise EndsEarly(offset + len(room))
+        offset, room = offset + count, room[count:]
+
+
+def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of an open file from ``start`` on, in ``buffer``, which is used again for each chunk.
+
+    Raises EndsEarly if there are none left before ``stop``, or another OSError.
+    """
+    while stop is None or start < stop:
+        room = buffer if stop is None else buffer[: stop - start]
+        count = os.preadv(fd, [room], start)
+        if count:
+            yield room[:count]
+        elif stop is None:
+            return
+        else:
+            raise EndsEarly(stop)
+        start += count
+
+
+class Changed(OSError):
+    """A file is no longer as it was when it was indexed."""
+
+
+class Files:
+    """Files below a folder, read from here and there by any thread; those that are not in use are closed again.
+
+    ``facts`` are what they were like when they were indexed; what is not in there is not compared.
+    """
+
+    MAX_OPEN = 128
+
+    def __init__(self, root: Path = Path(), facts: Mapping[str, FileFact] | None = None):
+        self.root = root
+        self._facts = facts or {}
+        self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def read_into(self, path: str, offset: int, room: memoryview) -> None:
+        """Fill ``room`` from ``offset`` on. Raises Changed, EndsEarly, or another OSError."""
+        handle = self._handle(path)
+        read_into(handle.fd, offset, room)
+
+    def will_need(self, path: str, start: int, stop: int) -> None:
+        """Have the system fetch bytes ahead, where it can."""
+        handle = self._handle(path)
+        os.posix_fadvise(handle.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, path: str) -> None:
+        """Have what is read next come from the disk, not from the system's memory."""
+        handle = self._handle(path)
+        os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _handle(self, path: str) -> _Handle:
+        with self._lock:
+            handle = self._open.pop(path, None)
+            if handle is None:
+                handle = _Handle(self.root / path)
+                fact = self._facts.get(path)
+                if fact is not None and not fact.is_like(FileFact.of(os.fstat(handle.fd))):
+                    raise Changed(errno.ESTALE, "it changed while it was read")
+            self._open[path] = handle
+            if len(self._open) > self.MAX_OPEN:
+                self._open.popitem(last=False)
+            return handle
+
+
+class _Handle:
+    """An open file, closed when nobody has it any more: another thread may still be reading when it is dropped."""
+
+    fd = -1
+
+    def __init__(self, path: Path):
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -171,11 +272,9 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
         check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise SourceError.at(where, "the file is missing", _COPY_AGAIN, Code.FILE_MISSING) from error
+        raise SourceError.at(where, "the file is missing", COPY_FILE, Code.FILE_MISSING) from error
     except ValueError as error:
-        raise SourceError.at(
-            where, f"no file can have this name ({error})", _COPY_AGAIN, Code.FILE_UNREADABLE
-        ) from error
+        raise SourceError.at(where, f"no file can have this name ({error})", COPY_FILE, Code.FILE_UNREADABLE) from error
     except OSError as error:
         raise _unreadable(where, error) from error
     try:
@@ -191,7 +290,7 @@ def read_source(path: Path, where: str, max_bytes: int) -> bytes:
     with open_source(path, where) as file:
         if file.num_bytes > max_bytes:
             what = f"the file has {file.num_bytes:,} bytes, and {max_bytes:,} are more than it ever needs"
-            raise SourceError.at(where, what, _COPY_AGAIN)
+            raise SourceError.at(where, what, COPY_FILE)
         return file.read(0, file.num_bytes)
 
 
@@ -199,12 +298,12 @@ def check_regular(mode: int, where: str) -> None:
     """Raise SourceError unless a file's mode is that of a regular one; it says what it is instead."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise SourceError.at(where, f"this is {kind}, where a file belongs", _COPY_AGAIN, Code.NOT_A_FILE)
+        raise SourceError.at(where, f"this is {kind}, where a file belongs", COPY_FILE, Code.NOT_A_FILE)
 
 
 def _unreadable(where: str, error: OSError) -> SourceError:
-    mend = "run as a user who may read it" if isinstance(error, PermissionError) else "check the disk"
-    return SourceError.at(where, f"the file can't be read: {error.strerror or error}", mend, Code.FILE_UNREADABLE)
+    fix = "run as a user who may read it" if isinstance(error, PermissionError) else "check the disk"
+    return SourceError.at(where, f"the file can't be read: {error.strerror or error}", fix, Code.FILE_UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""One writer at a time: a lock that the system gives back when its holder dies, or else a file with the holder's name.
+"""One writer at a time: a lock that the system releases when its holder dies, or else a file with the holder's name.
 
-The lock is taken on a file, opened for writing, because NFS refuses to lock a folder. File systems without locks
-(Lustre as it is often mounted, NFS without its lock service) leave a file made exclusively. Nobody can see there
-whether the holder still lives on some other node, so it is never taken for dead.
+The lock is taken on a file opened for writing, because NFS refuses to lock a folder. On file systems without locks
+(Lustre as it is often mounted, NFS without its lock service) a file that is created exclusively takes its place, if the
+caller names one. Nobody can see there whether a holder on another node still lives, so it is never taken for dead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import errno
 import fcntl
 import os
 import socket
+import weakref
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,30 +25,86 @@ class Held(Exception):
     """Somebody else has the lock; the argument says who, as far as that is known."""
 
 
-def acquire(fd: int, owner: Path) -> bool:
-    """Lock an open file; closing it unlocks. Where there are no locks, make the file ``owner``, and return True.
+class Lock:
+    """A lock on a file. It belongs to this process: forked children (data loader workers) neither have nor keep it."""
 
-    Raises Held, or OSError.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        raise Held("") from None
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+    def __init__(self, path: Path, owner: Path | None = None):
+        """``owner`` is the file to create where there are no locks; without one, nothing keeps others out there."""
+        self.path = path
+        self.owner = owner
+        self.fd = -1
+        """The locked file, open for reading and writing; -1 if the lock is not held."""
+        self._times = 0
+        self._owns_file = False
+
+    def acquire(self, *, create: bool = True) -> None:
+        """Take the lock, or count once more; ``create`` makes the file if it is missing.
+
+        Raises Held, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
+        """
+        if self.fd >= 0:
+            self._times += 1
+            return
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Held("") from None
+            except OSError as error:
+                if error.errno not in _WITHOUT_LOCKS:
+                    raise
+                self._own()
+            if not os.path.samestat(os.fstat(fd), self.path.stat()):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        except BaseException:
+            os.close(fd)
+            self._disown()
             raise
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    me = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
-    try:
-        made = os.open(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
-        raise Held(_read(owner)) from None
-    try:
-        write_all(made, me.encode())
-    finally:
-        os.close(made)
-    return True
+        self.fd, self._times = fd, 1
+        _held.add(self)
+
+    def release(self) -> None:
+        """Undo one `acquire`; the last one gives the lock back."""
+        self._times = max(0, self._times - 1)
+        if self.fd >= 0 and not self._times:
+            self._disown()
+            os.close(self.fd)
+            self.fd = -1
+
+    def _own(self) -> None:
+        if self.owner is None:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        try:
+            fd = os.open(self.owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            raise Held(_read(self.owner)) from None
+        self._owns_file = True
+        try:
+            write_all(fd, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
+        finally:
+            os.close(fd)
+
+    def _disown(self) -> None:
+        if self._owns_file and self.owner is not None:
+            with suppress(OSError):
+                self.owner.unlink()
+        self._owns_file = False
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked child, close the copies: as long as one is open, the lock is held."""
+    for lock in list(_held):
+        if lock.fd >= 0:
+            os.close(lock.fd)
+        lock.fd, lock._times, lock._owns_file = -1, 0, False
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _read(owner: Path) -> str:

@@ -1,8 +1,6 @@
-"""From what reading has found to findings, and to the elements that are damaged. Pure.
+"""Bad values: how they are found in raw little-endian bytes, what is said of them, and which elements they cost. Pure.
 
-Checks of some million elements at a time. Pure arithmetic on raw little-endian bytes.
-
-All go through the elements block by block, so that what they compute stays in the cache of the processor.
+The checks go through some million elements block by block, so that what they compute stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -15,22 +13,31 @@ import numpy as np
 import numpy.typing as npt
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.model.params import SavedAs
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
-from llmtailor.verify.streams import SavedNames
 
-NOT_FINITE, NEGATIVE, DIFFERS = "not finite", "negative", "differs"
+NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
 Spans = dict[State, tuple[tuple[int, int], ...]]
+Elements = tuple[State, tuple[int, int]]
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
 _OTHER_SAVE = "they are of different saves, or damaged: copy both files again, or take another checkpoint"
 _DIVERGED = "the run had diverged, or the file is damaged: take an older checkpoint"
+_SAID: Final[dict[str, tuple[str, str, Code, str]]] = {
+    NOT_FINITE: ("is not finite", _DIVERGED, Code.NOT_FINITE, ERROR),
+    NEGATIVE: ("is negative, which a mean of squares can't be", _OTHER_SAVE, Code.NEGATIVE, ERROR),
+    DIFFERS: ("is not the rounded master", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR),
+    SPLIT: ("is not the rounded master, as asked for", "a resume uses the masters", Code.SPLIT_WEIGHTS, WARNING),
+}
+_SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
 
 
 @dataclass(slots=True)
-class Blemish:
+class BadValues:
     """Elements of a state that are off in one way."""
 
     count: int
@@ -39,41 +46,31 @@ class Blemish:
     """One range per chunk, from the first such element to behind the last."""
 
 
-def find_blemishes(
-    index: CheckpointIndex, blemishes: Mapping[tuple[State, str], Blemish], is_split: bool
+def find_bad_values(
+    index: CheckpointIndex, bad_values: Mapping[tuple[State, str], BadValues], is_split: bool
 ) -> Iterator[Finding]:
     """Yield a finding for every kind of state and way to be off. With ``is_split`` weights may differ on purpose."""
     together: dict[tuple[str, str], list[State]] = {}
-    for state, problem in blemishes:
+    for state, problem in bad_values:
         together.setdefault((state.kind, problem), []).append(state)
     for (kind, problem), states in together.items():
-        count = sum(blemishes[state, problem].count for state in states)
-        first = blemishes[states[0], problem].first
+        count = sum(bad_values[state, problem].count for state in states)
+        first = bad_values[states[0], problem].first
         held = held_of(index, states[0])
         total = sum(held_of(index, state).numel for state in states)
         tensors = f"in {len(states)} tensors, the first" if len(states) > 1 else "the first"
         where = PathIn(index.name, next(iter(held.place.cover(first, first + 1))).extent.path)
         at = f"{count:,} of {total:,} elements, {tensors} at {_coordinates(first, held.shape)} of {states[0].param}"
+        on_purpose = problem == DIFFERS and is_split and kind == WEIGHT
+        what, fix, code, severity = _SAID[SPLIT if on_purpose else problem]
         name = f"{_CALLED.get(kind, kind)} of {some(state.param for state in states)}"
-        if problem == NOT_FINITE:
-            yield Finding(where, f"{name} is not finite: {at}", _DIVERGED, Code.NOT_FINITE, ERROR)
-        elif problem == NEGATIVE:
-            yield Finding(
-                where, f"{name} is negative, which a mean of squares can't be: {at}", _OTHER_SAVE, Code.NEGATIVE, ERROR
-            )
-        elif is_split and kind == WEIGHT:
-            fix = "a resume goes on from the masters"
-            yield Finding(
-                where, f"{name} is not the rounded master, as asked for: {at}", fix, Code.SPLIT_WEIGHTS, WARNING
-            )
-        else:
-            yield Finding(where, f"{name} is not the rounded master: {at}", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR)
+        yield Finding(where, f"{name} {what}: {at}", fix, code, severity)
 
 
 def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator[Finding]:
-    """Tell of flat ids of a full checkpoint whose moments are all zero although Adam has made steps.
+    """Report flat tensors of a full checkpoint whose moments are all zero although Adam has made steps.
 
-    Gradients of a whole flat tensor are never all zero: such moments were wiped, or never loaded.
+    The gradients of a whole flat tensor are never all zero: such moments were wiped, or never loaded.
     """
     stepped = [
         flat
@@ -93,41 +90,39 @@ def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator
 
 
 def damaged_elements(
-    index: CheckpointIndex, blemishes: Mapping[tuple[State, str], Blemish], saved_as: SavedNames, is_split: bool
-) -> Iterator[tuple[State, tuple[int, int]]]:
+    index: CheckpointIndex,
+    bad_values: Mapping[tuple[State, str], BadValues],
+    saved_as: Mapping[str, tuple[SavedAs, ...]],
+    is_split: bool,
+) -> Iterator[Elements]:
     """Yield the ranges of elements that can't be trusted: of two states that contradict each other, both."""
     pieces = {piece.name: (name, piece.begin) for name, found in saved_as.items() for piece in found}
-    for (state, problem), blemish in blemishes.items():
+    for (state, problem), found in bad_values.items():
         if problem == DIFFERS and is_split and state.kind == WEIGHT:
             continue
         name, offset = pieces.get(state.param, (state.param, 0))
         name = index.tied.get(name, name)
-        for begin, end in blemish.runs:
+        for begin, end in found.runs:
             yield state, (begin, end)
             if problem == DIFFERS:
                 kind = MASTER if index.params[name].role == "trainable" else FROZEN
                 yield State(name, kind), (begin + offset, end + offset)
 
 
-def lost_elements(index: CheckpointIndex, paths: frozenset[str]) -> Iterator[tuple[State, tuple[int, int]]]:
-    """Yield the elements of states that lie in files which can't be read."""
-    if paths:
-        for state, held in all_held(index):
-            for fragment in held.place.cover(0, held.numel) if held.is_here else ():
-                if fragment.extent.path in paths:
-                    yield state, (fragment.begin, fragment.end)
-
-
-def elements_in(index: CheckpointIndex, path: str, start: int, stop: int) -> Iterator[tuple[State, tuple[int, int]]]:
-    """Yield the elements of states that lie in bytes ``start``..``stop`` of a file."""
+def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
+    """Yield the elements of states that lie in chosen byte ranges."""
     for state, held in all_held(index):
         for fragment in held.place.cover(0, held.numel) if held.is_here else ():
-            extent = fragment.extent
-            if extent.path == path and extent.start < stop and start < extent.stop:
+            if is_meant(fragment.extent):
                 yield state, (fragment.begin, fragment.end)
 
 
-def join(runs: Iterable[tuple[State, tuple[int, int]]]) -> Spans:
+def lost_elements(index: CheckpointIndex, paths: Collection[str]) -> Iterator[Elements]:
+    """Yield the elements of states that lie in files which can't be read."""
+    return elements_in(index, lambda extent: extent.path in paths) if paths else iter(())
+
+
+def join(runs: Iterable[Elements]) -> Spans:
     """Return ascending runs of elements that don't touch, for each state."""
     found: dict[State, list[tuple[int, int]]] = {}
     for state, run in runs:
@@ -178,25 +173,23 @@ def any_bit(data: Bytes) -> bool:
     return bool(np.frombuffer(data, np.uint8).any())
 
 
-def not_finite(data: Bytes, dtype: str, may_be_infinite: bool) -> Mask | None:
-    """Return which elements are NaN, or infinite unless they may be; None if there are none."""
-    if dtype not in _EXPONENT:
-        return None
-    bits, exponent = _bits(data, dtype), _EXPONENT[dtype]
-    kind = bits.dtype.type
-    without_sign, special = kind(_sign(dtype) - 1), kind(exponent)
-    if may_be_infinite:
-        return _blockwise(len(bits), lambda block: (bits[block] & without_sign) > special)
-    return _blockwise(len(bits), lambda block: (bits[block] & special) == special)
+_TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
+    NOT_FINITE: lambda bits, sign, special: (bits & special) == special,
+    NOT_A_NUMBER: lambda bits, sign, special: (bits & ~sign) > special,
+    NEGATIVE: lambda bits, sign, special: bits > sign,
+}
 
 
-def negative(data: Bytes, dtype: str) -> Mask | None:
-    """Return which elements are below zero; None if there are none."""
+def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
+    """Return which elements are not finite, not a number (buffers may be infinite: they hold masks) or negative.
+
+    None if there are none, as where the dtype is not floating-point.
+    """
     if dtype not in _EXPONENT:
         return None
-    bits = _bits(data, dtype)
-    minus_zero = bits.dtype.type(_sign(dtype))
-    return _blockwise(len(bits), lambda block: bits[block] > minus_zero)
+    bits, test = _bits(data, dtype), _TESTS[problem]
+    sign, special = bits.dtype.type(1 << (8 * ITEMSIZE[dtype] - 1)), bits.dtype.type(_EXPONENT[dtype])
+    return _blockwise(len(bits), lambda block: test(bits[block], sign, special))
 
 
 def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precision: str) -> Mask | None:
@@ -234,10 +227,6 @@ def _blockwise(numel: int, check: Callable[[slice], Mask]) -> Mask | None:
             found = np.zeros(numel, np.bool_) if found is None else found
             found[block] = mask
     return found
-
-
-def _sign(dtype: str) -> int:
-    return 1 << (8 * ITEMSIZE[dtype] - 1)
 
 
 def _bits(data: Bytes, dtype: str) -> npt.NDArray[Any]:

@@ -1,247 +1,279 @@
-"""Reads every byte of a checkpoint once, in parallel and in bounded memory. What it finds is data; others judge it."""
+"""Reads every byte of a checkpoint once, in parallel and in bounded memory. What it finds is data; others judge it.
+
+The states of a param are read together, as a bundle: its weights must be its rounded masters.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
 
+from llmtailor.checkpoint.index import CheckpointIndex, Held
 from llmtailor.checkpoint.intervals import Intervals
-from llmtailor.errors import Interrupted
-from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, State
+from llmtailor.checkpoint.placement import Extent
+from llmtailor.engine.pool import Stop, num_workers, run_all
+from llmtailor.model.params import SavedAs
+from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import crc32
+from llmtailor.storage.local import Files
 from llmtailor.verify.bad_values import (
     DIFFERS,
     NEGATIVE,
+    NOT_A_NUMBER,
     NOT_FINITE,
-    Blemish,
+    BadValues,
     Mask,
     any_bit,
     differing,
-    negative,
-    not_finite,
+    find,
 )
-from llmtailor.verify.streams import Bundle, Stream
 
 CHUNK_ELEMENTS = 1 << 20
-MAX_WORKERS = 4
-_QUEUED = 64
-_OPEN_FILES = 64
 _WORTH_ANNOUNCING = 1 << 18
 
-_Item = TypeVar("_Item")
 _Run = tuple[int, int]
-
-
-@dataclass(slots=True)
-class Readings:
-    """What came out of reading."""
-
-    blemishes: dict[tuple[State, str], Blemish] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
-    """Files that the operating system would not read to the end, and why."""
-    not_zero: set[State] = field(default_factory=set)
-    """Moments with at least one bit set"""
-    by_file: Intervals[str] = field(default_factory=Intervals)
-    by_state: Intervals[State] = field(default_factory=Intervals)
-    """In bytes of the state, as if it lay in one piece."""
-
-
-class Reader:
-    """Reads ranges of a checkpoint's files, from any thread."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self._local = threading.local()
-        self._all: set[int] = set()
-
-    def read_into(self, path: str, offset: int, room: memoryview) -> None:
-        """Fill ``room`` from ``offset`` on. Raises OSError, also if the file ends before."""
-        fd = self._fd(path)
-        while room:
-            count = os.preadv(fd, [room], offset)
-            if count == 0:
-                raise OSError(f"it ends before byte {offset + len(room):,}")
-            offset, room = offset + count, room[count:]
-
-    def buffer(self, is_original: bool, num_bytes: int) -> memoryview:
-        """Return one of this thread's two buffers: new memory for every chunk would take longer than reading it."""
-        own: dict[bool, bytearray] = self._local.__dict__.setdefault("buffers", {})
-        if len(own.get(is_original, b"")) < num_bytes:
-            own[is_original] = bytearray(num_bytes)
-        return memoryview(own[is_original])[:num_bytes]
-
-    def announce(self, path: str, start: int, stop: int) -> None:
-        """Have the system fetch bytes ahead: a chunk's states lie far apart, so it can't guess what comes next."""
-        if stop - start >= _WORTH_ANNOUNCING:
-            with suppress(OSError):
-                os.posix_fadvise(self._fd(path), start, stop - start, os.POSIX_FADV_WILLNEED)
-
-    def forget(self, path: str) -> None:
-        """Have what is read next come from the disk, not from the system's memory."""
-        os.posix_fadvise(self._fd(path), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def _fd(self, path: str) -> int:
-        own: OrderedDict[str, int] = self._local.__dict__.setdefault("files", OrderedDict())
-        if path in own:
-            own.move_to_end(path)
-        else:
-            if len(own) >= _OPEN_FILES:
-                _, oldest = own.popitem(last=False)
-                self._all.discard(oldest)
-                os.close(oldest)
-            own[path] = os.open(self.root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._all.add(own[path])
-        return own[path]
-
-    def close(self) -> None:
-        """Close all files, once no thread reads any more."""
-        for fd in self._all:
-            os.close(fd)
-        self._all.clear()
+_NON_NEGATIVE = {EXP_AVG_SQ, "max_exp_avg_sq"}
+_OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """One state of a bundle, and what its values may not be."""
+
+    state: State
+    held: Held
+    checks: tuple[str, ...] = (NOT_FINITE,)
+    """What `bad_values.find` looks for"""
+    begin: int = 0
+    """The element of the bundle that its first element belongs to: a fused param is saved in pieces."""
+    is_copy: bool = False
+    """Must be the rounded first stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The states of one param, or one weight that belongs to none. All but copies have ``numel`` elements."""
+
+    numel: int
+    streams: tuple[Stream, ...]
+
+
+def bundle_states(
+    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: frozenset[str] = frozenset()
+) -> Iterator[Bundle]:
+    """Yield everything that is to be read, each byte once: padding is in no placement, so in no bundle.
+
+    ``saved_as`` tells of params whose weights go by other names.
+    """
+    names_of: dict[str, list[str]] = {}
+    for name, stored in index.tied.items():
+        names_of.setdefault(stored, []).append(name)
+    moments: dict[str, list[State]] = {}
+    for state in index.held:
+        if state.kind not in _OF_THE_MODEL:
+            moments.setdefault(state.param, []).append(state)
+    once = _Once(unreadable)
+    for param in index.params.values():
+        streams = []
+        if param.role == "buffer":
+            state = State(param.name, BUFFER)
+            if state in index.held:
+                numel = index.held[state].numel if index.stage == 3 else param.numel  # else one copy for all ranks
+                yield from once.bundle(numel, [Stream(state, index.held[state], (NOT_A_NUMBER,))])
+            continue
+        original = State(param.name, MASTER if param.role == "trainable" else FROZEN)
+        if original in index.held:
+            streams.append(Stream(original, index.held[original]))
+            for name in (param.name, *names_of.get(param.name, ())):
+                streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
+        for state in moments.get(param.name, ()):
+            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
+            streams.append(Stream(state, index.held[state], checks))
+        yield from once.bundle(param.numel, streams)
+    for state, held in index.held.items():
+        if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
+            yield from once.bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+
+
+def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
+    if name in index.module:
+        yield Stream(State(name, MODULE), index.module[name], is_copy=True)
+    for piece in saved_as:
+        state = State(piece.name, WEIGHT)
+        if state in index.held and index.held[state].shape == piece.shape:
+            yield Stream(state, index.held[state], begin=piece.begin, is_copy=True)
+
+
+class _Once:
+    """Drops what has been read already: tied names may share their bytes, and without DeepSpeed weights are masters."""
+
+    def __init__(self, unreadable: frozenset[str]):
+        self.unreadable = unreadable
+        self.seen: set[Extent] = set()
+
+    def bundle(self, numel: int, streams: list[Stream]) -> Iterator[Bundle]:
+        fresh = []
+        for stream in streams:
+            if not stream.held.is_here or not stream.held.numel:
+                continue
+            begins = next(iter(stream.held.place.cover(0, 1))).extent
+            if begins.path in self.unreadable or begins not in self.seen:
+                self.seen.add(begins)
+                fresh.append(stream)
+        if fresh:
+            yield Bundle(numel, tuple(fresh))
+
+
 class Reading:
-    """How bundles are to be read."""
+    """Reads bundles, and keeps what is found."""
 
-    reader: Reader
-    precision: str
-    """Of the weights in training, as `CheckpointIndex.precision`."""
-    unreadable: frozenset[str] = frozenset()
-    """Files whose fragments are left out."""
-    summed_files: frozenset[str] = frozenset()
-    """Files whose checksums are taken."""
-    sum_states: bool = False
-    """Whether checksums of all states are taken, too."""
-    observe: Callable[[int], None] = lambda num_bytes: None
-    """Told of bytes read, from several threads."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        unreadable: Collection[str],
+        on_progress: Callable[[int], None],
+        stop: Stop,
+        *,
+        sum_files: Collection[str] = (),
+        sum_states: bool = False,
+    ):
+        """``unreadable`` files are left out; ``on_progress`` gets the bytes read, from several threads.
 
-    def read(self, bundles: Iterable[Bundle]) -> Readings:
-        """Read and check all bundles. Raises Interrupted on Ctrl-C."""
-        readings = Readings()
-        chunks = (
-            (bundle, begin, min(begin + CHUNK_ELEMENTS, bundle.numel))
+        Checksums are taken of ``sum_files`` and, with ``sum_states``, of all states.
+        """
+        self.files = Files(index.root)
+        self.bad_values: dict[tuple[State, str], BadValues] = {}
+        self.unreadable: dict[str, str] = {}
+        """Files that the operating system would not read to the end, and why."""
+        self.not_zero: set[State] = set()
+        """Moments with at least one bit set"""
+        self.by_file: Intervals[str] = Intervals()
+        self.by_state: Intervals[State] = Intervals()
+        """In bytes of the state, as if it lay in one piece."""
+        self._precision = index.precision
+        self._left_out = unreadable
+        self._on_progress = on_progress
+        self._stop = stop
+        self._sum_files = sum_files
+        self._sum_states = sum_states
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def read(self, bundles: Iterable[Bundle]) -> None:
+        """Read and check all bundles. Raises Interrupted on request."""
+        jobs = (
+            partial(self._read_chunk, bundle, begin, min(begin + CHUNK_ELEMENTS, bundle.numel))
             for bundle in bundles
             for begin in range(0, bundle.numel, CHUNK_ELEMENTS)
         )
-        run_all(lambda chunk: self._read_chunk(*chunk, readings), chunks)
-        return readings
+        run_all(jobs, num_workers(), self._stop)
 
-    def _read_chunk(self, bundle: Bundle, begin: int, end: int, readings: Readings) -> None:
-        for stream in bundle.streams:
-            low, high = max(begin, stream.begin), min(end, stream.begin + stream.held.numel)
-            for fragment in stream.held.place.cover(low - stream.begin, high - stream.begin) if low < high else ():
-                self.reader.announce(fragment.extent.path, fragment.extent.start, fragment.extent.stop)
-        original = bundle.streams[0]
-        reference, lost_there = self._read_stream(original, begin, end, readings, is_original=True)
-        self._check(original, reference, lost_there, begin, readings)
-        itemsize = ITEMSIZE[original.held.dtype]
-        for stream in bundle.streams[1:]:
-            low, high = max(begin, stream.begin), min(end, stream.begin + stream.held.numel)
-            if low >= high:
-                continue
-            data, lost = self._read_stream(stream, low - stream.begin, high - stream.begin, readings)
-            self._check(stream, data, lost, low - stream.begin, readings)
-            if stream.is_copy:
-                part = reference[(low - begin) * itemsize : (high - begin) * itemsize]
-                mask = differing(part, original.held.dtype, data, stream.held.dtype, self.precision)
-                shifted = [(max(0, a + begin - low), max(0, b + begin - low)) for a, b in lost_there]
-                self._note(stream.state, DIFFERS, mask, [*lost, *shifted], low - stream.begin, readings)
+    def crc_of(self, path: str, start: int, stop: int) -> int:
+        """Return the CRC-32 of bytes of a file; what was not read yet is read now. Raises OSError."""
+        read = partial(crc_of_range, self.files, path, on_progress=self._on_progress)
+        return self.by_file.crc_of(path, start, stop, read)
 
-    def _check(self, stream: Stream, data: memoryview, lost: list[_Run], begin: int, readings: Readings) -> None:
-        dtype = stream.held.dtype
-        self._note(stream.state, NOT_FINITE, not_finite(data, dtype, stream.may_be_infinite), lost, begin, readings)
-        if stream.state.kind in (EXP_AVG, EXP_AVG_SQ) and stream.state not in readings.not_zero and any_bit(data):
-            readings.not_zero.add(stream.state)
-        if not stream.may_be_negative:
-            self._note(stream.state, NEGATIVE, negative(data, dtype), lost, begin, readings)
+    def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
+        """Read elements ``begin``..``end`` of a bundle: of each stream those that belong to them."""
+        parts = [
+            (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
+            for stream in bundle.streams
+        ]
+        parts = [part for part in parts if part[1] < part[2]]
+        for stream, low, high in parts:
+            self._announce(stream, low, high)
+        original, reference = bundle.streams[0], None
+        for stream, low, high in parts:
+            dtype, is_original = stream.held.dtype, stream is original
+            data, lost = self._read_stream(stream, low, high, is_original)
+            if is_original:
+                reference, lost_there = data, lost
+            for check in stream.checks:
+                self._note(stream.state, check, find(check, data, dtype), lost, low)
+            if stream.state.kind in (EXP_AVG, EXP_AVG_SQ) and stream.state not in self.not_zero and any_bit(data):
+                self.not_zero.add(stream.state)
+            if stream.is_copy and reference is not None and not is_original:
+                offset, itemsize = low + stream.begin - begin, ITEMSIZE[original.held.dtype]
+                part = reference[offset * itemsize : (offset + high - low) * itemsize]
+                mask = differing(part, original.held.dtype, data, dtype, self._precision)
+                lost += [(max(0, first - offset), max(0, last - offset)) for first, last in lost_there]
+                self._note(stream.state, DIFFERS, mask, lost, low)
 
-    def _note(
-        self, state: State, kind: str, mask: Mask | None, lost: list[_Run], begin: int, readings: Readings
-    ) -> None:
+    def _note(self, state: State, problem: str, mask: Mask | None, lost: list[_Run], begin: int) -> None:
         if mask is None:
             return
         for low, high in lost:
             mask[low:high] = False
         where = mask.nonzero()[0]
-        if not len(where):
-            return
-        first, last = begin + int(where[0]), begin + int(where[-1])
-        with self.lock:
-            blemish = readings.blemishes.setdefault((state, kind), Blemish(0, first, []))
-            blemish.count += len(where)
-            blemish.first = min(blemish.first, first)
-            blemish.runs.append((first, last + 1))
+        if len(where):
+            first, last = begin + int(where[0]), begin + int(where[-1])
+            with self._lock:
+                found = self.bad_values.setdefault((state, problem), BadValues(0, first, []))
+                found.count += len(where)
+                found.first = min(found.first, first)
+                found.runs.append((first, last + 1))
 
-    def _read_stream(
-        self, stream: Stream, begin: int, end: int, readings: Readings, is_original: bool = False
-    ) -> tuple[memoryview, list[_Run]]:
+    def _read_stream(self, stream: Stream, begin: int, end: int, is_original: bool) -> tuple[memoryview, list[_Run]]:
         """Return elements ``begin``..``end``, and which of them, counted from ``begin``, are lost: these are zeros.
 
         They lie in a buffer of this thread, one for originals and one for all else.
         """
         itemsize = ITEMSIZE[stream.held.dtype]
-        view, lost = self.reader.buffer(is_original, (end - begin) * itemsize), []
+        view, lost = self._buffer(is_original, (end - begin) * itemsize), []
         for fragment in stream.held.place.cover(begin, end):
             extent, low, high = fragment.extent, fragment.begin - begin, fragment.end - begin
             part = view[low * itemsize : high * itemsize]
-            if extent.path in self.unreadable or extent.path in readings.unreadable:
+            if not self._fill(part, extent.path, extent.start):
                 part[:] = bytes(len(part))
                 lost.append((low, high))
-                continue
-            try:
-                self.reader.read_into(extent.path, extent.start, part)
-            except OSError as error:
-                part[:] = bytes(len(part))
-                lost.append((low, high))
-                with self.lock:
-                    readings.unreadable.setdefault(extent.path, error.strerror or str(error))
-                continue
-            if self.sum_states or extent.path in self.summed_files:
+            elif self._sum_states or extent.path in self._sum_files:
                 crc = crc32(part)
-                readings.by_file.add(extent.path, extent.start, extent.stop, crc)
-                if self.sum_states:
-                    readings.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
-        self.observe(len(view))
+                self.by_file.add(extent.path, extent.start, extent.stop, crc)
+                if self._sum_states:
+                    self.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
+        self._on_progress(len(view))
         return view, lost
 
+    def _fill(self, room: memoryview, path: str, offset: int) -> bool:
+        """Read bytes of a file; return whether that was possible."""
+        if path in self._left_out or path in self.unreadable:
+            return False
+        try:
+            self.files.read_into(path, offset, room)
+        except OSError as error:
+            with self._lock:
+                self.unreadable.setdefault(path, error.strerror or str(error))
+            return False
+        return True
 
-def crc_of_range(reader: Reader, path: str, start: int, stop: int, observe: Callable[[int], None], crc: int = 0) -> int:
+    def _buffer(self, is_original: bool, num_bytes: int) -> memoryview:
+        """Return one of this thread's two buffers: new memory for every chunk would take longer than reading it."""
+        own: dict[bool, bytearray] = self._own.__dict__.setdefault("buffers", {})
+        if len(own.get(is_original, b"")) < num_bytes:
+            own[is_original] = bytearray(num_bytes)
+        return memoryview(own[is_original])[:num_bytes]
+
+    def _announce(self, stream: Stream, begin: int, end: int) -> None:
+        """Have the system fetch bytes ahead: a chunk's states lie far apart, so it can't guess what comes next."""
+        for fragment in stream.held.place.cover(begin, end):
+            extent = fragment.extent
+            if extent.num_bytes >= _WORTH_ANNOUNCING:
+                with suppress(OSError):
+                    self.files.will_need(extent.path, extent.start, extent.stop)
+
+
+def crc_of_range(
+    files: Files, path: str, start: int, stop: int, on_progress: Callable[[int], None], crc: int = 0
+) -> int:
     """Return the CRC-32 of bytes of a file, continuing from ``crc``. Raises OSError."""
     buffer = memoryview(bytearray(min(stop - start, 1 << 20)))
     while start < stop:
         room = buffer[: stop - start]
-        reader.read_into(path, start, room)
+        files.read_into(path, start, room)
         crc = crc32(room, crc)
-        observe(len(room))
+        on_progress(len(room))
         start += len(room)
     return crc
-
-
-def run_all(work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """Work through items on several threads, with few of them waiting at a time. Ctrl-C raises Interrupted."""
-    workers = min(MAX_WORKERS, os.cpu_count() or 1)
-    pending: set[Future[None]] = set()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for item in items:
-                pending.add(pool.submit(work, item))
-                while len(pending) >= _QUEUED:
-                    done, pending = wait(pending, return_when="FIRST_COMPLETED")
-                    for future in done:
-                        future.result()
-            done, pending = wait(pending, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-        except KeyboardInterrupt:
-            raise Interrupted.at("", "interrupted while reading", "run the same command again") from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)

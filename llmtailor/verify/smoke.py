@@ -1,9 +1,7 @@
 """``--resume-smoke``: a real resume on CPU ranks, with stock transformers and DeepSpeed, held against the files.
 
-The ranks run in processes of their own (`smoke_worker`); this one imports no framework. They tell checksums of what the
-engine holds after loading, per state, and here the same elements are read from the checkpoint by its index.
-
-What the engine holds after a resume against what the files say. Pure, apart from the checksums it asks for.
+The ranks run in processes of their own (`smoke_worker`); this one imports no framework. They report checksums of what
+the engine holds after loading, per state, and here the same elements are read from the checkpoint by its index.
 """
 
 from __future__ import annotations
@@ -11,28 +9,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import llmtailor
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
-from llmtailor.errors import Interrupted, UsageError, some
+from llmtailor.errors import Interrupted, Problem, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
+from llmtailor.storage.local import Files
 from llmtailor.timing import Stopwatch, time_limit, too_slow
 from llmtailor.verify.bad_values import held_of
-from llmtailor.verify.read import CHUNK_ELEMENTS, Reader
+from llmtailor.verify.read import CHUNK_ELEMENTS
 from llmtailor.verify.verdict import Verdict, by_severity
 
 CrcOf = Callable[[State, int, int, str], int]
@@ -48,7 +50,7 @@ _FIX = "the files are not what they seem to be; verify with --deep, or take anot
 
 
 def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: str, crc_of: CrcOf) -> list[Finding]:
-    """Return everything in which a tried resume differs from the files; ``results`` are what each rank told.
+    """Return everything in which a tried resume differs from the files; ``results`` are those of each rank.
 
     ``log`` is the end of what the ranks printed.
     """
@@ -57,64 +59,47 @@ def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: s
         last = log.splitlines()[-1:] or ["nothing was printed"]
         what = f"a stock resume fails: {problems[0] if problems else f'a rank died or hung ({last[0]})'}"
         return [Finding(index.name, what, _FIX, Code.RESUME_FAILS, ERROR)]
-    return [
-        *_states(index, results, crc_of),
-        *_steps(index, results),
-        *_counters(index, results[0]),
-        *_groups(index, results[0]),
-    ]
+    differences = (*_states(index, results, crc_of), *_steps(index, results), *_others(index, results[0]))
+    return [Finding(index.name, f"after a resume {what}", _FIX, Code.RESUME_DIFFERS, ERROR) for what in differences]
 
 
-def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], crc_of: CrcOf) -> Iterator[Finding]:
-    counted: dict[State, int] = {}
+def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], crc_of: CrcOf) -> Iterator[str]:
+    counted: Counter[State] = Counter()
     wrong: dict[str, dict[str, None]] = {}
-    for result in results:
-        for told in result["fragments"]:
-            state, begin, end = State(told["param"], told["kind"]), told["begin"], told["end"]
-            counted[state] = counted.get(state, 0) + end - begin
-            dtype = _DTYPES.get(told["dtype"], "")
-            source = State(state.param, MASTER) if state.kind == MODULE and index.stage == 3 else state
-            if not _is_held(index, source) or crc_of(source, begin, end, dtype) != told["crc"]:
-                wrong.setdefault(state.kind, {})[state.param] = None
+    for fragment in (fragment for result in results for fragment in result["fragments"]):
+        state, begin, end = State(fragment["param"], fragment["kind"]), fragment["begin"], fragment["end"]
+        counted[state] += end - begin
+        source = State(state.param, MASTER) if state.kind == MODULE and index.stage == 3 else state
+        is_held = source.param in index.module if source.kind == MODULE else source in index.held
+        if not is_held or crc_of(source, begin, end, _DTYPES.get(fragment["dtype"], "")) != fragment["crc"]:
+            wrong.setdefault(state.kind, {})[state.param] = None
     for state, held in index.held.items():
-        if state.kind not in (WEIGHT, FROZEN, BUFFER) and counted.get(state, 0) != held.numel:
+        if state.kind not in (WEIGHT, FROZEN, BUFFER) and counted[state] != held.numel:
             wrong.setdefault(state.kind, {})[state.param] = None
     for kind, params in wrong.items():
         name = "weight in training" if kind == MODULE else kind
-        what = f"after a resume the engine holds another {name} of {some(params)} than the files ({len(params)} params)"
-        yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
+        yield f"the engine holds another {name} of {some(params)} than the files ({len(params)} params)"
 
 
-def _is_held(index: CheckpointIndex, state: State) -> bool:
-    return state.param in index.module if state.kind == MODULE else state in index.held
-
-
-def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     has_state = any(state.kind not in (WEIGHT, MASTER, FROZEN, BUFFER) for state in index.held)
     expected = [one.step if has_state else None for one in index.sub_groups]
     for rank, result in enumerate(results):
         if result["steps"] != expected:
-            what = f"after a resume Adam's steps on rank {rank} are {result['steps']}, in the files {expected}"
-            yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
+            yield f"Adam's steps on rank {rank} are {result['steps']}, in the files {expected}"
 
 
-def _counters(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[Finding]:
+def _others(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[str]:
+    """Counters, scheduler and param groups."""
     for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.skipped_steps)):
         if result[key] not in (None, expected):
-            what = f"after a resume {key} is {result[key]}, in the files {expected}"
-            yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
-    scheduler = result["scheduler"]
-    if scheduler["problem"]:
-        what = f"after a resume the scheduler can't go on: {scheduler['problem']}"
-        yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
-
-
-def _groups(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[Finding]:
-    for number, (group, told) in enumerate(zip(index.groups, result["groups"], strict=True)):
-        off = [key for key, value in told.items() if key in group.hyper and _plain(group.hyper[key]) != _plain(value)]
+            yield f"{key} is {result[key]}, in the files {expected}"
+    if problem := result["scheduler"]["problem"]:
+        yield f"the scheduler can't continue: {problem}"
+    for number, (group, have) in enumerate(zip(index.groups, result["groups"], strict=True)):
+        off = [key for key, value in have.items() if key in group.hyper and _plain(group.hyper[key]) != _plain(value)]
         if off:
-            what = f"after a resume {some(off)} of param group {number} are other than in the files"
-            yield Finding(index.name, what, _FIX, Code.RESUME_DIFFERS, ERROR)
+            yield f"{some(off)} of param group {number} are other than in the files"
 
 
 def _plain(value: Any) -> Any:
@@ -139,7 +124,7 @@ def try_resume(verdict: Verdict) -> Verdict:
         raise UsageError.at("--resume-smoke", f"{verdict.name} is partial, and never resumes by itself", fix)
     if verdict.index is None or not verdict.is_resumable:
         what = "no resume was tried: the checkpoint is not resumable as it is"
-        note = Finding(verdict.name, what, "mend what the errors name first", Code.NOT_TRIED, NOTE)
+        note = Finding(verdict.name, what, "fix what the errors name first", Code.NOT_TRIED, NOTE)
         return replace(verdict, findings=by_severity([*verdict.findings, note]))
     return replace(verdict, findings=by_severity([*verdict.findings, *resume_smoke(verdict.index)]))
 
@@ -155,19 +140,16 @@ def resume_smoke(index: CheckpointIndex) -> list[Finding]:
         results, log = _run(make_task(index, folder), index.world_size if index.stage else 1, Path(folder))
     if refusal := next((result["refusal"] for result in results if result["refusal"]), None):
         raise UsageError.at("--resume-smoke", refusal, "verify without it, or resume with the script that trained")
-    reader = Reader(index.root)
-    try:
-        return compare(index, results, log, lambda *what: _checksum(index, reader, *what))
-    finally:
-        reader.close()
+    with Files(index.root) as files:
+        return compare(index, results, log, partial(_checksum, index, files))
 
 
-def _checksum(index: CheckpointIndex, reader: Reader, state: State, begin: int, end: int, dtype: str) -> int:
+def _checksum(index: CheckpointIndex, files: Files, state: State, begin: int, end: int, dtype: str) -> int:
     held, crc = held_of(index, state), 0
     for low in range(begin, end, CHUNK_ELEMENTS):
         for fragment in held.place.cover(low, min(low + CHUNK_ELEMENTS, end)):
             data = bytearray(fragment.extent.num_bytes)
-            reader.read_into(fragment.extent.path, fragment.extent.start, memoryview(data))
+            files.read_into(fragment.extent.path, fragment.extent.start, memoryview(data))
             crc = crc32(memoryview(data) if dtype == held.dtype else cast(data, held.dtype, dtype), crc)
     return crc
 
@@ -184,39 +166,41 @@ def needed_bytes(index: CheckpointIndex) -> int:
 def check_possible(index: CheckpointIndex) -> None:
     """Raise UsageError with everything that keeps a resume from being tried here."""
     wanted = ["torch", "transformers", "accelerate", *(["deepspeed"] if index.stage else [])]
-    if lacking := [name for name in wanted if importlib.util.find_spec(name) is None]:
-        fix = "pip install 'llmtailor[train]', or verify without it"
-        raise UsageError.at("--resume-smoke", f"it needs {', '.join(lacking)}, which is not installed", fix)
+    lacking = [name for name in wanted if importlib.util.find_spec(name) is None]
+    dtypes = {held.dtype for state, held in index.held.items() if state.kind == MASTER}
+    needed, free = needed_bytes(index), _available_bytes()
+    problems: list[tuple[str, str]] = []
+    if lacking:
+        what = f"it needs {', '.join(lacking)}, which is not installed"
+        problems.append((what, "pip install 'llmtailor[train]', or verify without it"))
     if CONFIG not in index.files:  # as in every checkpoint of an adapter
         what = f"there is no {CONFIG} to build the model from"
-        raise UsageError.at("--resume-smoke", what, "verify with --deep, or resume with the script that trained")
+        problems.append((what, "verify with --deep, or resume with the script that trained"))
     if index.stage and index.world_size > MAX_RANKS:
         what = f"the checkpoint is for {index.world_size} ranks, and at most {MAX_RANKS} processes are started"
-        fix = f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, and try OUT"
-        raise UsageError.at("--resume-smoke", what, fix)
-    dtypes = {held.dtype for state, held in index.held.items() if state.kind == MASTER}
+        problems.append((what, f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, and try OUT"))
     if index.stage and dtypes != {"F32"}:
         what = f"the masters are {', '.join(sorted(dtypes))}; only resumes with fp32 masters can be tried"
-        raise UsageError.at("--resume-smoke", what, "verify without it")
-    needed, free = needed_bytes(index), _available_bytes()
-    if free is not None and needed > free:
-        what = (
-            f"it needs about {needed / 1e9:.1f} GB of memory for the ranks together, and {free / 1e9:.1f} GB are free"
+        problems.append((what, "verify without it"))
+    if needed > free:
+        ranks = f"it needs about {needed / 1e9:.1f} GB of memory for the ranks together"
+        problems.append(
+            (f"{ranks}, and {free / 1e9:.1f} GB are free", "try it on a larger machine, or verify without it")
         )
-        raise UsageError.at("--resume-smoke", what, "try it on a larger machine, or verify without it")
+    if problems:
+        raise UsageError(Problem("--resume-smoke", what, fix) for what, fix in problems)
 
 
-def _available_bytes() -> int | None:
+def _available_bytes() -> float:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:
-        return None
-    facts = dict(line.split(":", 1) for line in lines)
-    return int(facts["MemAvailable"].split()[0]) << 10 if "MemAvailable" in facts else None
+        return math.inf
+    return int(facts["MemAvailable"].split()[0]) << 10 if "MemAvailable" in facts else math.inf
 
 
 def make_task(index: CheckpointIndex, folder: str) -> dict[str, Any]:
-    """Say what the ranks shall build: the optimizer's groups, and DeepSpeed's settings that decide the layout."""
+    """Describe what the ranks build: the optimizer's groups, and DeepSpeed's settings that decide the layout."""
     return {
         "root": str(index.root.absolute()),
         "folder": folder,
@@ -263,7 +247,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
 
 
 def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Start the ranks and wait for them; return what they told, by rank, and the end of what they printed."""
+    """Start the ranks and wait for them; return what each reported, by rank, and the end of what they printed."""
     (folder / "task.json").write_text(json.dumps(task))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if task["stage"] else []
     worker = ["-m", "llmtailor.verify.smoke_worker", str(folder / "task.json"), str(folder)]
@@ -283,11 +267,11 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    told = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    written = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-")))
     logger.info("%d processes resumed it for a try, in %s; exit code %s", ranks, watch.lap(), process.returncode)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
     logger.debug("the last they printed: %s", tail)
-    return [json.loads(path.read_text()) for path in told], tail
+    return [json.loads(path.read_text()) for path in written], tail
 
 
 def _environment() -> dict[str, str]:

@@ -70,42 +70,54 @@ def fragment(param: str, kind: str, begin: int, tensor: torch.Tensor) -> dict[st
     }
 
 
-def flat_states(inner: Any, flat: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the flat tensors of one flat id: the masters, and the optimizer's elementwise states."""
-    states = {kind: value for kind, value in inner.state.get(flat, {}).items() if kind != "step"}
-    return {"master": master, **{kind: value for kind, value in states.items() if value.numel() >= master.numel()}}
+def flat_tensors(zero: Any) -> list[torch.Tensor]:
+    """Return this rank's masters, one tensor per flat id. ZeRO-3, ZeRO-1/2 and BF16_Optimizer name them differently."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    return next(list(flats) for name in names if (flats := getattr(zero, name, None)))
 
 
-def partitioned(zero: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
+def flat_states(zero: Any, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the masters and the optimizer's elementwise states of one flat id."""
+    states = {kind: value for kind, value in zero.optimizer.state.get(flat, {}).items() if kind != "step"}
+    return {"master": flat, **{kind: value for kind, value in states.items() if value.numel() >= flat.numel()}}
+
+
+def own_part(param: Any, rank: int) -> tuple[int, int]:
+    """ZeRO-3: return which elements of a param a rank has."""
+    part = param.partition_numel()
+    return min(rank * part, param.ds_numel), min((rank + 1) * part, param.ds_numel)
+
+
+def partitioned(zero: Any, module: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
     """ZeRO-3: every param is cut on its own; the sub-groups of the engine say in which order they lie."""
-    for flat_id, params in enumerate(zero.fp16_groups):
-        flat = zero.fp32_partitioned_groups_flat[flat_id]
-        states, at = flat_states(zero.optimizer, flat, flat), 0
+    for params, flat in zip(zero.fp16_groups, flat_tensors(zero), strict=True):
+        states, at = flat_states(zero, flat), 0
         for param in params:
-            part = param.partition_numel()
-            begin, end = min(rank * part, param.ds_numel), min((rank + 1) * part, param.ds_numel)
-            if begin < end:
-                for kind, tensor in states.items():
-                    yield fragment(names[id(param)], kind, begin, tensor[at : at + end - begin])
-                yield fragment(names[id(param)], "module", begin, param.ds_tensor.view(-1)[: end - begin])
-            at += part
+            begin, end = own_part(param, rank)
+            for kind, tensor in states.items():
+                yield fragment(names[id(param)], kind, begin, tensor[at : at + end - begin])
+            yield fragment(names[id(param)], "module", begin, param.ds_tensor.view(-1)[: end - begin])
+            at += param.partition_numel()
+    for name, param in module.named_parameters():
+        if not param.requires_grad:
+            begin, end = own_part(param, rank)
+            yield fragment(name, "frozen", begin, param.ds_tensor.view(-1)[: end - begin])
 
 
-def vectors(zero: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
-    """ZeRO-1/2: a group is one vector, cut into equal partitions. BF16_Optimizer has other names for the same."""
+def vectors(zero: Any, module: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
+    """ZeRO-1/2: a group is one vector, cut into equal partitions."""
     groups = getattr(zero, "round_robin_bit16_groups", None) or zero.bf16_groups
-    flats = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
     all_offsets = getattr(zero, "round_robin_bit16_offsets", None)
-    for group, params in enumerate(groups):
-        states = flat_states(zero.optimizer, flats[group], flats[group])
-        low, at = rank * flats[group].numel(), 0
+    for group, (params, flat) in enumerate(zip(groups, flat_tensors(zero), strict=True)):
+        states, low, at = flat_states(zero, flat), rank * flat.numel(), 0
         for number, param in enumerate(params):
             offset = all_offsets[group][number] if all_offsets else at
-            begin, end = max(low, offset), min(low + flats[group].numel(), offset + param.numel())
-            if begin < end:
-                for kind, tensor in states.items():
-                    yield fragment(names[id(param)], kind, begin - offset, tensor[begin - low : end - low])
+            begin, end = max(low, offset), min(low + flat.numel(), offset + param.numel())
+            for kind, tensor in states.items() if begin < end else ():
+                yield fragment(names[id(param)], kind, begin - offset, tensor[begin - low : end - low])
             at = offset + param.numel()
+    for name, param in module.named_parameters() if rank == 0 else ():
+        yield fragment(name, "module" if param.requires_grad else "frozen", 0, param)
 
 
 def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
@@ -118,31 +130,22 @@ def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
     model = build_model(task).float()
     optimizer = build_optimizer(model, task)
-    scheduler = None
-    if task["scheduler"] != "deepspeed":
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(task["groups"]))
+    scheduler = None if task["scheduler"] == "deepspeed" else constant_rate(optimizer, task)
     handed = scheduler if task["scheduler"] == "handed to deepspeed" else None
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=task["config"], lr_scheduler=handed)
     deepspeed_load_checkpoint(engine, task["root"])
     if task["scheduler"] == "trainer":
         assert scheduler is not None
         scheduler.load_state_dict(torch.load(Path(task["root"], "scheduler.pt"), weights_only=True))
-    rank, zero = torch.distributed.get_rank(), engine.optimizer
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    is_cut = engine.zero_optimization_stage() == 3
-    fragments = list((partitioned if is_cut else vectors)(zero, names, rank))
-    flats = zero.fp32_partitioned_groups_flat if is_cut else getattr(zero, "single_partition_of_fp32_groups", None)
-    flats = flats or zero.fp32_groups_flat_partition
-    for name, param in engine.module.named_parameters():
-        if is_cut and not param.requires_grad:
-            part = param.partition_numel()
-            begin, end = min(rank * part, param.ds_numel), min((rank + 1) * part, param.ds_numel)
-            fragments += [fragment(name, "frozen", begin, param.ds_tensor.view(-1)[: end - begin])] * (begin < end)
-        elif not is_cut and rank == 0:
-            fragments.append(fragment(name, "module" if param.requires_grad else "frozen", 0, param))
+    zero, names = engine.optimizer, {id(param): name for name, param in engine.module.named_parameters()}
+    fragments = partitioned if engine.zero_optimization_stage() == 3 else vectors
     return {
-        "fragments": fragments,
-        "steps": [step_of(zero.optimizer, flat) for flat in flats],
+        "fragments": [
+            one
+            for one in fragments(zero, engine.module, names, torch.distributed.get_rank())
+            if one["begin"] < one["end"]
+        ],
+        "steps": [step_of(zero.optimizer, flat) for flat in flat_tensors(zero)],
         "groups": group_facts(zero.optimizer),
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
@@ -154,29 +157,35 @@ def resume_trainer(task: dict[str, Any]) -> dict[str, Any]:
     """Resume as the Trainer does without DeepSpeed: by its own methods, for they are what silently skips things."""
     model = build_model(task).to(_DTYPES[task["precision"]])
     optimizer = build_optimizer(model, task)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(task["groups"]))
+    scheduler = constant_rate(optimizer, task)
     with_cpu = transformers.TrainingArguments(output_dir=task["folder"], use_cpu=True, report_to=[], disable_tqdm=True)
     trainer = transformers.Trainer(model=model, args=with_cpu, optimizers=(optimizer, scheduler))
     trainer._load_from_checkpoint(task["root"])
     trainer._load_optimizer_and_scheduler(task["root"])
-    fragments, steps = [], []
-    for name, param in model.named_parameters():
-        fragments.append(fragment(name, "master" if param.requires_grad else "frozen", 0, param))
     names = {id(param): name for name, param in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for kind, value in optimizer.state.get(param, {}).items():
-                if kind != "step":
-                    fragments.append(fragment(names[id(param)], kind, 0, value))
-            steps.append(step_of(optimizer, param))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    moments = [
+        fragment(names[id(param)], kind, 0, value)
+        for param in params
+        for kind, value in optimizer.state.get(param, {}).items()
+        if kind != "step"
+    ]
+    weights = [
+        fragment(name, "master" if param.requires_grad else "frozen", 0, param)
+        for name, param in model.named_parameters()
+    ]
     return {
-        "fragments": fragments,
-        "steps": steps,
+        "fragments": weights + moments,
+        "steps": [step_of(optimizer, param) for param in params],
         "groups": group_facts(optimizer),
         "global_steps": None,
         "skipped_steps": None,
         "scheduler": try_step(scheduler),
     }
+
+
+def constant_rate(optimizer: torch.optim.Optimizer, task: dict[str, Any]) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(task["groups"]))
 
 
 def step_of(optimizer: Any, flat: torch.Tensor) -> float | None:

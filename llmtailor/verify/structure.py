@@ -1,4 +1,7 @@
-"""What an index alone tells: are the states those that a resume, and what follows it, expects? Pure."""
+"""What an index alone tells: are the states those that a resume, and what follows it, expects? Pure.
+
+A composite is also compared with what its manifest says the merge has written.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,65 @@ from collections.abc import Iterator
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
-from llmtailor.errors import some
+from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG
+from llmtailor.formats.manifest import ManifestFacts
+from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST, OPTIMIZER, is_weight_file
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them; evaluation and inference do"
+_OTHER_MODEL = f"{_NOT_READ}; they may be another model's"
+_COPY_AGAIN = "copy the composite again, or merge again"
+_ON_PURPOSE = "nothing, if you changed it yourself"
 
 
 def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return what is wrong with the states of a full checkpoint that could be indexed."""
-    return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *_step_in_name(index)]
+    fix = "rename the folder: scripts and the Trainer's rotation go by it"
+    step = check_step(index, step_of(index.root), fix)
+    return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *step]
+
+
+def check_step(index: CheckpointIndex, step: int | None, fix: str) -> Iterator[Finding]:
+    """Compare the step in the folder's name, if there is one, with the content."""
+    if step not in (None, index.global_step):
+        what = f"the folder says step {step}, its content is of step {index.global_step}"
+        yield Finding(index.name, what, fix, Code.FOLDER_STEP, WARNING)
+
+
+def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[Finding]:
+    """Compare a composite with its manifest: counters, Adam's steps, and the size of every file."""
+    where = PathIn(index.name, MANIFEST)
+    numbers: list[tuple[str, float, float]] = [
+        ("global_step", index.global_step, manifest.global_step),
+        ("the world size", index.world_size, manifest.world_size),
+    ]
+    for number, flat in enumerate(index.sub_groups):
+        numbers.append((f"Adam's step of flat id {number}", flat.step, manifest.steps.get(number, flat.step)))
+    for what, have, written in numbers:
+        if have != written:
+            text = f"{what} was {_number(written)} when it was written, and is {_number(have)}"
+            yield Finding(where, text, _COPY_AGAIN, Code.MANIFEST, ERROR)
+    for path, (num_bytes, _) in manifest.files.items():
+        place, fact = PathIn(index.name, path), index.files.get(path)
+        severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, _ON_PURPOSE)
+        if fact is None:
+            yield Finding(place, "the file is missing since it was written", fix, Code.FILE_MISSING, severity)
+        elif fact.num_bytes != num_bytes:
+            text = f"it had {num_bytes:,} bytes when it was written, and has {fact.num_bytes:,}"
+            yield Finding(place, text, fix, Code.MANIFEST, severity)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
+    """Whether a resume, or in its stead a composite of a partial checkpoint, takes states from a file."""
+    if index.is_partial:
+        return path.endswith(".safetensors")
+    return "/" in path or path == OPTIMIZER or (index.stage == 0 and is_weight_file(path))
 
 
 def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
@@ -32,9 +82,8 @@ def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)
     for (kind, dtype, wanted), params in cast.items():
         what = f"{kind} of {some(params)} is {dtype}, the param is trained in {wanted}; a resume casts it"
-        yield Finding(
-            index.name, what, "take a checkpoint that was not rounded, if there is one", Code.STATE_DTYPE, WARNING
-        )
+        fix = "take a checkpoint that was not rounded, if there is one"
+        yield Finding(index.name, what, fix, Code.STATE_DTYPE, WARNING)
 
 
 def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
@@ -59,12 +108,11 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     # transformers saves some models under other names than they have in memory, in other pieces
     if sum(lacking.values()) != sum(extra.values()):
         if lacking:
-            yield Finding(
-                index.name, f"the weights of {some(lacking)} are missing", f"{_NOT_READ}", Code.WEIGHTS_MISSING, WARNING
-            )
+            what = f"the weights of {some(lacking)} are missing"
+            yield Finding(index.name, what, _NOT_READ, Code.WEIGHTS_MISSING, WARNING)
         if extra:
             what = f"the weights hold {some(extra)}, of which the shards know nothing"
-            yield Finding(index.name, what, f"{_NOT_READ}; they may be another model's", Code.WEIGHTS_UNKNOWN, WARNING)
+            yield Finding(index.name, what, _OTHER_MODEL, Code.WEIGHTS_UNKNOWN, WARNING)
     shapes = [
         f"{name} {list(held.shape)} instead of {list(index.params[name].shape)}"
         for name, held in weights.items()
@@ -72,7 +120,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     ]
     if shapes:
         what = f"the weights have other shapes than the params: {some(shapes)}"
-        yield Finding(index.name, what, f"{_NOT_READ}; they may be another model's", Code.WEIGHTS_SHAPE, WARNING)
+        yield Finding(index.name, what, _OTHER_MODEL, Code.WEIGHTS_SHAPE, WARNING)
     other = {
         held.dtype
         for name, held in weights.items()
@@ -83,22 +131,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
         yield Finding(index.name, what, _NOT_READ, Code.WEIGHTS_DTYPE, NOTE)
 
 
-def _step_in_name(index: CheckpointIndex) -> Iterator[Finding]:
-    told = step_of(index.root)
-    if told not in (None, index.global_step):
-        what = f"the folder says step {told}, its content is of step {index.global_step}"
-        yield Finding(
-            index.name,
-            what,
-            "rename the folder: scripts and the Trainer's rotation go by it",
-            Code.FOLDER_STEP,
-            WARNING,
-        )
-
-
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
     if not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
-        what = "config.json is missing"
-        yield Finding(
-            index.name, what, "a resume does without; from_pretrained does not: copy it back", Code.CONFIG_MISSING, NOTE
-        )
+        fix = "a resume does without; from_pretrained does not: copy it back"
+        yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)

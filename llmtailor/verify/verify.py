@@ -30,8 +30,7 @@ from llmtailor.formats.trainer import CONFIG, MANIFEST, TRAINER_STATE, is_rng_fi
 from llmtailor.storage.local import read_source
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.bad_values import join, lost_elements
-from llmtailor.verify.composite import check_manifest
-from llmtailor.verify.structure import check_index
+from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
 
 _READ = re.compile(rf"rng_state.*\.pth|scheduler\.pt|scaler\.pt|optimizer\.pt|{TRAINER_STATE}|{CONFIG}|{MANIFEST}")
@@ -40,7 +39,7 @@ _FIX = "a resume does not read it; copy it again if it is of use to you"
 
 
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
-    """Tell of damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
+    """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
     for path in index.files:
         where = PathIn(index.name, path)
         if "/" in path or _READ.fullmatch(path):
@@ -58,28 +57,23 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
-    """Tell of a record of saves that is damaged or of another save, and of a folder with a wrong name."""
+    """Report a record of saves that is damaged or of another save, and a folder with a wrong name."""
     manifest = partial.read_manifest(index.root, index.name)
     where = PathIn(index.name, partial.MANIFEST)
     try:
         record = SaveRecord.from_json(manifest.ledger, where)
     except SourceError as error:
-        for problem in error.problems:
-            yield Finding.of(problem, ERROR)
+        yield from (Finding.of(problem, ERROR) for problem in error.problems)
     else:
         if (record.step, record.parts) != (manifest.step, frozenset(manifest.parts)):
             what = "its record of earlier saves does not end with this save"
             yield Finding(where, what, "leave this checkpoint out; its save is damaged", Code.MANIFEST, ERROR)
-    told = step_in_name(index.root.name)
-    if told not in (None, index.global_step):
-        what = f"the folder says step {told}, its content is of step {index.global_step}"
-        yield Finding(
-            index.name, what, "rename the folder: merge --run, salvage and thin go by it", Code.FOLDER_STEP, WARNING
-        )
+    fix = "rename the folder: merge --run, salvage and thin go by it"
+    yield from check_step(index, step_in_name(index.root.name), fix)
 
 
 _NOT_LOOKED_INTO = (Code.COMPRESSED, Code.STATE_LAYOUT)
-"""torch reads it; what it holds can't be told here."""
+"""torch reads it; what it holds is not known here."""
 _MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
 logger = logging.getLogger(__name__)
 
@@ -87,15 +81,15 @@ logger = logging.getLogger(__name__)
 def verify_checkpoint(
     path: Path,
     deep: bool = False,
-    observe: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
 ) -> Verdict:
-    """Say whether a stock resume will take a checkpoint for what it claims to be, and what is damaged in it.
+    """Check whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly, and what is damaged in it.
 
     A partial checkpoint is judged by whether a composite can be made with it.
 
     Headers and pickles are read, which takes seconds for any size. With ``deep`` so is every tensor, in parallel;
-    ``observe`` is then told how many bytes were read, from several threads. Messages call the checkpoint ``name``.
+    ``on_progress`` then gets the number of bytes read, from several threads. Messages call the checkpoint ``name``.
     Raises UnsupportedCheckpoint for a kind that can't be judged, SourceError for a folder that is no checkpoint, and
     Interrupted on Ctrl-C.
     """
@@ -119,7 +113,7 @@ def verify_checkpoint(
         if deep:
             from llmtailor.verify.deep import read_everything  # numpy takes a while
 
-            found = read_everything(index, survey.unreadable, manifest, observe)
+            found = read_everything(index, survey.unreadable, manifest, on_progress)
             findings, values, states = [*findings, *found.findings], [*found.values], found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
@@ -173,7 +167,7 @@ def _severity(problem: Problem, root: Path) -> str:
 
 
 def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
-    """Return which parts a partial checkpoint has; None if its config.json keeps that from being told."""
+    """Return which parts a partial checkpoint has; None if its config.json does not say."""
     try:
         anatomy = dissect_checkpoint(index)
     except SourceError as error:
@@ -199,4 +193,4 @@ def _damaged_files(findings: Iterable[Finding], root: Path) -> dict[str, tuple[s
     for finding in findings:
         if finding.severity != NOTE and finding.path is not None and not (root / finding.path).is_dir():
             damaged.setdefault(finding.path, []).append(finding.what)
-    return {path: tuple(dict.fromkeys(told)) for path, told in damaged.items()}
+    return {path: tuple(dict.fromkeys(texts)) for path, texts in damaged.items()}

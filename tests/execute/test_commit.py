@@ -18,6 +18,7 @@ from llmtailor.engine.staging import Staging, check_space, check_target, free_by
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.storage import local as rename
 from llmtailor.storage.local import FileFact, list_entries
+from llmtailor.storage.lock import Held, Lock
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 
@@ -384,3 +385,51 @@ def test_a_place_where_we_may_not_write(tmp_path, monkeypatch):
     monkeypatch.setattr(commit.Path, "mkdir", refuse)
     with pytest.raises(StorageError, match="Permission denied"), Staging(tmp_path / "out"):
         pass
+
+
+def test_a_lock_belongs_to_the_process_and_not_to_children_that_outlive_it(tmp_path):
+    """As the workers of a data loader do when a training is killed."""
+    first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
+    first.acquire()
+    (is_up, tell_up), (is_over, tell_over) = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(tell_over)
+        first.release()  # what it does not have it can't give back
+        os.write(tell_up, b"x")
+        os.read(is_over, 1)
+        os._exit(first.fd != -1)
+    os.read(is_up, 1)
+    with pytest.raises(Held):
+        second.acquire()
+    first.release()
+    second.acquire()
+    with pytest.raises(Held):
+        first.acquire()
+    os.close(tell_over)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_lock_that_was_taken_twice_is_held_until_it_was_given_back_twice(tmp_path):
+    first, second = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
+    first.acquire()
+    first.acquire()
+    first.release()
+    with pytest.raises(Held):
+        second.acquire()
+    first.release()
+    first.release()
+    second.acquire()
+
+
+def test_without_locks_and_without_a_name_for_the_owner_nobody_is_kept_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", refuse_with(errno.ENOLCK))
+    for _ in range(2):
+        Lock(tmp_path / "lock").acquire()
+    assert names(tmp_path) == ["lock"]
+
+
+def refuse_with(code: int):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    return refuse

@@ -18,7 +18,7 @@ import torch
 from helpers.render import render_plan
 from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
 from llmtailor.engine import copy as runner
-from llmtailor.engine import streams
+from llmtailor.engine import pool, streams
 from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import SourceError
 from llmtailor.model.states import MASTER, WEIGHT, State
@@ -51,7 +51,7 @@ def test_the_bytes_are_those_of_the_slow_executor(source, tmp_path, monkeypatch,
     monkeypatch.setattr(streams, "BUFFER_BYTES", buffer_bytes)
     plan = a_plan(source)
     seen = []
-    (result,) = execute(plan, tmp_path / "out", Context(observe=seen.append))
+    (result,) = execute(plan, tmp_path / "out", Context(on_progress=seen.append))
     written = (tmp_path / "out/sub/out").read_bytes()
     assert written == render_plan(plan.files[0], [source])
     assert result.crc == zlib.crc32(written) and result.num_bytes == len(written) == sum(seen)
@@ -118,7 +118,7 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
 
 def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_path, monkeypatch):
     """With one worker, the fsyncs of two files meet: the second file was written during the fsync of the first."""
-    monkeypatch.setattr(runner, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
     meeting, original = threading.Barrier(2), os.fsync
 
     def fsync(fd):
@@ -133,7 +133,7 @@ def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_
 
 
 def test_no_more_files_are_written_at_once_than_there_are_workers(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
     at_work, alone = threading.Lock(), []
     original = runner._fill
 
@@ -165,12 +165,12 @@ def test_one_failure_stops_the_others(source, tmp_path, monkeypatch):
 
     long = FilePlan("long", 256 << 20, (Copy(0, 256 << 20, 0, "large", 0),))
     bad = FilePlan("bad", 10, (Copy(0, 10, 0, "missing", 0),))
-    monkeypatch.setattr(runner, "MAX_WORKERS", 2)
-    monkeypatch.setattr(runner.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 2)
+    monkeypatch.setattr(pool.os, "cpu_count", lambda: 2)
     original = SourceError.at
     monkeypatch.setattr(SourceError, "at", lambda *args: (begun.wait(timeout=30), failed.set(), original(*args))[2])
     with pytest.raises(SourceError):
-        execute(Plan((str(source),), (long, bad)), tmp_path / "out", Context(observe=observe))
+        execute(Plan((str(source),), (long, bad)), tmp_path / "out", Context(on_progress=observe))
     assert released and all(released)
     assert len(released) < 65_536 // 2
 

@@ -70,7 +70,7 @@ def test_a_byte_that_was_not_taken_may_change(merged):
 def test_files_that_shrink_or_vanish(merged):
     plan, results, root = merged
     (root / "a").write_bytes((root / "a").read_bytes()[:-1])
-    with pytest.raises(SourceError, match="ends before byte 20005"):
+    with pytest.raises(SourceError, match="ends before byte 20,005"):
         read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
     (root / "a").unlink()
     with pytest.raises(SourceError, match="No such file"):

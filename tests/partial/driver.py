@@ -49,7 +49,7 @@ from real.train_more import LORA
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HOLD_LOCK = (
-    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
 )
 
 

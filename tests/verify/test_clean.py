@@ -26,7 +26,7 @@ def test_every_kind_of_run(runs, name):
     assert checkpoints
     for checkpoint in checkpoints:
         read: list[int] = []
-        deep = verify_checkpoint(checkpoint, deep=True, observe=read.append)
+        deep = verify_checkpoint(checkpoint, deep=True, on_progress=read.append)
         assert deep.level == (NOT_RESUMABLE if "elastic" in name else RESUMABLE)
         assert [SAYS[name] in finding.what for finding in deep.findings] == ([True] if name in SAYS else [])
         assert not deep.damage.files and not deep.damage.states

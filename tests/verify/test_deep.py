@@ -19,7 +19,7 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import crc32
 from llmtailor.verify import read as reading
-from llmtailor.verify.bad_values import all_held, differing, negative, not_finite
+from llmtailor.verify.bad_values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, all_held, differing, find
 from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -44,9 +44,9 @@ def mask(found, numel):
 def test_checks_of_values_are_those_of_torch(values, dtype):
     tensor = torch.tensor(values, dtype=DTYPES[dtype])
     data, numel = raw(tensor), len(values)
-    assert (mask(not_finite(data, dtype, False), numel) == ~tensor.isfinite().numpy()).all()
-    assert (mask(not_finite(data, dtype, True), numel) == tensor.isnan().numpy()).all()
-    found = mask(negative(data, dtype), numel)
+    assert (mask(find(NOT_FINITE, data, dtype), numel) == ~tensor.isfinite().numpy()).all()
+    assert (mask(find(NOT_A_NUMBER, data, dtype), numel) == tensor.isnan().numpy()).all()
+    found = mask(find(NEGATIVE, data, dtype), numel)
     assert (found == (tensor < 0).numpy())[~tensor.isnan().numpy()].all()
 
 

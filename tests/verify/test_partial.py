@@ -78,7 +78,7 @@ def test_deep_reads_each_byte_of_the_bundles_once(copy_of, form):
     for checkpoint in partials(copy_of(form)):
         (checkpoint / "training_args.bin").unlink(missing_ok=True)  # that of a zip file's records, too
         read: list[int] = []
-        assert verify_checkpoint(checkpoint, deep=True, observe=read.append).level == INTACT
+        assert verify_checkpoint(checkpoint, deep=True, on_progress=read.append).level == INTACT
         assert sum(read) == sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
 
 

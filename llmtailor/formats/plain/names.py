@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from llmtailor.checkpoint.index import Held
 from llmtailor.codes import Code
-from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, some
+from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.optimizer import FLOATING, SavedOptimizer
 from llmtailor.formats.trainer import OPTIMIZER
@@ -125,9 +125,6 @@ def _match(wanted: Sequence[tuple[int, ...]], available: Sequence[tuple[int, ...
     return found if len(found) == len(wanted) else None
 
 
-_FIX = "copy the checkpoint again, whole, or leave it out of the recipe"
-
-
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """What the model is made of, as far as it is known."""
@@ -166,12 +163,16 @@ def fit(
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, PathIn(name, OPTIMIZER))
     problems += [
-        Problem(name, f"the weight {param} has shape {list(weights[param])} where {list(shape)} belongs", _FIX)
+        Problem(
+            name, f"the weight {param} has shape {list(weights[param])} where {list(shape)} belongs", COPY_CHECKPOINT
+        )
         for param, shape in wanted.items()
         if weights.get(param, shape) != shape
     ]
     problems += [
-        Problem(name, f"the weight {param} is {held.dtype}, which holds no fractions", _FIX, Code.WEIGHTS_DTYPE)
+        Problem(
+            name, f"the weight {param} is {held.dtype}, which holds no fractions", COPY_CHECKPOINT, Code.WEIGHTS_DTYPE
+        )
         for param, held in weights_held.items()
         if param in trainable and held.dtype not in FLOATING
     ]
@@ -180,7 +181,7 @@ def fit(
     extra = {other: shape for other, shape in extra.items() if not (model and other in model.params)}
     if lacking and _numel(lacking) != _numel(extra):
         what = f"the weights of {some(lacking)} are missing; a resume would keep their initial values"
-        problems.append(Problem(name, what, _FIX))
+        problems.append(Problem(name, what, COPY_CHECKPOINT))
     if problems:
         raise SourceError(problems)
     renamed = zip(lacking, extra, strict=True) if len(lacking) == 1 and [*lacking.values()] == [*extra.values()] else ()

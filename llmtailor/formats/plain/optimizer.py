@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import FIX, Tensor, as_dict, check_kind, get, read_step, read_tensor
+from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
-from llmtailor.errors import Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.refused_names import find_refused
 from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
@@ -79,7 +79,6 @@ OPTIMIZER_TABLE = Table(
         ("a hyperparameter changed alike in all groups", "what the run is told to begin with does not count any more"),
     ),
 )  # fmt: skip
-_FIX = "copy the file again, or leave this checkpoint out"
 
 
 def check_groups(
@@ -94,16 +93,16 @@ def check_groups(
     """
     listed = [number for group in ids for number in group]
     if any(second < first for first, second in pairwise(listed)):
-        fix = f"a resume gives each state to the param in its place, silently; {_FIX}"
+        fix = f"a resume gives each state to the param in its place, silently; {COPY_FILE}"
         yield Finding(where, "the ids of the params are out of order", fix, Code.FIELD_CONFLICT, ERROR)
     if decays_vectors_alone(groups, [[shapes[number] for number in group] for group in ids]):
         what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
-        fix = f"silent: a resume decays the norms, and not the matrices; {_FIX}"
+        fix = f"silent: a resume decays the norms, and not the matrices; {COPY_FILE}"
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
     for number, group in enumerate(groups):
         if not isinstance(group.get("amsgrad", False), bool):
             what = f"param_groups[{number}].amsgrad is {group['amsgrad']!r:.40}, and no flag"
-            yield Finding(where, what, f"a resume fails at the first step; {_FIX}", Code.FIELD_TYPE, ERROR)
+            yield Finding(where, what, f"a resume fails at the first step; {COPY_FILE}", Code.FIELD_TYPE, ERROR)
 
 
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -180,16 +179,16 @@ def _read_group(node: Any, where: str) -> SavedGroup:
     group = as_dict(node, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
-        raise SourceError.at(where, "a param group's params are no list of ids", FIX)
+        raise SourceError.at(where, "a param group's params are no list of ids", COPY_FILE)
     names = None
     for key in NAME_KEYS:
         listed = group.get(key)
         if listed is None or names is not None:
             continue
         if not isinstance(listed, (list, tuple)):
-            raise SourceError.at(where, f"{key} of a param group is no list of names", FIX)
+            raise SourceError.at(where, f"{key} of a param group is no list of names", COPY_FILE)
         if len(listed) != len(ids):
-            raise SourceError.at(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}", FIX)
+            raise SourceError.at(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}", COPY_FILE)
         names = tuple(check_name(name, key, where) for name in listed)
     return SavedGroup(ids, names, {key: value for key, value in without_names(group).items() if key != "params"})
 
@@ -198,14 +197,14 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
     problems = []
     owned = Counter(ids)
     if twice := sorted(number for number, count in owned.items() if count > 1):
-        problems.append(Problem(where, f"the param groups own {_some(twice)} twice", FIX))
+        problems.append(Problem(where, f"the param groups own {_some(twice)} twice", COPY_FILE))
     if lacking := [number for number in ids if number not in state]:
         what = f"the optimizer state of {_some(lacking)} is missing; a resume would restart Adam there"
-        problems.append(Problem(where, what, FIX))
+        problems.append(Problem(where, what, COPY_FILE))
     if foreign := [number for number in state if number not in owned]:
-        problems.append(Problem(where, f"it holds the state of {_some(foreign)}, which no param group owns", FIX))
+        problems.append(Problem(where, f"it holds the state of {_some(foreign)}, which no param group owns", COPY_FILE))
     if not ids:
-        problems.append(Problem(where, "its param groups are empty", FIX))
+        problems.append(Problem(where, "its param groups are empty", COPY_FILE))
     if problems:
         raise SourceError(problems)
 
@@ -223,7 +222,9 @@ def _read_all(state: Mapping[Any, Any], ids: list[int], where: str) -> dict[int,
         raise others[0]
     if others:
         raise SourceError(
-            Problem(problem.where, problem.what, FIX, Code.STATE_SIZE) for error in others for problem in error.problems
+            Problem(problem.where, problem.what, COPY_FILE, Code.STATE_SIZE)
+            for error in others
+            for problem in error.problems
         )
     return kinds
 
@@ -241,7 +242,7 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
         raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
     if strange := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
         what = f"{strange[0]} of id {number} is {kinds[strange[0]].dtype}, which holds no fractions"
-        raise SourceError.at(where, what, FIX, Code.STATE_DTYPE)
+        raise SourceError.at(where, what, COPY_FILE, Code.STATE_DTYPE)
     if len({tensor.shape for tensor in kinds.values()}) > 1:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
         raise _not_elementwise(f"the states of id {number} have different shapes ({shapes})", where)
@@ -260,7 +261,7 @@ def _check_alike(kinds: Mapping[int, Mapping[str, Tensor]], where: str) -> None:
     wanted = next(iter(kinds.values())).keys()
     if others := [number for number, tensors in kinds.items() if tensors.keys() != wanted]:
         what = f"the state of {_some(others)} has other kinds than {', '.join(wanted)}"
-        raise SourceError.at(where, what, FIX)
+        raise SourceError.at(where, what, COPY_FILE)
 
 
 def _some(ids: Iterable[Any]) -> str:

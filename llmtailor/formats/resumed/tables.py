@@ -17,6 +17,7 @@ from typing import Any
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.pickle_nodes import Call, as_tensor
+from llmtailor.errors import COPY_OR_ANOTHER
 from llmtailor.findings import ERROR, Finding
 
 EACH = "*"
@@ -32,7 +33,6 @@ CODES = {
 _ABSENT = object()
 _WRAPPERS = ("optimizer_state_dict", "base_optimizer_state")
 """Not spelt out at the beginning of a path"""
-_COPY_AGAIN = "copy the file again, or take another checkpoint"
 _SHOWN = 40
 
 
@@ -113,7 +113,7 @@ def check_fields(tree: Any, table: Table, where: str) -> Iterator[Finding]:
             says = field.says(way) if way is not None and way not in field.told_by_reader else None
             if way is not None and says is not None:
                 what = f"{spell(path)} is {_shown(way, value, field.kind)}"
-                fix = f"{says.stock}; {_COPY_AGAIN}"
+                fix = f"{says.stock}; {COPY_OR_ANOTHER}"
                 yield Finding(where, what, fix, says.code or CODES[way], says.severity)
 
 

@@ -15,7 +15,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor
-from llmtailor.errors import PathIn, Problems, SourceError, some
+from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, some
 from llmtailor.findings import Finding
 from llmtailor.formats.trainer import file_fact
 from llmtailor.formats.trees import Trees
@@ -24,7 +24,6 @@ from llmtailor.model.params import Param
 from llmtailor.model.states import State
 from llmtailor.storage.local import FileFact
 
-FIX = "copy the checkpoint again, whole, or leave it out of the recipe"
 _Shard = TypeVar("_Shard")
 _DEFAULTS = ZeroSettings()
 
@@ -126,7 +125,7 @@ def keep_agreeing(
             if value != usual_value:
                 detail = f" ({value} and {usual_value})" if len(f"{value}{usual_value}") < 80 else ""
                 text = f"{what} differs from that of rank {usual[0]}{detail}"
-                problems.add(SourceError.at(PathIn(name, path), text, FIX, Code.RANKS_DIFFER))
+                problems.add(SourceError.at(PathIn(name, path), text, COPY_CHECKPOINT, Code.RANKS_DIFFER))
     return [shard if rank in usual else None for rank, shard in enumerate(shards)]
 
 
@@ -154,7 +153,10 @@ def check_tied(tied: Mapping[str, str], module: Container[str], where: str) -> N
     """Raise SourceError if a name is tied to one that the module does not have."""
     if lost := [name for name, stored in tied.items() if stored not in module]:
         raise SourceError.at(
-            where, f"{lost[0]} is tied to {tied[lost[0]]}, which is nowhere in the checkpoint", FIX, Code.TIED
+            where,
+            f"{lost[0]} is tied to {tied[lost[0]]}, which is nowhere in the checkpoint",
+            COPY_CHECKPOINT,
+            Code.TIED,
         )
 
 
@@ -169,12 +171,16 @@ def check_params(
     """Raise SourceError if a name has two roles, or the module's names are not those that have one."""
     known = Counter([*trainable, *frozen, *buffers])
     if twice := [param for param, count in known.items() if count > 1]:
-        raise SourceError.at(where, f"{some(twice)} is described twice", FIX, Code.FIELD_CONFLICT)
+        raise SourceError.at(where, f"{some(twice)} is described twice", COPY_CHECKPOINT, Code.FIELD_CONFLICT)
     module = set(module)
     if lacking := [param for param in known if param not in module]:
-        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", FIX, Code.FIELD_MISSING)
+        raise SourceError.at(
+            where, f"module lacks {some(lacking)}; a resume would fail", COPY_CHECKPOINT, Code.FIELD_MISSING
+        )
     if extra := sorted(module.difference(known, tied)):
-        raise SourceError.at(where, f"module names {some(extra)}, of which there is no state", FIX, Code.FIELD_UNKNOWN)
+        raise SourceError.at(
+            where, f"module names {some(extra)}, of which there is no state", COPY_CHECKPOINT, Code.FIELD_UNKNOWN
+        )
 
 
 def precision(files_are_bf16: bool, config: Mapping[str, Any]) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import FIX, as_dict
+from llmtailor.containers.fields import as_dict
 from llmtailor.containers.pickle_nodes import as_ints
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import COPY_FILE, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.trees import Trees
 from llmtailor.storage.local import read_source
 
@@ -283,7 +283,7 @@ def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str,
     group = as_dict(group, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
-        raise SourceError.at(where, "a param group's params are no list of flat ids", FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, "a param group's params are no list of flat ids", COPY_FILE, Code.FIELD_TYPE)
     if group.get("moe"):
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
     if group.get("use_muon"):

@@ -21,7 +21,6 @@ from llmtailor.checkpoint.sharding import Vector, lay_out_vector, round_robin
 from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.fields import (
-    FIX,
     Tensor,
     as_dict,
     get,
@@ -32,7 +31,7 @@ from llmtailor.containers.fields import (
     read_tied,
 )
 from llmtailor.containers.json import check_name
-from llmtailor.errors import PathIn, Problems, SourceError, some
+from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.resumed.tables import check_fields
 from llmtailor.formats.trainer import ADAPTER_CONFIG
@@ -158,11 +157,11 @@ def _fragments(node: Any, frozen: Mapping[str, tuple[int, ...]], where: str) -> 
     nodes = as_dict(node, "frozen_param_fragments", where)
     if nodes.keys() != frozen.keys():
         what = "frozen_param_fragments and frozen_param_shapes list different params"
-        raise SourceError.at(where, what, FIX, Code.FIELD_CONFLICT)
+        raise SourceError.at(where, what, COPY_FILE, Code.FIELD_CONFLICT)
     fragments = {name: read_tensor(one, f"frozen_param_fragments[{name}]", where) for name, one in nodes.items()}
     if other := [name for name, fragment in fragments.items() if fragment.shape != frozen[name]]:
         what = f"the fragments of the frozen {some(other)} have other shapes than frozen_param_shapes"
-        raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+        raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
     return fragments
 
 
@@ -255,7 +254,7 @@ def _check_module(model: WholeModel, where: str) -> None:
     """Raise SourceError for names and shapes that a strict load of the module would stumble over."""
     wanted = {name: shape for shapes in model.param_shapes for name, shape in shapes.items()}
     if lacking := sorted({*wanted, *model.tied, *model.frozen, *model.buffer_names} - set(model.module)):
-        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", FIX, Code.FIELD_MISSING)
+        raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", COPY_FILE, Code.FIELD_MISSING)
     check_tied(model.tied, model.module, where)
     trainable = [name for shapes in model.param_shapes for name in shapes]
     check_params(trainable, (), model.buffer_names & model.module.keys(), model.module, model.module, where)
@@ -265,7 +264,9 @@ def _check_module(model: WholeModel, where: str) -> None:
         if model.module[name].shape != shape
     ]
     if shapes:
-        raise SourceError.at(where, f"module has other shapes than param_shapes: {some(shapes)}", FIX, Code.STATE_SIZE)
+        raise SourceError.at(
+            where, f"module has other shapes than param_shapes: {some(shapes)}", COPY_FILE, Code.STATE_SIZE
+        )
 
 
 def _check_partitions(
@@ -291,7 +292,7 @@ def _check_partitions(
                     if tensor.numel != length:
                         wrong.append(f"{kind} of group {group} has {tensor.numel} elements where {length} belong")
         for what in wrong:
-            problems.add(SourceError.at(PathIn(name, path), what, FIX, Code.STATE_SIZE))
+            problems.add(SourceError.at(PathIn(name, path), what, COPY_FILE, Code.STATE_SIZE))
         kept.append(None if wrong else shard)
     return kept
 

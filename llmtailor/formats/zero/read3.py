@@ -15,12 +15,11 @@ from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.sharding import part_size
 from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
-from llmtailor.errors import PathIn, Problems, SourceError, some
+from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.common import (
-    FIX,
     Saved,
     attempt,
     check_params,
@@ -188,7 +187,7 @@ def _check_flats(
                 if have != length:
                     wrong.append(f"flat id {flat_id} has {have} elements where the params add up to {length}")
         for what in wrong:
-            problems.add(SourceError.at(PathIn(name, path), what, FIX, Code.STATE_SIZE))
+            problems.add(SourceError.at(PathIn(name, path), what, COPY_CHECKPOINT, Code.STATE_SIZE))
         kept.append(None if wrong else shard)
     return kept
 
@@ -213,7 +212,7 @@ def _check_modules(
         ):  # only rank 0 names what is tied
             wrong.append(f"module lists {some(unknown)}, of which there is no state; a resume may fail")
         for what in wrong:
-            problems.add(SourceError.at(PathIn(name, path), what, FIX))
+            problems.add(SourceError.at(PathIn(name, path), what, COPY_CHECKPOINT))
         kept.append(None if wrong else shard)
     return kept
 

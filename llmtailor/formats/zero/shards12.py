@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import FIX, Tensor, as_dict, get, read_elementwise, read_masters, read_step
+from llmtailor.containers.fields import Tensor, as_dict, get, read_elementwise, read_masters, read_step
 from llmtailor.containers.json import is_count
 from llmtailor.containers.pickle_nodes import Call
-from llmtailor.errors import SourceError
+from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.findings import Finding
 from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
 from llmtailor.formats.trees import Trees
@@ -87,10 +87,13 @@ def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
         states = get(inner, "state", dict, where)
         if [owned for owned, _ in groups] != [(number,) for number in range(len(masters))]:
             what = f"{len(masters)} master partitions, but the param groups do not own one each"
-            raise SourceError.at(where, what, FIX, Code.FIELD_CONFLICT)
+            raise SourceError.at(where, what, COPY_FILE, Code.FIELD_CONFLICT)
     if foreign := [key for key in states if key not in range(len(masters))]:
         raise SourceError.at(
-            where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX, Code.FIELD_UNKNOWN
+            where,
+            f"it holds the optimizer state of {foreign[0]!r}, which no param group owns",
+            COPY_FILE,
+            Code.FIELD_UNKNOWN,
         )
     parts: list[Mapping[str, Tensor]] = []
     steps: list[float] = []
@@ -102,7 +105,7 @@ def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
             continue
         if group not in states:
             what = f"the optimizer state of group {group} is missing; a resume would restart Adam for it"
-            raise SourceError.at(where, what, FIX, Code.STATE_MISSING)
+            raise SourceError.at(where, what, COPY_FILE, Code.STATE_MISSING)
         state = as_dict(states[group], f"state[{group}]", where)
         kinds, step = read_elementwise(state, None, group, where)
         parts.append({MASTER: master, **kinds})
@@ -111,7 +114,7 @@ def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
     counts = outer.get("partition_count")
     gaps = outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
-        raise SourceError.at(where, "param_alignment_paddings is no list", FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, "param_alignment_paddings is no list", COPY_FILE, Code.FIELD_TYPE)
     return PartitionShard(
         stage=_stage(outer, where),
         variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
@@ -138,7 +141,10 @@ def _stage(outer: Mapping[str, Any], where: str) -> int:
     if type(number) is not int or number not in (1, 2):
         told = number if type(number) is int else "no number"
         raise SourceError.at(
-            where, f"zero_stage is {told} in a file with the layout of ZeRO-1 and ZeRO-2", FIX, Code.FIELD_CONFLICT
+            where,
+            f"zero_stage is {told} in a file with the layout of ZeRO-1 and ZeRO-2",
+            COPY_FILE,
+            Code.FIELD_CONFLICT,
         )
     return number
 
@@ -160,5 +166,5 @@ def _mappings(node: Any) -> Mappings:
 
 def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     if not isinstance(node, (list, tuple)) or not all(map(is_count, node)):
-        raise SourceError.at(where, f"{what} is no list of counts", FIX, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is no list of counts", COPY_FILE, Code.FIELD_TYPE)
     return tuple(node)

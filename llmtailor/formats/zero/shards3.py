@@ -20,7 +20,6 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.containers.fields import (
-    FIX,
     Tensor,
     as_dict,
     get,
@@ -35,7 +34,7 @@ from llmtailor.containers.fields import (
 )
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
-from llmtailor.errors import SourceError, some
+from llmtailor.errors import COPY_FILE, SourceError, some
 from llmtailor.findings import Finding
 from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
@@ -116,13 +115,16 @@ def read_optim_shard(trees: Trees, path: str, where: str) -> OptimShard:
         raise SourceError.at(
             where,
             f"{len(masters)} master tensors, but the param groups own {ids}, in this order",
-            FIX,
+            COPY_FILE,
             Code.FIELD_CONFLICT,
         )
     state = get(inner, "state", dict, where)
     if foreign := [key for key in state if key not in range(len(masters))]:
         raise SourceError.at(
-            where, f"it holds the optimizer state of {foreign[0]!r}, which no param group owns", FIX, Code.FIELD_UNKNOWN
+            where,
+            f"it holds the optimizer state of {foreign[0]!r}, which no param group owns",
+            COPY_FILE,
+            Code.FIELD_UNKNOWN,
         )
     flats, steps, step_is_tensor = [], [], True
     for flat_id, master in enumerate(masters):
@@ -134,7 +136,7 @@ def read_optim_shard(trees: Trees, path: str, where: str) -> OptimShard:
             raise SourceError.at(
                 where,
                 f"the optimizer state of flat id {flat_id} is missing; a resume would restart Adam for it",
-                FIX,
+                COPY_FILE,
                 Code.STATE_MISSING,
             )
         kinds, step_node = read_elementwise(
@@ -193,11 +195,11 @@ def _check_stage(outer: dict[str, Any], where: str) -> None:
     if type(number) is not int or number != 3:
         told = number if type(number) is int else "no number"
         raise SourceError.at(
-            where, f"zero_stage is {told} in a file with the name of a ZeRO-3 shard", FIX, Code.FIELD_CONFLICT
+            where, f"zero_stage is {told} in a file with the name of a ZeRO-3 shard", COPY_FILE, Code.FIELD_CONFLICT
         )
     if "loss_scaler" not in outer:
         raise SourceError.at(
-            where, "loss_scaler is missing; DeepSpeed refuses to resume without it", FIX, Code.FIELD_MISSING
+            where, "loss_scaler is missing; DeepSpeed refuses to resume without it", COPY_FILE, Code.FIELD_MISSING
         )
 
 
@@ -214,7 +216,10 @@ def read_model_shard(trees: Trees, path: str, where: str) -> ModelShard:
     frozen_fragments = as_dict(tree.get("frozen_param_fragments") or {}, "frozen_param_fragments", where)
     if frozen_fragments and frozen_fragments.keys() != frozen_shapes.keys():
         raise SourceError.at(
-            where, "frozen_param_fragments and frozen_param_shapes list different params", FIX, Code.FIELD_CONFLICT
+            where,
+            "frozen_param_fragments and frozen_param_shapes list different params",
+            COPY_FILE,
+            Code.FIELD_CONFLICT,
         )
     buffers = _buffers(module, read_names(tree.get("buffer_names"), "buffer_names", where), where)
     return ModelShard(
@@ -273,7 +278,7 @@ def check_alike(flats: Sequence[Mapping[str, Tensor]], where: str) -> tuple[Mapp
     for flat_id, flat in enumerate(flats):
         if flat.keys() != flats[0].keys():
             what = f"flat id {flat_id} has the states {', '.join(flat)}, but flat id 0 has {', '.join(flats[0])}"
-            raise SourceError.at(where, what, FIX, Code.STATE_MISSING)
+            raise SourceError.at(where, what, COPY_FILE, Code.STATE_MISSING)
     return tuple(flats)
 
 
@@ -281,7 +286,7 @@ def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict
     """The persistent buffers; params are empty placeholders of shape (0,) in ZeRO-3."""
     if lost := sorted(listed - module.keys()):
         raise SourceError.at(
-            where, f"module lacks the buffers {some(lost)}; a resume would fail", FIX, Code.FIELD_MISSING
+            where, f"module lacks the buffers {some(lost)}; a resume would fail", COPY_FILE, Code.FIELD_MISSING
         )
     buffers = {}
     for name, node in module.items():
@@ -289,9 +294,9 @@ def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict
         if name in listed:
             buffers[name] = read_tensor(node, f"module[{name}]", where)
         elif (view := as_tensor(node)) is None and not name.endswith(_EXTRA):
-            raise SourceError.at(where, f"module[{name}] is no tensor; a resume would fail", FIX, Code.FIELD_TYPE)
+            raise SourceError.at(where, f"module[{name}] is no tensor; a resume would fail", COPY_FILE, Code.FIELD_TYPE)
         elif view is not None and view.shape != (0,):
             have = "in full" if view.numel else f"with shape {list(view.shape)}"
             what = f"module holds {name} {have}, where ZeRO-3 leaves a placeholder; a resume would fail"
-            raise SourceError.at(where, what, FIX, Code.STATE_SIZE)
+            raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
     return buffers
