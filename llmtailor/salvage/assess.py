@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.torch_zip import Record, list_records
@@ -18,7 +19,6 @@ from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.recipe.candidates import RunCheckpoint
 from llmtailor.verify.verify import verify_checkpoint
 
 _RNG = re.compile(r"rng_state(_\d+)?\.pth")
@@ -68,7 +68,7 @@ class _Sorted:
     weights_lost: bool
 
 
-def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = lambda num_bytes: None) -> Holder:
+def assess(path: Path, step: int, deep: bool, observe: Callable[[int], None] = lambda num_bytes: None) -> Holder:
     """Say what a checkpoint can give to a composite. With ``deep`` its bytes are read, too.
 
     Raises SourceError if it can give nothing, and Interrupted on Ctrl-C.

@@ -1,4 +1,4 @@
-"""The service behind ``llmtailor salvage``: judge the run's checkpoints -> choose -> recipe -> plan of a merge."""
+"""The service behind ``llmtailor salvage``: assess the run's checkpoints -> choose -> recipe -> plan of a merge."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import FileLayout, Literal
-from llmtailor.checkpoint.lineage import Past
-from llmtailor.codes import Code
 from llmtailor.compose.opened import Opened
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.resume import is_written
@@ -25,10 +23,10 @@ from llmtailor.model.states import State
 from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.runs.folder import list_checkpoints
-from llmtailor.runs.judge import Judge
-from llmtailor.runs.scan import find_checkpoints, of_another_chain, past_of, why_not
-from llmtailor.salvage.assess import Holder, judge, without_weights
+from llmtailor.runs.attempts import Judge
+from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.scan import scan_back
+from llmtailor.salvage.assess import Holder, assess, without_weights
 from llmtailor.salvage.choose import Choice, choose
 from llmtailor.storage.local import read_source
 from llmtailor.verify.verify import verify_checkpoint
@@ -95,7 +93,7 @@ def plan_salvage(
     Raises SourceError with all that is in the way if there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
-    scan, anatomy = scan_run(run, at, deep, fragments, observe, trust_unrecorded)
+    scan, anatomy = _scan(run, at, deep, fragments, observe, trust_unrecorded)
     holders = scan.holders
     choice = choose(holders, anatomy, fragments)
     if not choice.is_complete:
@@ -117,52 +115,34 @@ def plan_salvage(
     return replace(salvage, is_written=True)
 
 
-def scan_run(
-    run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe, trust_unrecorded: bool = False
+def _scan(
+    run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe, trust_unrecorded: bool
 ) -> tuple[Scan, Anatomy]:
-    """Judge the run's checkpoints from the newest on, until a composite is complete.
+    """Assess the run's checkpoints from the newest on, until a composite is complete.
 
     Raises SourceError if none of them can give anything.
     """
-    folders = find_checkpoints(run, at)
-    present = Judge.of(run, at, trust_unrecorded)
-    holders: list[Holder] = []
-    refused: list[Problem] = []
-    anatomy: Anatomy | None = None
-    past: Past | None = None
-    for step, path in folders:
-        if anatomy is not None and choose(holders, anatomy, fragments).is_complete:
-            logger.info("looked no further back than %s: all parts are found", holders[-1].name)
-            break
-        foreign = present.why_not(path, step)
-        if foreign is not None and foreign.code is Code.GIVEN_UP:
-            refused.append(foreign)
-            logger.info("skipped %s: %s", foreign.where, foreign.what)
-            continue
-        try:
-            holder = judge(path, step, deep, observe)
-            mine = past_of(holder.index)
-        except SourceError as error:
-            refused += error.problems
-            logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
-            continue
-        holders, holder = _share_tied(holders, holder)
-        reason = foreign or why_not(step, holder.index, holders[0].index if holders else None)
-        if reason is None and past is not None and mine is not None and not past.includes(mine):
-            reason = of_another_chain(holder.name)
-        if reason is not None:
-            refused.append(reason)
-            logger.info("skipped %s: %s", holder.name, reason.what)
-            continue
-        past = past or mine
-        holders.append(holder)
+
+    def read(path: Path, step: int, found: list[Holder]) -> Holder:
+        found[:], holder = _share_tied(found, assess(path, step, deep, observe))
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
-        anatomy = dissect_checkpoint(holders[0].index)
-    if anatomy is None:
+        return holder
+
+    folder = RunFolder(run)
+    folders = folder.checkpoints_until(at)
+    holders, refused = scan_back(
+        folders,
+        Judge.of(folder, at, trust_unrecorded),
+        read=read,
+        index_of=lambda holder: holder.index,
+        is_enough=lambda found, step: choose(found, dissect_checkpoint(found[0].index), fragments).is_complete,
+    )
+    problems = tuple(problem for problems in refused.values() for problem in problems)
+    if not holders:
         head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
-        raise SourceError([head, *refused])
-    return Scan(run, folders[0], tuple(holders), tuple(refused)), anatomy
+        raise SourceError([head, *problems])
+    return Scan(run, folders[0], tuple(holders), problems), dissect_checkpoint(holders[0].index)
 
 
 def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
@@ -232,7 +212,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
 def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
     """Take files that a run never changes (config, tokenizer) from other checkpoints if the base's are damaged."""
     layouts, notices = [], []
-    others = sorted(list_checkpoints(scan.run).items(), reverse=True)
+    others = sorted(RunFolder(scan.run).full().items(), reverse=True)
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
         if not path.startswith("rng_state"):

@@ -18,7 +18,7 @@ from llmtailor.containers.json import read_json
 from llmtailor.engine.placing import put_in_place
 from llmtailor.engine.staging import remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError
-from llmtailor.runs.folder import list_checkpoints
+from llmtailor.runs.folder import RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.local import fsync_folder, list_files, replace_durably
 
@@ -44,7 +44,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
     run, base = salvage.scan.run, salvage.base
     target = run / f"checkpoint-{base.step}"
     aside = {}
-    for step, path in list_checkpoints(run).items():
+    for step, path in RunFolder(run).full().items():
         if step > base.step or (step == base.step and salvage.composition is not None):
             whole = any(holder.is_whole and holder.checkpoint.path == path for holder in salvage.scan.holders)
             aside[path] = path.with_name(f"{'replaced' if whole else 'damaged'}-{path.name}")
