@@ -95,11 +95,6 @@ class Ledger:
         return {part: step for part, (_, step) in self.held_by.items()}
 
     @property
-    def past(self) -> Past:
-        """The past of the newest save, or of the run before its first."""
-        return Past(self.step or 0, self.lineage, self.history)
-
-    @property
     def last(self) -> dict[str, int]:
         """Part -> number of the save that last held it, as `Situation` takes it."""
         return {part: save for part, (save, _) in self.held_by.items()}
@@ -208,13 +203,10 @@ class RunCheckpoint:
     """The parts that it holds; None: all parts"""
     resumable: bool = True
     """Whether it can be the base, i.e. supplies learning-rate schedule, random number states and trainer state"""
-    past: Past | None = field(default=None, compare=False)
-    """Of a partial checkpoint"""
     part_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that each part comes from"""
-    held_by: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Of a partial checkpoint: each part trained at its step -> step of the newest save that held it by then. A
-    composite of its step needs all of these parts."""
+    ledger: Ledger | None = field(default=None, compare=False)
+    """Of a partial checkpoint: the saves of its run, itself the newest"""
 
     @classmethod
     def saved(cls, path: Path, ledger: Ledger) -> RunCheckpoint:
@@ -222,8 +214,7 @@ class RunCheckpoint:
         newest = frozenset(part for part, (save, _) in ledger.held_by.items() if save == ledger.saves - 1)
         if not newest:
             raise ValueError("there was no save yet")
-        step = max(ledger.steps[part] for part in newest)
-        return cls(path, step, newest, past=replace(ledger.past, step=step), held_by=ledger.steps)
+        return cls(path, max(ledger.steps[part] for part in newest), newest, ledger=ledger)
 
     @classmethod
     def from_json(cls, path: Path, data: object, where: str) -> RunCheckpoint:
@@ -237,7 +228,17 @@ class RunCheckpoint:
     @property
     def is_partial(self) -> bool:
         """Whether it is a partial checkpoint, even one with every part."""
-        return self.past is not None
+        return self.ledger is not None
+
+    @property
+    def past(self) -> Past | None:
+        """Of a partial checkpoint"""
+        return Past(self.step, self.ledger.lineage, self.ledger.history) if self.ledger else None
+
+    @property
+    def needed_parts(self) -> frozenset[str]:
+        """Of a partial checkpoint: the parts trained at its step, all of which a composite of that step needs"""
+        return frozenset(self.ledger.held_by if self.ledger else ())
 
     @property
     def name(self) -> str:
@@ -309,15 +310,15 @@ def composable_steps(checkpoints: Sequence[RunCheckpoint], parts: Collection[str
 
 def partial_sources(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> dict[str, RunCheckpoint]:
     """Return the best holder of each part that a partial checkpoint needs, among the partial ones it builds on."""
-    return best_holders([one for one in saves if save.builds_on(one)], save.held_by)
+    return best_holders([one for one in saves if save.builds_on(one)], save.needed_parts)
 
 
 def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:
     """Whether a complete state can be composed at a partial checkpoint's step from partial checkpoints alone.
 
-    If somebody has deleted one, the next older holder of its parts counts, though ``held_by`` then says otherwise.
+    If somebody has deleted one, the next older holder of its parts counts, though the ledger then says otherwise.
     """
-    return partial_sources(save, saves).keys() >= save.held_by.keys()
+    return partial_sources(save, saves).keys() >= save.needed_parts
 
 
 def lost_parts(ledger: Ledger, saves: Iterable[RunCheckpoint]) -> set[str]:
@@ -332,4 +333,4 @@ def lost_parts(ledger: Ledger, saves: Iterable[RunCheckpoint]) -> set[str]:
 
 def present_of(ledger: Ledger) -> RunCheckpoint:
     """Return the run's present as a partial checkpoint that holds nothing itself."""
-    return RunCheckpoint(Path(), ledger.past.step, frozenset(), past=ledger.past, held_by=ledger.steps)
+    return RunCheckpoint(Path(), ledger.step or 0, frozenset(), ledger=ledger)

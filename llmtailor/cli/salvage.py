@@ -79,7 +79,7 @@ def command(
             _put_in_place(left, as_json)
         else:
             click.echo("note: an earlier --replace was interrupted; salvage --replace goes on with it", err=True)
-    with progress_bar(None, quiet=quiet or not deep, label="reading") as observe:
+    with progress_bar(None, quiet=quiet or not deep, label="reading") as on_progress:
         salvage = plan_salvage(
             run,
             out,
@@ -89,7 +89,7 @@ def command(
             replace_out=force,
             in_place=replace,
             trust_unrecorded=trust_unrecorded,
-            observe=observe,
+            on_progress=on_progress,
         )
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition

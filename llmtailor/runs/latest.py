@@ -35,15 +35,15 @@ def find_latest(
     run: Path,
     at: int | None = None,
     deep: bool = False,
-    observe: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
     *,
     trust_unrecorded: bool = False,
 ) -> Latest:
     """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
 
-    Those of attempts that were given up are passed over, and so are, unless ``trust_unrecorded``, those that do not say
-    which attempt they are of. See `verify_checkpoint` for ``deep`` and ``observe``. Raises SourceError if there is no
-    such folder, and Interrupted on Ctrl-C.
+    Checkpoints of attempts that were given up are passed over, and so are, unless ``trust_unrecorded``, those that don't
+    state their attempt where attempts are recorded. See `verify_checkpoint` for ``deep`` and ``on_progress``. Raises
+    SourceError if there is no such folder, and Interrupted on Ctrl-C.
     """
     folder = RunFolder(run)
     judge = Judge.of(folder, at, trust_unrecorded)
@@ -51,7 +51,7 @@ def find_latest(
     verdicts: list[Verdict] = []
     for step, path in sorted(folder.full().items(), reverse=True):
         if at is None or step <= at:
-            verdicts.append(_verify(path, step, deep, observe, judge))
+            verdicts.append(_verify(path, step, deep, on_progress, judge))
             if verdicts[-1].is_resumable:
                 found = path
                 break
@@ -65,11 +65,11 @@ def find_latest(
     return Latest(found, verdict, tuple(verdicts), next(newer_partial, None))
 
 
-def _verify(path: Path, step: int, deep: bool, observe: Callable[[int], None], judge: Judge) -> Verdict:
+def _verify(path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: Judge) -> Verdict:
     problem = judge.why_not(path, step)
     if problem is None:
         try:
-            return verify_checkpoint(path, deep, observe)
+            return verify_checkpoint(path, deep, on_progress)
         except SourceError as error:  # no checkpoint, or of a kind that can't be judged
             problems = error.problems
     else:

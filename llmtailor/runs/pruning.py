@@ -17,7 +17,6 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import (
     THINNED,
     Ledger,
-    Past,
     RunCheckpoint,
     composable_steps,
     is_complete,
@@ -27,7 +26,6 @@ from llmtailor.checkpoint.lineage import (
 from llmtailor.containers.json import read_json
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
 from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
@@ -41,6 +39,8 @@ from llmtailor.runs.to_partial import Conversion, part_bytes
 BASE = "complete base"
 UNBOUNDED = 1 << 30
 """Saves. The limit of a selection: parts that it leaves out stay those of the base."""
+Thinned = tuple[RunCheckpoint, Mapping[int, float]]
+"""A partial checkpoint that was made from a full one, or will be, and its losses as in `FullFacts`"""
 STAYS, PARTIAL, WEIGHTS = "stays", "partial", "weights only"
 _BUG = "this is a bug in llmtailor: please report it; nothing was touched"
 
@@ -146,20 +146,6 @@ class FullFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
-    """The record of a partial checkpoint that was made from a full one, or will be."""
-
-    ledger: Ledger
-    """After it"""
-    losses: Mapping[int, float]
-    """As in `FullFacts`"""
-
-    @property
-    def step(self) -> int:
-        return self.ledger.past.step
-
-
-@dataclass(frozen=True, slots=True)
 class PruneAction:
     """What becomes of a full checkpoint."""
 
@@ -172,8 +158,8 @@ class PruneAction:
     """Of one that becomes partial: the parts it keeps, and why each"""
     successor: RunCheckpoint | None = None
     """The partial checkpoint in its place"""
-    ledger: Ledger | None = None
-    """Of a partial checkpoint that is to be written. None if one of this step exists already and takes its place."""
+    is_written: bool = False
+    """Whether that one is to be written; otherwise one of this step exists already"""
     kind: str = ""
     """What it is, e.g. ``deepspeed-zero3 on 2 ranks``"""
     num_bytes: int = 0
@@ -215,7 +201,7 @@ class Pruner:
     chooser: Chooser | None
     """None: older ones become weights only."""
     thinned: list[Thinned]
-    """Of the partial checkpoints that were made from full ones before"""
+    """The partial checkpoints that were made from full ones before"""
     new_lineage: Callable[[], str]
     path_of: Callable[[int], Path]
     """The folder of the partial checkpoint of a step"""
@@ -241,8 +227,8 @@ class Pruner:
                 action = PruneAction(checkpoint, STAYS, why)
             else:
                 there, promised = left, kept
-                if action.ledger is not None:
-                    self.thinned.append(Thinned(action.ledger, self.facts(checkpoint).losses))
+                if action.is_written and action.successor is not None:
+                    self.thinned.append((action.successor, self.facts(checkpoint).losses))
             actions.append(action)
         after = composable_steps(there, self.parts)
         self._check(actions, promised, after)
@@ -267,20 +253,19 @@ class Pruner:
             path=self.path_of(step),
             step=step,
             parts=None if held_parts >= set(self.parts) else frozenset(held_parts),
-            past=Past(step, ledger.lineage, ledger.history),
             part_steps=checkpoint.part_steps,
-            held_by=ledger.steps,
+            ledger=ledger,
         )
-        return PruneAction(checkpoint, PARTIAL, parts=chosen, successor=successor, ledger=ledger)
+        return PruneAction(checkpoint, PARTIAL, parts=chosen, successor=successor, is_written=True)
 
     def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
         """Check the outcome independently of how it was decided."""
         if not after:
             what = "nothing would be left to resume from: none of the newest full checkpoints is complete"
             raise SourceError.at("thin", what, "keep more full checkpoints, or save a complete one first")
-        saves = [RunCheckpoint.saved(self.path_of(one.step), one.ledger) for one in self.thinned]
-        made = {action.checkpoint.step for action in actions if action.ledger is not None}
-        incomplete = {save.step for save in saves if save.step in made and not is_complete(save, saves)}
+        saves = [save for save, _ in self.thinned]
+        made = [action.successor for action in actions if action.is_written and action.successor]
+        incomplete = {save.step for save in made if not is_complete(save, saves)}
         if lost := promised - set(after) | incomplete:
             what = f"step {', '.join(map(str, sorted(lost)))} could not be composed any more"
             raise VerificationError.at("thin", what, _BUG)
@@ -294,14 +279,15 @@ def ledger_before(
     It continues the newest older one of the same attempt. If there is none, or another one already continues from
     there, it begins a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
     """
-    older = [one for one in thinned if one.step < step and not _contradict(one.losses, losses)]
-    if not older:
+    saves = [save for save, _ in thinned]
+    older = [save for save, logged in thinned if save.step < step and not _contradict(logged, losses)]
+    last = max(older, key=lambda save: save.step, default=None)
+    if last is None or last.ledger is None:
         return Ledger(new_lineage())
-    last = max(older, key=lambda one: one.step)
-    ledger = last.ledger
-    if any(one.ledger.lineage == ledger.lineage and one.step > last.step for one in thinned):
+    ledger, lost = last.ledger, lost_parts(last.ledger, saves)
+    if any(save.ledger and save.ledger.lineage == ledger.lineage and save.step > last.step for save in saves):
         ledger = ledger.resumed(new_lineage(), last.step)
-    return ledger.without(lost_parts(last.ledger, [RunCheckpoint.saved(Path(), one.ledger) for one in thinned]))
+    return ledger.without(lost)
 
 
 def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
@@ -310,11 +296,10 @@ def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
     return any(one[step] != other[step] and not (math.isnan(one[step]) and math.isnan(other[step])) for step in shared)
 
 
-def read_thinned(partial: Iterable[RunCheckpoint]) -> list[Thinned]:
-    """Return the records of those partial checkpoints that were made from full ones."""
-    ledgers = {one.path: Ledger.from_json(read_manifest(one.path, one.name).ledger, one.name) for one in partial}
+def read_thinned(checkpoints: Iterable[RunCheckpoint]) -> list[Thinned]:
+    """Return those partial checkpoints that were made from full ones."""
     return [
-        Thinned(ledger, read_losses(path)) for path, ledger in ledgers.items() if ledger.lineage.startswith(THINNED)
+        (one, read_losses(one.path)) for one in checkpoints if one.ledger and one.ledger.lineage.startswith(THINNED)
     ]
 
 

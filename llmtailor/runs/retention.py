@@ -61,8 +61,8 @@ def _newest(saves: Iterable[RunCheckpoint], keep: int) -> list[RunCheckpoint]:
 
 def _is_kin(save: RunCheckpoint, ledger: Ledger) -> bool:
     """Whether both go back to the same complete base."""
-    assert save.past is not None
-    return not {save.past.lineage, *save.past.history}.isdisjoint({ledger.lineage, *ledger.history})
+    assert save.ledger is not None
+    return not {save.ledger.lineage, *save.ledger.history}.isdisjoint({ledger.lineage, *ledger.history})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.lineage import Past, RunCheckpoint, best_holders
+from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
@@ -99,21 +99,20 @@ def scan_run(
         nonlocal anatomy
         anatomy = anatomy or dissect_checkpoint(found[0])
         usable.extend(describe_checkpoint(index, anatomy) for index in found[len(usable) :])
-        newest = best_holders(usable, anatomy.parts) if only_newest else {}
+        if not only_newest:
+            return False
+        newest = best_holders(usable, anatomy.parts)
         return all(part in newest and newest[part].step_of(part) >= step for part in anatomy.parts)
 
-    folders = RunFolder(run).checkpoints_until(at)
-    if also is not None and also not in [folder for _, folder in folders]:
-        folders.append((-1, also))
-    judge = Judge.of(RunFolder(run), at, trust_unrecorded)
     found, refused = scan_back(
-        folders,
-        judge,
-        read=lambda path, _step, _found: index_checkpoint(path),
+        run,
+        at,
+        read=lambda path, step, found: index_checkpoint(path),
         index_of=lambda index: index,
         is_enough=is_enough,
-        ignores_attempts=also,
+        also=also,
         every_chain=every_chain,
+        trust_unrecorded=trust_unrecorded,
     )
     if not found:
         until = f" at or before step {at}" if at is not None else ""
@@ -126,24 +125,32 @@ def scan_run(
 
 
 def scan_back(
-    folders: Iterable[tuple[int, Path]],
-    judge: Judge,
+    run: Path,
+    at: int | None,
     *,
     read: Callable[[Path, int, list[T]], T],
     index_of: Callable[[T], CheckpointIndex],
     is_enough: Callable[[list[T], int], bool],
-    ignores_attempts: Path | None = None,
+    also: Path | None = None,
     every_chain: bool = False,
+    trust_unrecorded: bool = False,
 ) -> tuple[list[T], dict[Path, tuple[Problem, ...]]]:
-    """Read a run's checkpoints from the newest on; return those that can be used together, and why others can't.
+    """Read a run's checkpoints up to step ``at`` from the newest on; return those that can be used together, and why
+    the others can't.
 
-    Those of attempts that were given up are refused unread. Others are refused if they can't be read, if the newest
-    good one is of another model or layout, if they don't state their attempt and must, and, unless ``every_chain``, if
-    they are partial and the newest partial one does not build on them.
+    Checkpoints of attempts that were given up are refused unread. Others are refused if they can't be read, if the
+    newest good one is of another model or layout, unless ``trust_unrecorded`` if they don't state their attempt where
+    attempts are recorded, and unless ``every_chain`` if they are partial and the newest partial one does not build on
+    them. ``also`` is read last, if it lies elsewhere, whatever attempt it belongs to.
 
     ``read`` gets a folder, its step and what was found before, and raises SourceError for a checkpoint that gives
-    nothing. ``is_enough`` says, given the next step to read, whether what was found suffices.
+    nothing. ``is_enough`` says, given the next step to read, whether what was found suffices. Raises SourceError if
+    there is no checkpoint up to step ``at``.
     """
+    folders = RunFolder(run).checkpoints_until(at)
+    judge = Judge.of(RunFolder(run), at, trust_unrecorded)
+    if also is not None and also not in [folder for _, folder in folders]:
+        folders.append((-1, also))
     found: list[T] = []
     refused: dict[Path, tuple[Problem, ...]] = {}
     past: Past | None = None
@@ -156,18 +163,19 @@ def scan_back(
         if found and is_enough(found, step):
             logger.info("looked no further back than %s: every part is found", index_of(found[-1]).name)
             break
-        unrecorded = judge.why_not(folder, step) if folder != ignores_attempts else None
+        unrecorded = judge.why_not(folder, step) if folder != also else None
         if unrecorded is not None and unrecorded.code is Code.GIVEN_UP:
             refuse(folder, unrecorded)
             continue
         try:
             one = read(folder, step, found)
             index = index_of(one)
-            mine = past_of(index)
+            ledger = ledger_of(index)
         except SourceError as error:  # but not Unanswered
             refuse(folder, *error.problems)
             continue
         reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
+        mine = Past(index.global_step, ledger.lineage, ledger.history) if ledger else None
         if reason is None and not every_chain and past and mine and not past.includes(mine):
             what = "it is of other saves than the newest partial checkpoint builds on"
             reason = Problem(index.name, what, "to use it all the same, name it in a recipe")
@@ -179,35 +187,19 @@ def scan_back(
     return found, refused
 
 
-def past_of(index: CheckpointIndex) -> Past | None:
-    """Return the past that a partial checkpoint records; None for a full one. Raises SourceError."""
-    recorded = _record_of(index)
-    return recorded.past if recorded else None
+def ledger_of(index: CheckpointIndex) -> Ledger | None:
+    """Return the ledger of a partial checkpoint; None for a full one. Raises SourceError."""
+    if not index.is_partial:
+        return None
+    return RunCheckpoint.from_json(index.root, read_manifest(index.root, index.name).ledger, index.name).ledger
 
 
 def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoint:
     """Return what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
     absent = absent_parts(index, anatomy)
     parts = frozenset(anatomy.parts) - absent if absent else None
-    recorded = _record_of(index)
-    return RunCheckpoint(
-        path=index.root,
-        step=index.global_step,
-        parts=parts,
-        resumable=TRAINER_STATE in index.files,
-        past=recorded.past if recorded else None,
-        part_steps=index.part_steps,
-        held_by=recorded.held_by if recorded else {},
-    )
-
-
-def _record_of(index: CheckpointIndex) -> RunCheckpoint | None:
-    """Return what the manifest of a partial checkpoint records, as of the step of its index."""
-    if not index.is_partial:
-        return None
-    recorded = RunCheckpoint.from_json(index.root, read_manifest(index.root, index.name).ledger, index.name)
-    assert recorded.past is not None
-    return replace(recorded, past=replace(recorded.past, step=index.global_step))
+    is_resumable = TRAINER_STATE in index.files
+    return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
 
 
 def check_newest(scan: Scan) -> Path:

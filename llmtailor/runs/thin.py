@@ -114,7 +114,7 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
         keep_full=options.keep_full,
         facts=facts_of,
         chooser=chooser,
-        thinned=read_thinned(one for one in scan.usable if one.is_partial),
+        thinned=read_thinned(scan.usable),
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
@@ -143,11 +143,12 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
             freed = freed_bytes(path for path in files_in(index.root) if not is_kept(str(path.relative_to(index.root))))
         elif action.becomes == PARTIAL:
             freed = freed_bytes(files_in(index.root))
-        if action.ledger is not None and chooser is not None and action.successor is not None:
-            contents = Contents(action.parts, action.ledger, chooser.settings())
-            conversion = plan_conversion(index, scan.anatomy, action.successor.path, contents, frozen)
+        successor = action.successor if action.is_written else None
+        if successor is not None and successor.ledger is not None and chooser is not None:
+            contents = Contents(action.parts, successor.ledger, chooser.settings())
+            conversion = plan_conversion(index, scan.anatomy, successor.path, contents, frozen)
             freed -= conversion.num_bytes
-            frozen |= {file.path: (action.successor.path, file.num_bytes) for file in conversion.layout.frozen}
+            frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
         num_bytes = sum(fact.num_bytes for fact in index.files.values())
         ranks = f"{index.world_size} rank{'s' if index.world_size > 1 else ''}"
         kind = f"{'composite, ' if index.part_steps else ''}{index.format} on {ranks}"

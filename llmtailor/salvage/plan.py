@@ -23,7 +23,6 @@ from llmtailor.model.states import State
 from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
@@ -32,19 +31,19 @@ from llmtailor.storage.local import read_source
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
-Observe = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a run's checkpoints can give, from the newest on, as far back as was needed."""
+    """What a run's checkpoints can give, from the newest on, as far back as needed."""
 
     run: Path
     newest: tuple[int, Path]
-    """Step and folder of the newest checkpoint, whatever is left of it."""
+    """Step and folder of the newest checkpoint, whatever is left of it"""
     holders: tuple[Holder, ...]
     refused: tuple[Problem, ...]
-    """Why the others can't give anything."""
+    """Why the others can't give anything"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,11 @@ class Salvage:
     choice: Choice
     fragments: bool
     deeper: Choice | None
-    """What taking each element by itself would choose; None if that is no gain, or was asked for."""
+    """The choice that ``--fragments`` would make; None if it is no gain, or was requested"""
     composition: Composition | None
     """None: the base is whole, and nothing newer is of use."""
     is_written: bool = False
-    """Whether the output is there already."""
+    """Whether the output exists already, from the same salvage"""
 
     @property
     def base(self) -> Holder:
@@ -82,18 +81,18 @@ def plan_salvage(
     replace_out: bool = False,
     trust_unrecorded: bool = False,
     in_place: bool = False,
-    observe: Observe = lambda num_bytes: None,
+    on_progress: OnProgress = lambda num_bytes: None,
 ) -> Salvage:
     """Plan the composite that loses least of a run: every part from the newest checkpoint that has it intact.
 
-    ``out`` is ``salvaged-checkpoint-STEP`` in the run's folder if left out. With ``fragments`` a part that is damaged
-    in the newest checkpoint comes from several, element by element. With ``deep`` tensors are read, too, and
-    ``observe`` is told of it. Nothing later than ``at`` is used. ``in_place`` says that the output will be put in the
-    place of a checkpoint: it may be there already, if it is of the same salvage.
-    Raises SourceError with all that is in the way if there is no complete composite, and what `plan_merge` raises.
+    ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments`` a part that is damaged in
+    the newest checkpoint comes from several, element by element. With ``deep`` tensors are read too, and
+    ``on_progress`` gets the bytes. Nothing later than ``at`` is used. ``in_place`` says that the output will take the
+    place of a checkpoint: it may exist already, if it is of the same salvage. Raises SourceError with all obstacles if
+    there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
-    scan, anatomy = _scan(run, at, deep, fragments, observe, trust_unrecorded)
+    scan, anatomy = _scan(run, at, deep, fragments, on_progress, trust_unrecorded)
     holders = scan.holders
     choice = choose(holders, anatomy, fragments)
     if not choice.is_complete:
@@ -116,7 +115,7 @@ def plan_salvage(
 
 
 def _scan(
-    run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe, trust_unrecorded: bool
+    run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
 ) -> tuple[Scan, Anatomy]:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
@@ -124,37 +123,37 @@ def _scan(
     """
 
     def read(path: Path, step: int, found: list[Holder]) -> Holder:
-        found[:], holder = _share_tied(found, assess(path, step, deep, observe))
+        found[:], holder = _share_tied(found, assess(path, step, deep, on_progress))
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         return holder
 
-    folder = RunFolder(run)
-    folders = folder.checkpoints_until(at)
     holders, refused = scan_back(
-        folders,
-        Judge.of(folder, at, trust_unrecorded),
+        run,
+        at,
         read=read,
         index_of=lambda holder: holder.index,
         is_enough=lambda found, step: choose(found, dissect_checkpoint(found[0].index), fragments).is_complete,
+        trust_unrecorded=trust_unrecorded,
     )
     problems = tuple(problem for problems in refused.values() for problem in problems)
     if not holders:
         head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
         raise SourceError([head, *problems])
-    return Scan(run, folders[0], tuple(holders), problems), dissect_checkpoint(holders[0].index)
+    newest = RunFolder(run).checkpoints_until(at)[0]
+    return Scan(run, newest, tuple(holders), problems), dissect_checkpoint(holders[0].index)
 
 
 def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
-    """Tell those which have lost the file that names tied params what the others say; it holds for the whole run."""
+    """Share which params are tied with those that have lost the file that says so; it holds for the whole run."""
     known = next((one.index.tied for one in (*holders, found) if one.knows_tied), None)
     if known is None:
         return list(holders), found
 
-    def told(one: Holder) -> Holder:
+    def informed(one: Holder) -> Holder:
         return one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
 
-    return [told(one) for one in holders], told(found)
+    return [informed(one) for one in holders], informed(found)
 
 
 def _no_composite(scan: Scan, anatomy: Anatomy, choice: Choice) -> SourceError:
@@ -210,7 +209,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
 
 
 def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
-    """Take files that a run never changes (config, tokenizer) from other checkpoints if the base's are damaged."""
+    """Replace damaged files of the base that a run never changes (config, tokenizer) by those of other checkpoints."""
     layouts, notices = [], []
     others = sorted(RunFolder(scan.run).full().items(), reverse=True)
     for path in base.dropped:
@@ -242,7 +241,7 @@ def _is_sound(root: Path, path: str) -> bool:
 
 
 def _notices(scan: Scan, choice: Choice) -> list[Problem]:
-    """Say what was lost: it stands in the composite's manifest and card."""
+    """Return what was lost, for the composite's manifest and card."""
     assert choice.base is not None
     base, used = scan.holders[choice.base], [scan.holders[number] for number in choice.used]
     notices = []

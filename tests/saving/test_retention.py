@@ -209,14 +209,14 @@ def outcomes(disk: Disk, saves: Sequence[RunCheckpoint], keep: int) -> list[tupl
     for group in (kin, [one for one in kin if one.step <= present.get(one.past.lineage, 0)]):
         able: dict[int, RunCheckpoint] = {}
         for one in sorted(group, key=lambda one: one.step):
-            if len(search(kin, past_of(one), list(one.held_by))) == len(one.held_by):
+            if len(search(kin, past_of(one), list(one.needed_parts))) == len(one.needed_parts):
                 able[one.step] = one
         points += [able[step] for step in sorted(able)[-keep:]]
     left = [one for one in saves if one in kin]
     made: list[tuple[int, Found]] = [(0, search(left, present, list(ledger.held_by)))]
     for one in points:
         if one in left:
-            made.append((one.step, search(left, past_of(one), list(one.held_by))))
+            made.append((one.step, search(left, past_of(one), list(one.needed_parts))))
     return made
 
 
@@ -238,6 +238,6 @@ def test_a_save_is_needed_exactly_if_its_loss_would_be_noticed(disk, keep):
 
 def test_a_ledger_describes_its_newest_save():
     save = RunCheckpoint.saved(Path("step"), Disk().save(50).save(60, A).ledger)
-    assert (save.step, save.parts, save.held_by) == (60, frozenset({A}), {A: 60, B: 50, C: 50})
+    assert (save.step, save.parts, save.needed_parts) == (60, frozenset({A}), frozenset({A, B, C}))
     assert save.past is not None
     assert (save.past.step, save.past.lineage, save.past.history) == (60, "L1", {})

@@ -83,7 +83,7 @@ def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, kee
 
         before = list(disk.values())
         disk = {at: record for at, record in disk.items() if at not in deletable(before, ledger, keep)}
-        assert steps_of(partial_sources(disk[step], disk.values())) == disk[step].held_by
+        assert steps_of(partial_sources(disk[step], disk.values())) == disk[step].ledger.steps
         own = [save for save in before if disk[step].builds_on(save) and is_complete(save, before)]
         for save in sorted(own, key=lambda save: save.step)[-keep:]:
             assert partial_sources(save, disk.values()) == partial_sources(save, before)

@@ -193,7 +193,7 @@ def test_thinning_keeps_every_step_that_it_promises(
         steps = [step for step in before if outcome(there, step)]  # at each moment, not only in the end
         given_up = {one.checkpoint.step for one in decision.actions if one.becomes == WEIGHTS}
         assert set(before) - given_up <= set(steps)
-        if action.ledger:
+        if action.is_written:
             chosen = outcome(there, action.checkpoint.step)
             assert chosen
             assert {part for part in action.parts if chosen[1][part] != action.successor.path} == set()
