@@ -41,7 +41,7 @@ def find_latest(
 ) -> Latest:
     """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
 
-    Checkpoints of attempts that were given up are passed over, and so are, unless ``trust_unrecorded``, those that don't
+    Checkpoints of attempts that were given up are passed over. Unless ``trust_unrecorded``, so are those that don't
     state their attempt where attempts are recorded. See `verify_checkpoint` for ``deep`` and ``on_progress``. Raises
     SourceError if there is no such folder, and Interrupted on Ctrl-C.
     """
