@@ -102,15 +102,18 @@ class RunFolder:
         return found
 
     def full(self) -> dict[int, Path]:
-        """Return the ``checkpoint-N`` by step, whatever is in them. Raises SourceError if there is no such folder."""
+        """Return the ``checkpoint-N`` by ascending step, whatever is in them.
+
+        Raises SourceError if there is no such folder.
+        """
         if not self.run.is_dir():
             fix = "name the folder that holds checkpoint-N"
             raise SourceError.at(display_name(self.run), "there is no such folder", fix, Code.NO_CHECKPOINT)
-        return {entry.step: entry.path for entry in self.entries(Kind.FULL)}
+        return dict(sorted((entry.step, entry.path) for entry in self.entries(Kind.FULL)))
 
     def complete(self) -> dict[int, Path]:
-        """Return the complete partial checkpoints by step."""
-        return {entry.step: entry.path for entry in self.entries(Kind.PARTIAL)}
+        """Return the complete partial checkpoints by ascending step."""
+        return dict(sorted((entry.step, entry.path) for entry in self.entries(Kind.PARTIAL)))
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return all checkpoints with the steps in their names, full and partial, whatever is in them.

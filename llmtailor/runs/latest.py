@@ -49,7 +49,7 @@ def find_latest(
     judge = Judge.of(folder, at, trust_unrecorded)
     found: Path | None = None
     verdicts: list[Verdict] = []
-    for step, path in sorted(folder.full().items(), reverse=True):
+    for step, path in reversed(folder.full().items()):
         if at is None or step <= at:
             verdicts.append(_verify(path, step, deep, on_progress, judge))
             if verdicts[-1].is_resumable:

@@ -211,11 +211,11 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
 def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
     """Replace damaged files of the base that a run never changes (config, tokenizer) by those of other checkpoints."""
     layouts, notices = [], []
-    others = sorted(RunFolder(scan.run).full().items(), reverse=True)
+    others = list(reversed(RunFolder(scan.run).full().values()))
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
         if not path.startswith("rng_state"):
-            donor = next((root for _, root in others if root != base.index.root and _is_sound(root, path)), None)
+            donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "copy it into the output before the resume, if you have it elsewhere"
             notices.append(Problem(where, "the file is damaged, and left out", fix))

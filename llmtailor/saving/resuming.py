@@ -87,7 +87,7 @@ def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None
 def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:
     """Move the partial checkpoints and composites aside that are given up; name the Trainer's full ones."""
     saves = [path for number, path in folder.complete().items() if number > step or (number == step and path != before)]
-    full = [path for number, path in sorted(folder.full().items()) if number > step]
+    full = [path for number, path in folder.full().items() if number > step]
     composites = [path for path in full if (path / MANIFEST).is_file() and not path.is_symlink()]
     folder.set_aside([*saves, *composites])
     if moved := [path.name for path in (*saves, *composites)]:
