@@ -1,92 +1,84 @@
-"""Which saves a checkpoint builds on."""
+"""The saves of a run: which earlier saves each builds on, and which of them each part of a composite comes from. Pure.
+
+A *lineage* is an unbroken chain of saves, with a random id. A run begins one with its complete base, and every resume
+begins another that continues it. This distinguishes the saves of an abandoned attempt from the run's own, even at equal
+steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import Problem, SourceError
 
 THINNED = "thin-"
-"""Begins the lineages of partial checkpoints that were made of full ones afterwards (see `runs.thinned`). They say
-how these build on each other, and nothing of the attempt of the training."""
-
+"""Prefix of the lineages of partial checkpoints that ``thin`` made from full ones. They record how these build on each
+other, and say nothing about the attempt of the training."""
 
 UNRECORDED = "after-"
-"""Begins the lineages of trainings that went on from a save without the saver"""
+"""Prefix of the lineages of trainings that resumed from a save without the saver"""
+
+WHAT = "the record of earlier saves"
+FIX = "take another step, or copy the partial checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a checkpoint, or a training, continues: a step of a lineage, and those that led there."""
+    """What a checkpoint or a training continues: a step of a lineage, and the lineages that led there."""
 
     step: int
     lineage: str
-    """A random id of an unbroken chain of saves; see `recipe.candidates`."""
     history: Mapping[str, int]
     """Earlier lineages -> the last step of theirs that belongs to this one"""
 
     def includes(self, other: Past) -> bool:
+        """Whether the other belongs to this one's past, or is its present."""
         until = self.step if other.lineage == self.lineage else self.history.get(other.lineage, -1)
         return other.step <= until
 
     def gives_up(self, other: Past) -> bool:
-        """Whether it continues a step before the other's, of the same lineage: the other was abandoned for it."""
+        """Whether it continues from before the other's step in the other's lineage, so that the other is abandoned."""
         return other.step > self.history.get(other.lineage, other.step)
 
 
 def read_past(step: Any, lineage: Any, history: Any) -> Past | None:
-    """Return the past that values out of a file tell of; None if they make no sense."""
-    if not _is_step(step) or not isinstance(lineage, str) or not lineage or not isinstance(history, Mapping):
+    """Return the past that the values from a file describe, or None if they are invalid."""
+    if not _is_count(step) or not isinstance(lineage, str) or not lineage or not isinstance(history, Mapping):
         return None
-    if not all(isinstance(name, str) and name and _is_step(until) for name, until in history.items()):
+    if not all(isinstance(name, str) and name and _is_count(until) for name, until in history.items()):
         return None
     return Past(step, lineage, dict(history))
 
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def is_one_attempt(stated: Iterable[Past]) -> bool:
-    """Whether checkpoints are all of one attempt and what it continues."""
+    """Whether checkpoints all belong to one attempt and to what it continues."""
     known = list(stated)
     newest = max(known, key=lambda past: past.step, default=None)
     return newest is None or all(newest.includes(one) for one in known)
 
 
 def continued(past: Past, step: int) -> Past:
-    """Return what a training is that went on from ``past`` to a later step, and that nobody recorded."""
+    """Return the past of an unrecorded training that resumed from ``past`` and has reached a later step."""
     return Past(step, f"{UNRECORDED}{past.lineage}@{past.step}", {**past.history, past.lineage: past.step})
-
-
-WHAT = "the record of earlier saves"
-
-
-FIX = "take another step, or copy the partial checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The saves of a run so far, as the newest of them knows them.
-
-    A *lineage* is an unbroken chain of saves. A run begins one with its complete base, and every resume begins another
-    that continues it (`resumed`). So what an abandoned attempt saved after the step that was resumed from is told
-    apart from what the run itself saved, even where steps coincide.
-    """
+    """The saves of a run so far, as the newest one records them in its manifest."""
 
     lineage: str
-    """A random id."""
     history: Mapping[str, int] = field(default_factory=dict)
-    """Earlier lineages that this one continues -> the last step of theirs that belongs to this run."""
+    """Earlier lineages that this one continues -> the last step of theirs that belongs to this run"""
     saves: int = 0
-    """How many there were, over all these lineages: the number of the next one."""
+    """Number of saves over all these lineages, which is the number of the next one"""
     held_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Part -> number and step of the save that last held it."""
+    """Part -> number and step of the save that last held it"""
     policy_state: Mapping[str, Any] | None = None
-    """What a policy of one's own wants to remember, as JSON data."""
+    """State that a custom policy keeps between saves, as JSON data"""
 
     def __post_init__(self) -> None:
         if problems := _problems({one.name: getattr(self, one.name) for one in fields(self)}):
@@ -95,25 +87,30 @@ class Ledger:
     @property
     def step(self) -> int | None:
         """The step of the newest save; None before the first."""
-        return max((step for _, step in self.held_by.values()), default=None)
+        return max(self.steps.values(), default=None)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Part -> step of the save that last held it"""
+        return {part: step for part, (_, step) in self.held_by.items()}
 
     @property
     def last(self) -> dict[str, int]:
-        """Part -> number of the save that last held it, as a `Situation` wants it."""
+        """Part -> number of the save that last held it, as `Situation` takes it."""
         return {part: save for part, (save, _) in self.held_by.items()}
 
     def after(
         self, step: int, saved: Collection[str], trainable: Iterable[str], policy_state: Mapping[str, Any] | None = None
     ) -> Ledger:
-        """Return the ledger after one more save, which is the one to be written into it.
+        """Return the ledger after one more save; that save's manifest gets it.
 
-        `trainable` are the parts that the run trains now, of which `saved` are some: parts frozen since are dropped,
-        parts unfrozen since must be among the `saved`. The first save must hold all of them. Raises ValueError for a
+        ``trainable`` are the parts that the run trains now, and ``saved`` is a subset. Parts frozen since are dropped;
+        parts unfrozen since must be among the ``saved``. The first save must hold all parts. Raises ValueError for a
         save that would leave a part without a holder, or that does not come after the previous one.
         """
         held_by = {part: (self.saves, step) if part in saved else self.held_by.get(part) for part in trainable}
-        if homeless := [part for part, held in held_by.items() if held is None]:
-            raise ValueError(f"after step {step} no save would hold {', '.join(homeless)}")
+        if unassigned := [part for part, held in held_by.items() if held is None]:
+            raise ValueError(f"after step {step} no save would hold {', '.join(unassigned)}")
         if not saved or not held_by.keys() >= set(saved):
             raise ValueError(f"step {step} must save something, and only what is trainable")
         if self.step is not None and step <= self.step:
@@ -122,24 +119,24 @@ class Ledger:
         return replace(self, saves=self.saves + 1, held_by=known, policy_state=policy_state)
 
     def resumed(self, lineage: str, step: int) -> Ledger:
-        """Return the ledger of a run that resumed at `step`, which is this one's newest save or not much later.
+        """Return the ledger of a run that resumed at ``step``, at or shortly after the newest save.
 
-        `lineage` is a new id.
+        ``lineage`` is a new id.
         """
         return replace(self, lineage=lineage, history={**self.history, self.lineage: step})
 
     def without(self, parts: Collection[str]) -> Ledger:
-        """Return the ledger without some parts, so that the next save holds them (see `retention.lost_parts`)."""
+        """Return the ledger without some parts, so that the next save must hold them (see `lost_parts`)."""
         return replace(self, held_by={part: held for part, held in self.held_by.items() if part not in parts})
 
     def staleness(self) -> dict[str, int]:
-        """Return how many saves old each part is, as of the newest save."""
+        """Return the age of each part in saves, as of the newest save."""
         return {part: self.saves - 1 - save for part, (save, _) in self.held_by.items()}
 
     def steps_behind(self) -> dict[str, int]:
-        """Return how many training steps old each part is, as of the newest save."""
+        """Return the age of each part in training steps, as of the newest save."""
         newest = self.step or 0
-        return {part: newest - step for part, (_, step) in self.held_by.items()}
+        return {part: newest - step for part, step in self.steps.items()}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -152,7 +149,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: object, where: str) -> Ledger:
-        """Read what `to_json` returned. Raises SourceError with every problem; `where` names the file."""
+        """Read the output of `to_json`; ``where`` names the file. Raises SourceError with every problem."""
         if not isinstance(data, Mapping):
             raise SourceError.at(where, f"{WHAT} is {data!r}", FIX)
         names = [one.name for one in fields(cls)]
@@ -164,7 +161,7 @@ class Ledger:
 
 
 def _problems(data: Mapping[str, Any]) -> list[str]:
-    """Return what can't be, whatever the types."""
+    """Return what is invalid; the values may be of any type."""
     problems = []
     lineage, saves, state = data["lineage"], data["saves"], data["policy_state"]
     if not isinstance(lineage, str) or not lineage:
@@ -197,48 +194,143 @@ def _is_held(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRecord:
-    """A checkpoint on disk, as its manifest describes it: a partial one, or a full one of the Trainer's."""
+class RunCheckpoint:
+    """A checkpoint of a run: a full one, or a partial one with what its manifest records of earlier saves."""
 
+    path: Path
     step: int
-    parts: frozenset[str]
-    """What it holds. Ignored for a full one, which holds everything."""
-    lineage: str
-    held_by: Mapping[str, int] = field(default_factory=dict)
-    """Part -> step of the newest save that held it as of this one. Its keys are the parts that were trained then, so
-    those that a composite of this step needs."""
-    history: Mapping[str, int] = field(default_factory=dict)
-    """Earlier lineages that its own continues -> the last step of theirs that belongs to it (see `Ledger`)."""
-    is_stock: bool = False
-    """A full checkpoint of the Trainer's: complete by itself, and not ours to delete. One of unknown lineage has ""; it
-    gives nothing to composites of other steps. List it only if nobody else will delete it (``save_total_limit``):
-    partial checkpoints that it makes superfluous are deleted."""
+    parts: frozenset[str] | None
+    """The parts that it holds; None: all parts"""
+    resumable: bool = True
+    """Whether it can be the base, i.e. supplies learning-rate schedule, random number states and trainer state"""
+    part_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of a composite: the step that each part comes from"""
+    ledger: Ledger | None = field(default=None, compare=False)
+    """Of a partial checkpoint: the saves of its run, itself the newest"""
 
     @classmethod
-    def of(cls, ledger: Ledger) -> SaveRecord:
-        """Return the record of a ledger's newest save, which must not be missing."""
-        newest = {part: step for part, (save, step) in ledger.held_by.items() if save == ledger.saves - 1}
+    def saved(cls, path: Path, ledger: Ledger) -> RunCheckpoint:
+        """Return the partial checkpoint that a ledger's newest save wrote. Raises ValueError if there was no save."""
+        newest = frozenset(part for part, (save, _) in ledger.held_by.items() if save == ledger.saves - 1)
         if not newest:
             raise ValueError("there was no save yet")
-        held_by = {part: step for part, (_, step) in ledger.held_by.items()}
-        return cls(max(newest.values()), frozenset(newest), ledger.lineage, held_by, ledger.history)
+        return cls(path, max(ledger.steps[part] for part in newest), newest, ledger=ledger)
 
     @classmethod
-    def from_json(cls, data: object, where: str) -> SaveRecord:
-        """Return the record of the newest save that a manifest's ledger tells of. Raises SourceError."""
+    def from_json(cls, path: Path, data: object, where: str) -> RunCheckpoint:
+        """Return the partial checkpoint whose manifest, ``where``, has this ledger. Raises SourceError."""
         ledger = Ledger.from_json(data, where)
         try:
-            return cls.of(ledger)
+            return cls.saved(path, ledger)
         except ValueError as error:
             raise SourceError.at(where, f"{WHAT} is damaged: it says that {error}", FIX) from error
 
-    def holds(self, part: str) -> bool:
-        return self.is_stock or part in self.parts
+    @property
+    def is_partial(self) -> bool:
+        """Whether it is a partial checkpoint, even one with every part."""
+        return self.ledger is not None
 
     @property
-    def past(self) -> Past:
-        return Past(self.step, self.lineage, self.history)
+    def past(self) -> Past | None:
+        """Of a partial checkpoint"""
+        return Past(self.step, self.ledger.lineage, self.ledger.history) if self.ledger else None
 
-    def follows(self, other: SaveRecord) -> bool:
-        """Whether the other's states are of this one's own past, or its present."""
-        return self.past.includes(other.past)
+    @property
+    def needed_parts(self) -> frozenset[str]:
+        """Of a partial checkpoint: the parts trained at its step, all of which a composite of that step needs"""
+        return frozenset(self.ledger.held_by if self.ledger else ())
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, e.g. ``checkpoint-300``."""
+        return self.path.name
+
+    def holds(self, part: str) -> bool:
+        return self.parts is None or part in self.parts
+
+    def step_of(self, part: str) -> int:
+        """Return the step at which its state of a part was saved."""
+        return self.part_steps.get(part, self.step)
+
+    def builds_on(self, other: RunCheckpoint) -> bool:
+        """Whether both are partial and the other belongs to this one's past, or is itself."""
+        return self.past is not None and other.past is not None and self.past.includes(other.past)
+
+
+def newest_resumable(checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | None:
+    """Return the checkpoint to take as the base; of two of the same step, the one that holds more."""
+    able = [checkpoint for checkpoint in checkpoints if checkpoint.resumable]
+    return max(able, key=lambda one: (one.step, one.parts is None), default=None)
+
+
+def best_holder(candidates: Iterable[RunCheckpoint], part: str) -> RunCheckpoint | None:
+    """Return the checkpoint with the newest state of a part; of two of the same step the full one, to read from fewer
+    folders.
+
+    Of two with the same state, such as a composite and its source, the newer one is taken.
+    """
+    holders = [checkpoint for checkpoint in candidates if checkpoint.holds(part)]
+    return max(holders, key=lambda one: (one.step_of(part), one.parts is None, one.step), default=None)
+
+
+def best_holders(candidates: Collection[RunCheckpoint], parts: Iterable[str]) -> dict[str, RunCheckpoint]:
+    """Return the best holder of each part; parts without one are left out."""
+    found = {part: best_holder(candidates, part) for part in parts}
+    return {part: holder for part, holder in found.items() if holder is not None}
+
+
+def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckpoint]:
+    """Return the checkpoints that a composite of a step can be made from: full ones up to that step, and the partial
+    ones that the newest partial one builds on."""
+    until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= step]
+    newest = max((one for one in until if one.is_partial), key=lambda one: one.step, default=None)
+    return [one for one in until if not one.is_partial or (newest and newest.builds_on(one))]
+
+
+def sources_at(
+    checkpoints: Iterable[RunCheckpoint], step: int, parts: Collection[str]
+) -> dict[str, RunCheckpoint] | None:
+    """Return the checkpoint that each part of a composite of a step comes from; None if it can't be composed.
+
+    It can't if a part has no holder up to then, or if no checkpoint of that very step can be the base.
+    """
+    usable = usable_at(checkpoints, step)
+    base = newest_resumable(usable)
+    if base is None or base.step != step:
+        return None
+    found = best_holders(usable, parts)
+    return found if found.keys() >= set(parts) else None
+
+
+def composable_steps(checkpoints: Sequence[RunCheckpoint], parts: Collection[str]) -> list[int]:
+    """Return the steps for which a complete checkpoint exists or can be composed, ascending."""
+    steps = sorted({checkpoint.step for checkpoint in checkpoints})
+    return [step for step in steps if sources_at(checkpoints, step, parts) is not None]
+
+
+def partial_sources(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> dict[str, RunCheckpoint]:
+    """Return the best holder of each part that a partial checkpoint needs, among the partial ones it builds on."""
+    return best_holders([one for one in saves if save.builds_on(one)], save.needed_parts)
+
+
+def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:
+    """Whether a complete state can be composed at a partial checkpoint's step from partial checkpoints alone.
+
+    If somebody has deleted one, the next older holder of its parts counts, though the ledger then says otherwise.
+    """
+    return partial_sources(save, saves).keys() >= save.needed_parts
+
+
+def lost_parts(ledger: Ledger, saves: Iterable[RunCheckpoint]) -> set[str]:
+    """Return the parts whose newest save is missing.
+
+    A run that resumes has older states of them than the ledger records, so it must forget that they were saved
+    (`Ledger.without`); otherwise their recorded age would be wrong.
+    """
+    there = partial_sources(present_of(ledger), saves)
+    return {part for part, step in ledger.steps.items() if part not in there or there[part].step < step}
+
+
+def present_of(ledger: Ledger) -> RunCheckpoint:
+    """Return the run's present as a partial checkpoint that holds nothing itself."""
+    return RunCheckpoint(Path(), ledger.step or 0, frozenset(), ledger=ledger)

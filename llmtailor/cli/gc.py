@@ -42,8 +42,8 @@ def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
       llmtailor gc runs/x
       llmtailor gc runs/x --keep 2 --yes
     """
+    from llmtailor.runs.folder import only_writer
     from llmtailor.runs.gc import collect, plan_gc
-    from llmtailor.runs.guard import only_writer
 
     if not yes:
         _show(plan_gc(run, keep), as_json)
@@ -52,7 +52,7 @@ def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
     with only_writer(run):
         plan = plan_gc(run, keep)
         _show(plan, as_json)
-        collect(plan, _tell)
+        collect(plan, _notify)
 
 
 def _show(plan: GcPlan, as_json: bool) -> None:
@@ -63,7 +63,7 @@ def _show(plan: GcPlan, as_json: bool) -> None:
     click.echo(json.dumps(_to_json(plan), indent=2) if as_json else _to_text(plan))
 
 
-def _tell(removal: Removal) -> None:
+def _notify(removal: Removal) -> None:
     click.echo(f"removed {removal.path.name}", err=True)
 
 
@@ -74,7 +74,7 @@ def _to_json(plan: GcPlan) -> dict[str, Any]:
         "removed": [{"path": str(one.path), "why": one.why, "step": one.step} for one in plan.removals],
         "in_use": [str(path) for path in plan.in_use],
         "skipped": [problem.to_json() for problem in plan.left_alone],
-        "composable_before": list(plan.needs.before),
+        "composable_before": list(plan.reachable.before),
         "composable_after": [age.step for age in plan.ages],
         "ages": [asdict(age) for age in plan.ages],
         "freed_bytes": plan.freed,
@@ -83,7 +83,7 @@ def _to_json(plan: GcPlan) -> dict[str, Any]:
 
 def _to_text(plan: GcPlan) -> str:
     from llmtailor.cli.tables import ages_text, size, steps_text, table
-    from llmtailor.runs.places import files_in, freed_bytes
+    from llmtailor.runs.folder import files_in, freed_bytes
 
     removed = {removal.path for removal in plan.removals}
     rows: list[tuple[str, str, str]] = []
@@ -97,7 +97,7 @@ def _to_text(plan: GcPlan) -> str:
         if removal.step is None:
             rows.append((removal.path.name, f"removed: {removal.why}", size(freed_bytes(files_in(removal.path)))))
     lines = [table(("folder", "becomes", "bytes of its own"), rows, right=(2,)), ""] if rows else []
-    lines.append(f"steps that can be composed now:        {steps_text(plan.needs.before)}")
+    lines.append(f"steps that can be composed now:        {steps_text(plan.reachable.before)}")
     lines.append(f"steps that can be composed afterwards: {steps_text([age.step for age in plan.ages])}")
     lines += ["", ages_text(plan.ages), ""] if plan.ages else []
     lines += [] if plan.removals else ["nothing to remove"]

@@ -89,7 +89,7 @@ def command(
             replace_out=force,
             in_place=replace,
             trust_unrecorded=trust_unrecorded,
-            observe=on_progress,
+            on_progress=on_progress,
         )
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition

@@ -11,7 +11,7 @@ from llmtailor.formats.trainer import ADAPTER
 from llmtailor.recipe.text import condense
 
 if TYPE_CHECKING:
-    from llmtailor.runs.to_weights import Age, StepAge
+    from llmtailor.runs.retention import Age, StepAge
     from llmtailor.salvage.plan import Salvage
 
 

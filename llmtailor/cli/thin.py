@@ -15,8 +15,8 @@ from llmtailor.cli.running import progress_bar
 from llmtailor.errors import Problem, UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.runs.thin import Step, ThinPlan
-    from llmtailor.runs.thinning import Thinning
+    from llmtailor.runs.pruning import PruneAction, ThinOptions
+    from llmtailor.runs.thin import ThinPlan
 
 
 @click.command(
@@ -73,25 +73,25 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
-    from llmtailor.runs.guard import only_writer
+    from llmtailor.runs.folder import only_writer
     from llmtailor.runs.thin import bytes_to_move, plan_thinning, thin
 
-    thinning = _thinning(**options)
+    wanted = _options(**options)
     if not yes:
-        _show(plan_thinning(run, thinning), as_json)
+        _show(plan_thinning(run, wanted), as_json)
         click.echo("dry run: nothing was touched; say --yes to do it", err=True)
         return
-    with only_writer(run, make=not thinning.weights_only):
-        plan = plan_thinning(run, thinning)
+    with only_writer(run, make=not wanted.weights_only):
+        plan = plan_thinning(run, wanted)
         _show(plan, as_json)
-        with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as observe:
-            thin(plan, _tell, observe)
+        with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as on_progress:
+            thin(plan, _notify, on_progress)
 
 
-def _thinning(
+def _options(
     strategy: str | None, select: tuple[str, ...], keep_full_last: int | None, keep_optimizer_last: int | None
-) -> Thinning:
-    from llmtailor.runs.thinning import Thinning
+) -> ThinOptions:
+    from llmtailor.runs.pruning import ThinOptions
 
     problems = []
     given = [flag for flag, value in (("--strategy", strategy), ("--select", select)) if value]
@@ -105,7 +105,7 @@ def _thinning(
         problems.append(Problem("--keep-full-last", "it goes with --strategy and --select only", fix))
     if problems:
         raise UsageError(problems)
-    return Thinning(keep_optimizer_last or keep_full_last or 1, strategy, select)
+    return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select)
 
 
 def _show(plan: ThinPlan, as_json: bool) -> None:
@@ -114,8 +114,8 @@ def _show(plan: ThinPlan, as_json: bool) -> None:
     click.echo(json.dumps(_to_json(plan), indent=2) if as_json else _to_text(plan))
 
 
-def _tell(step: Step) -> None:
-    click.echo(f"{step.fate.checkpoint.name}: done, {_signed(step.freed)} freed", err=True)
+def _notify(action: PruneAction) -> None:
+    click.echo(f"{action.checkpoint.name}: done, {_signed(action.freed)} freed", err=True)
 
 
 def _to_json(plan: ThinPlan) -> dict[str, Any]:
@@ -124,23 +124,23 @@ def _to_json(plan: ThinPlan) -> dict[str, Any]:
         "run": str(plan.run),
         "checkpoints": [
             {
-                "path": str(step.fate.checkpoint.path),
-                "step": step.fate.checkpoint.step,
-                "is": step.kind,
-                "becomes": step.fate.becomes,
-                "why": step.fate.why,
-                "parts": dict(step.fate.parts),
-                "now_at": str(step.fate.successor.path) if step.fate.successor else str(step.fate.checkpoint.path),
-                "is_written": step.conversion is not None,
-                "num_bytes": step.num_bytes,
-                "freed_bytes": step.freed,
+                "path": str(action.checkpoint.path),
+                "step": action.checkpoint.step,
+                "is": action.kind,
+                "becomes": action.becomes,
+                "why": action.why,
+                "parts": dict(action.parts),
+                "now_at": str((action.successor or action.checkpoint).path),
+                "is_written": action.conversion is not None,
+                "num_bytes": action.num_bytes,
+                "freed_bytes": action.freed,
             }
-            for step in plan.steps
+            for action in plan.actions
         ],
         "left_behind": [str(path) for path in plan.left_behind],
         "skipped": [problem.to_json() for problem in plan.scan.skipped],
-        "composable_before": list(plan.decision.before),
-        "composable_after": list(plan.decision.after),
+        "composable_before": list(plan.before),
+        "composable_after": list(plan.after),
         "ages": [asdict(age) for age in plan.ages],
         "freed_bytes": plan.freed,
     }
@@ -148,40 +148,40 @@ def _to_json(plan: ThinPlan) -> dict[str, Any]:
 
 def _to_text(plan: ThinPlan) -> str:
     from llmtailor.cli.tables import ages_text, size, steps_text, table
+    from llmtailor.runs.pruning import STAYS
 
     rows = [
-        (step.fate.checkpoint.name, step.kind, *_words(plan, step), size(step.num_bytes), _signed(step.freed))
-        for step in plan.steps
+        (action.checkpoint.name, action.kind, *_words(action), size(action.num_bytes), _signed(action.freed))
+        for action in plan.actions
     ]
     lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
     lines += [f"left by a thinning that was killed, and removed: {path.name}" for path in plan.left_behind]
-    before, after = plan.decision.before, plan.decision.after
+    before, after = plan.before, plan.after
     lines.append(f"steps that can be composed now:        {steps_text(before)}")
     lines.append(f"steps that can be composed afterwards: {steps_text(after)}")
     lines += ["", ages_text(plan.ages), ""] if plan.ages else []
     if lost := [step for step in before if step not in after]:
         lines.append(f"nothing can resume from step {steps_text(lost)} any more: only the weights are kept")
-    if not plan.decision.changes:
-        lines.append(f"nothing to thin out beyond the newest {plan.thinning.keep_full}, which stay full")
+    if all(action.becomes == STAYS for action in plan.actions):
+        lines.append(f"nothing to thin out beyond the newest {plan.options.keep_full}, which stay full")
     if plan.freed < 0:
         lines.append("no gain: the description of a partial checkpoint outweighs such a small model")
     lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
     return "\n".join(lines)
 
 
-def _words(plan: ThinPlan, step: Step) -> tuple[str, str]:
-    """What a checkpoint becomes, and the parts it keeps."""
+def _words(action: PruneAction) -> tuple[str, str]:
+    """Return what a checkpoint becomes, and the parts it keeps."""
     from llmtailor.recipe.text import condense
-    from llmtailor.runs.thinning import PARTIAL, STAYS
+    from llmtailor.runs.pruning import STAYS
 
-    fate = step.fate
-    if fate.becomes == STAYS:
-        return (f"stays: {fate.why}" if fate.why else "stays"), "all"
-    if fate.becomes != PARTIAL or fate.successor is None:
+    if action.becomes == STAYS:
+        return (f"stays: {action.why}" if action.why else "stays"), "all"
+    if action.successor is None:
         return "weights only, no resume", "no optimizer states"
-    where = f"{fate.successor.path.parent.name}/{fate.successor.name}"
-    is_whole = fate.successor.parts is None
-    return where + ("" if step.conversion else ", there already"), "all" if is_whole else condense(fate.parts)
+    where = f"{action.successor.path.parent.name}/{action.successor.name}"
+    is_whole = action.successor.parts is None
+    return where + ("" if action.conversion else ", there already"), "all" if is_whole else condense(action.parts)
 
 
 def _signed(num_bytes: int) -> str:

@@ -1,8 +1,8 @@
-"""The attempt of its run that a checkpoint is of, as ``trainer_state.json`` states it.
+"""The attempt of its run that a checkpoint belongs to, as ``trainer_state.json`` states it.
 
-The saver puts the mark among the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
-callbacks. So the Trainer's own full checkpoints carry it, partial ones and composites do, and copies do; and a
-training that resumes gets it back. Under a name that is no callback's, the Trainer never uses it (seen in
+The saver puts a mark among the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
+callbacks. So the Trainer's own full checkpoints, partial ones, composites and copies all carry it, and a training that
+resumes gets it back. Its name is not that of a callback, so the Trainer never uses it (checked in
 ``Trainer._load_callback_state`` of transformers 5.23; with ``restore_callback_states_from_checkpoint`` it logs that
 there is no such callback).
 """
@@ -35,22 +35,22 @@ def make_mark(past: Past) -> dict[str, Any]:
 
 
 def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
-    """Return which attempt the content of a ``trainer_state.json`` states; None if it states none that makes sense.
+    """Return the attempt that the content of a ``trainer_state.json`` states; None if there is none, or it is invalid.
 
-    ``step`` is its ``global_step``. The saver keeps the step of the mark up to date; without the saver it stays behind,
-    and the checkpoint is of a training that nobody recorded (see `checkpoint.lineage.continued`).
+    ``step`` is its ``global_step``. The saver keeps the step of the mark up to date. Without the saver it stays behind,
+    and the checkpoint belongs to an unrecorded training (see `checkpoint.lineage.continued`).
     """
     callbacks = trainer_state.get(CALLBACKS)
     mark = callbacks.get(MARK) if isinstance(callbacks, Mapping) else None
-    told = mark.get("attributes") if isinstance(mark, Mapping) else None
-    if not isinstance(told, Mapping) or type(step) is not int:
+    values = mark.get("attributes") if isinstance(mark, Mapping) else None
+    if not isinstance(values, Mapping) or type(step) is not int:
         return None
-    past = read_past(told.get("step"), told.get("lineage"), told.get("history"))
+    past = read_past(values.get("step"), values.get("lineage"), values.get("history"))
     return continued(past, step) if past is not None and past.step < step else past
 
 
 def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
-    """Return the content of a ``trainer_state.json`` that states an attempt."""
+    """Return the content of a ``trainer_state.json`` with the mark of an attempt."""
     callbacks = trainer_state.get(CALLBACKS)
     others = dict(callbacks) if isinstance(callbacks, Mapping) else {}
     return {**trainer_state, CALLBACKS: {**others, MARK: make_mark(past)}}
@@ -59,7 +59,7 @@ def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
 def stated_attempt(root: Path) -> Past | None:
     """Return the attempt that a checkpoint states; None if it states none, or is damaged.
 
-    A partial checkpoint without a mark states it by its record of saves, unless that was made afterwards of a full one.
+    A partial checkpoint without a mark states it by its ledger, unless ``thin`` made it from a full one.
     """
     with suppress(OSError, SourceError):
         content = read_json(root / TRAINER_STATE, TRAINER_STATE)
@@ -76,10 +76,10 @@ def stated_attempt(root: Path) -> Past | None:
 def state_attempt(
     layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex], base: int
 ) -> tuple[list[FileLayout], list[Problem]]:
-    """Have a composite state the attempt of its base, and notices.
+    """Return the files of a composite, stating the attempt of its base, and notices.
 
-    If its sources are of attempts that do not continue each other it states one of its own: no checkpoint of these
-    attempts may be used beside it, and a training that resumes from it begins a record of its own.
+    If the attempts of its sources do not continue each other, it states a new one: no checkpoint of these attempts may
+    be used with it, and a training that resumes from it begins a record of its own.
     """
     reference = indexes[base]
     stated = [stated_attempt(index.root) for index in indexes]

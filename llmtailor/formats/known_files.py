@@ -1,9 +1,9 @@
-"""Which files of a checkpoint's folder are known to be made by a training or by us: only these may ever be removed.
+"""Which files of a checkpoint's folder are known to be made by a training or by llmtailor: only these may be removed.
 
-A name is known if the Trainer, DeepSpeed, transformers or PEFT saves something under it, beside what else is there:
-``pytorch_model.bin`` is the Trainer's where there are no safetensors, and somebody's own where there are. What people
-write or edit, a README.md above all, is told by its content. Everything else is unknown, whatever it looks like: links,
-too, since nobody of these makes any. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
+A name is known if the Trainer, DeepSpeed, transformers or PEFT saves something under it, given the other files there:
+``pytorch_model.bin`` is the Trainer's if there are no safetensors, and somebody's own if there are. Files that people
+write or edit, above all README.md, are identified by their content. Everything else is unknown, whatever it looks like,
+including links, which none of these makes. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ _PEFT_CARDS = {
     "b352b01e1abe4fa60cdd3d711655a52a604c6dc548f0fbbfb6c6bfae447c797f",  # huggingface_hub 0.17 and later
     "549883e85dc3c2115ad098e60382df8c1b9008e4f8062ddc5f6015064a3d33bd",  # before
 }
-"""Digests of the lines that PEFT makes a card of, but for its own version"""
+"""Digests of the lines of PEFT's model card, without its version"""
 _OF_PEFT = re.compile(r"### Framework versions|- PEFT \S+")
 _OF_FRONT = re.compile(r"(base_model|library_name|pipeline_tag|tags):|\s*- |\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What lies in a folder, as far as it has to be told."""
+    """The entries of a folder."""
 
     known: Entries
     """Files and folders whose making is known"""
     unknown: tuple[str, ...]
-    """All else, without what is in unknown folders; these end in ``/``"""
+    """All others, without the contents of unknown folders, which end in ``/``"""
     is_training: bool
-    """Whether something there is a training's state: weights and settings alone can be anybody's model"""
+    """Whether it has any state of a training: weights and settings alone can be anybody's model"""
     is_partial: bool
     """Whether it is a partial checkpoint, finished or not"""
 
@@ -91,29 +91,29 @@ class Contents:
 def survey_contents(root: Path) -> Contents:
     """Sort the entries of a folder; unknown folders are not looked into. Raises OSError."""
     top = list_entries(root)
-    looking = _Looking(root, top)
+    recognizer = _Recognizer(root, top)
     known: dict[str, FileFact | None] = {}
     unknown: list[str] = []
     for path, fact in top.items():
-        if fact is None and path.endswith("/") and (is_known := looking.folder(path)):
+        if fact is None and path.endswith("/") and (is_known := recognizer.folder(path)):
             known[path] = fact
             for name, inner in list_entries(root / path).items():
                 if inner is not None and is_known(name):
                     known[path + name] = inner
                 else:
                     unknown.append(path + name)
-        elif fact is not None and looking.file(path):
+        elif fact is not None and recognizer.file(path):
             known[path] = fact
         else:
             unknown.append(path)
     is_training = any(path in (TRAINER_STATE, OPTIMIZER) or is_shard_name(path.rpartition("/")[2]) for path in known)
-    return Contents(known, tuple(sorted(unknown)), is_training, looking.is_partial)
+    return Contents(known, tuple(sorted(unknown)), is_training, recognizer.is_partial)
 
 
 def check_replaceable(root: Path, where: str) -> Entries:
-    """Return what a folder holds that an output may take the place of; it need not exist, and may be empty.
+    """Return the entries of a folder that an output may replace; it may be missing or empty.
 
-    Raises TargetError if it is anything but one checkpoint, or holds anything whose making is not known.
+    Raises TargetError if it is anything but one checkpoint, or holds anything of unknown making.
     """
     if not root.exists():
         return {}
@@ -140,8 +140,8 @@ def check_replaceable(root: Path, where: str) -> Entries:
     return contents.known
 
 
-class _Looking:
-    """Knows the rest of the folder that a file is in."""
+class _Recognizer:
+    """Recognizes files, given the rest of their folder."""
 
     def __init__(self, root: Path, top: Entries):
         self.root, self.top = root, top
@@ -160,13 +160,13 @@ class _Looking:
         return self._is_as_written(path) or (path == CARD and _is_of_peft(self.root / path))
 
     def folder(self, path: str) -> Callable[[str], bool] | None:
-        """Return what knows the files of a folder; None for an unknown one."""
+        """Return what recognizes the files of a folder; None for an unknown folder."""
         if path == f"{self.tag}/":
             return is_shard_name
         if path == f"{_TEMPLATES}/":
             return lambda name: name.endswith(".jinja")
         if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one that is not `default`
-            inner = _Looking(self.root / path, list_entries(self.root / path))
+            inner = _Recognizer(self.root / path, list_entries(self.root / path))
             return lambda name: name == ADAPTER_CONFIG or name in inner.weights or (name == CARD and inner.file(name))
         return None
 
@@ -186,7 +186,7 @@ class _Looking:
             yield from (path for path in self.top if _BIN.fullmatch(path))
 
     def _code(self) -> Iterator[str]:
-        """Modules that the checkpoint's own model, config or tokenizer consists of, as ``auto_map`` names them."""
+        """Modules of the checkpoint's own model, config or tokenizer, as ``auto_map`` names them."""
         for path in _WITH_CODE:
             mapped = self._json(path).get("auto_map") if path in self.top else None
             for name in _texts(mapped):
@@ -204,7 +204,7 @@ class _Looking:
         return tags[0] if len(tags) == 1 else None
 
     def _written(self) -> Mapping[str, tuple[int, int]]:
-        """What we have written by whatever name, by the manifest of a composite: path -> size and CRC-32."""
+        """The files that llmtailor wrote, by the manifest of a composite: path -> size and CRC-32."""
         content = self._json(MANIFEST) if MANIFEST in self.top else {}
         rows = content.get("files")
         rows = [*(rows if isinstance(rows, list) else []), content.get("card")]
@@ -246,7 +246,7 @@ def _crc_of(path: Path) -> int:
 
 
 def _is_of_peft(path: Path) -> bool:
-    """Whether a model card is the empty form that PEFT saves with every adapter."""
+    """Whether a model card is the unedited template that PEFT saves with every adapter."""
     try:
         text = read_source(path, path.name, _MAX_CARD_BYTES).decode()
     except (SourceError, UnicodeDecodeError):

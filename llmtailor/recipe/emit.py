@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment, RunCheckpoint
+from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.grammar import DTYPES
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.spelling import spell

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import EMBED, HEAD, Anatomy
-from llmtailor.recipe.candidates import Assignment, RunCheckpoint, best_holder, newest_resumable
+from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.text import condense, layer_number, nearest, quote
 

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
-from llmtailor.recipe.candidates import Assignment, RunCheckpoint, best_holder, newest_resumable
+from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.selectors import count_layers
 from llmtailor.recipe.text import condense
 

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtailor.checkpoint.lineage import SaveRecord
+from llmtailor.checkpoint.lineage import composable_steps
 from llmtailor.engine.staging import left_over
 from llmtailor.errors import Problem, SourceError, some
 from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.manifest import FOLDER, read_manifest
-from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import display_name
-from llmtailor.recipe.candidates import composable_steps
-from llmtailor.runs.folder import ABANDONED, Folder
-from llmtailor.runs.guard import carrying_out, check_newest
-from llmtailor.runs.places import files_in, freed_bytes, left_behind
-from llmtailor.runs.retention import Needs, find_needs
-from llmtailor.runs.scan import Scan, scan_run
-from llmtailor.runs.to_weights import StepAge, compare_ages
+from llmtailor.runs.folder import Entry, Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
+from llmtailor.runs.retention import Reachable, StepAge, compare_ages, find_reachable
+from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 logger = logging.getLogger(__name__)
-_SAVE = re.compile(r"step-\d{8,}")
-_GIVEN_UP = re.compile(rf"step-\d{{8,}}{re.escape(ABANDONED)}(-\d+)?")
-_STAGING = re.compile(r"\.(.+)\.llmtailor-staging")
+_WHY = {
+    Kind.UNFINISHED: "a save that did not finish",
+    Kind.ABANDONED: "of an attempt that was given up",
+    Kind.STAGING: "left by a merge that was interrupted",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A folder that goes."""
+    """A folder that is removed."""
 
     path: Path
     why: str
     step: int | None = None
     """Of a partial checkpoint"""
+    staging: Entry | None = None
+    """Of what a merge left"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class GcPlan:
     run: Path
     scan: Scan
     """Of every attempt"""
-    needs: Needs
+    reachable: Reachable
     removals: tuple[Removal, ...]
     in_use: tuple[Path, ...]
     """Left alone: another process is writing there"""
@@ -56,61 +53,74 @@ class GcPlan:
     ages: tuple[StepAge, ...]
     """Of each step that stays composable"""
     freed: int
+    """Bytes"""
 
 
 def plan_gc(run: Path, keep: int | None) -> GcPlan:
-    """Decide what goes; with ``keep`` only the newest so many composable steps stay composable.
+    """Decide what is removed; with ``keep`` only the newest so many composable steps stay composable.
 
     Raises SourceError if the newest checkpoint can't be used, or no step can be composed.
     """
     run = Path(run).absolute()
     scan = scan_run(run, every_chain=True)
     check_newest(scan)
-    partial = [one for one in scan.usable if one.is_partial]
-    records = {one: SaveRecord.from_json(read_manifest(one.path, one.name).ledger, one.name) for one in partial}
-    needs = find_needs(scan.usable, records, scan.anatomy.parts, keep)
-    if not needs.kept:
+    parts = scan.anatomy.parts
+    reachable = find_reachable(scan.usable, parts, keep)
+    if not reachable.after:
         what = "no step of this run can be composed, so nothing is removed"
         raise SourceError([Problem(display_name(run), what, "save a complete checkpoint first"), *scan.skipped])
-    for one in partial:
-        logger.info("%s: %s", one.name, "needed" if one in needs.needed else "no step needs it")
-    unneeded = [Removal(one.path, "no step needs it", one.step) for one in partial if one not in needs.needed]
-    left, in_use = _leftovers(run)
-    found = {removal: _unknown(removal.path) for removal in (*unneeded, *left)}
-    removals = tuple(removal for removal, unknown in found.items() if not unknown)
-    kept = [
-        Problem(display_name(removal.path), f"it holds what no save has written: {some(unknown)}", "move that away")
-        for removal, unknown in found.items()
-        if unknown
-    ]
+    found, in_use = [], []
+    for one in scan.usable:
+        if one.is_partial:
+            is_needed = one in reachable.needed
+            logger.info("%s: %s", one.name, "needed" if is_needed else "no step needs it")
+            found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
+    folder = RunFolder(run)
+    found += [Removal(path, "left by a thinning that was killed") for path in folder.left_by_thin()]
+    found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(Kind.UNFINISHED, Kind.ABANDONED)]
+    for entry in folder.entries(Kind.STAGING):
+        with left_over(entry.target) as is_unused:
+            if is_unused:
+                found.append(Removal(entry.path, _WHY[Kind.STAGING], staging=entry))
+            else:
+                in_use.append(entry.path)
+    unknown = {removal: _unknown(removal) for removal in found}
+    removals = tuple(removal for removal in found if not unknown[removal])
+    kept = tuple(
+        Problem(display_name(removal.path), f"it holds what no save has written: {some(names)}", "move that away")
+        for removal, names in unknown.items()
+        if names
+    )
     freed = freed_bytes(path for removal in removals for path in files_in(removal.path))
-    gone = {removal.path for removal in removals}
-    rest = [one for one in scan.usable if one.path not in gone]
-    ages = compare_ages(scan.usable, rest, composable_steps(rest, scan.anatomy.parts), scan.anatomy.parts)
-    return GcPlan(run, scan, needs, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
+    removed = {removal.path for removal in removals}
+    rest = [one for one in scan.usable if one.path not in removed]
+    ages = compare_ages(scan.usable, rest, composable_steps(rest, parts), parts)
+    return GcPlan(run, scan, reachable, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
 
 
-def _unknown(folder: Path) -> tuple[str, ...]:
-    if _STAGING.fullmatch(folder.name):
+def _unknown(removal: Removal) -> tuple[str, ...]:
+    if removal.staging is not None:
         return ()
     try:
-        return survey_contents(folder).unknown
+        return survey_contents(removal.path).unknown
     except OSError as error:
         return (f"something that can't be read ({error.strerror})",)
 
 
-def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None) -> None:
-    """Carry out a plan that was made inside `watch.only_writer`. Raises StorageError; nothing needed is ever gone."""
-    folder = Folder(plan.run)
+def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: None) -> None:
+    """Carry out a plan that was made inside `only_writer`; ``notify`` gets each removal that is done.
+
+    Raises StorageError; nothing needed is removed at any point.
+    """
     with carrying_out(plan.run, "can't remove it", "check the permissions; run this again"):
         for removal in plan.removals:
-            if unknown := _unknown(removal.path):
+            if unknown := _unknown(removal):
                 logger.info("left %s alone: %s appeared there", removal.path, some(unknown))
                 continue
             if removal.step is not None:
-                folder.remove(removal.step)
-            elif _STAGING.fullmatch(removal.path.name):
-                with left_over(_output_of(removal.path)) as is_unused:
+                remove_partial(removal.path)
+            elif removal.staging is not None:
+                with left_over(removal.staging.target) as is_unused:
                     if not is_unused:
                         logger.info("left %s alone: another process is writing there now", removal.path)
                         continue
@@ -118,29 +128,4 @@ def collect(plan: GcPlan, tell: Callable[[Removal], None] = lambda removal: None
             else:
                 shutil.rmtree(removal.path)
             logger.info("removed %s: %s", removal.path, removal.why)
-            tell(removal)
-
-
-def _leftovers(run: Path) -> tuple[list[Removal], list[Path]]:
-    """Return what was never finished, and what looks so but is in use."""
-    found = [Removal(path, "left by a thinning that was killed") for path in left_behind(run)]
-    in_use = []
-    for path in sorted((run / FOLDER).iterdir()) if (run / FOLDER).is_dir() else ():
-        if path.is_dir() and _SAVE.fullmatch(path.name) and not is_partial(path):
-            found.append(Removal(path, "a save that did not finish"))
-        elif path.is_dir() and _GIVEN_UP.fullmatch(path.name):
-            found.append(Removal(path, "of an attempt that was given up"))
-    for path in sorted(run.iterdir()):
-        if path.is_dir() and _STAGING.fullmatch(path.name):
-            with left_over(_output_of(path)) as is_unused:
-                if is_unused:
-                    found.append(Removal(path, "left by a merge that was interrupted"))
-                else:
-                    in_use.append(path)
-    return found, in_use
-
-
-def _output_of(staging: Path) -> Path:
-    match = _STAGING.fullmatch(staging.name)
-    assert match
-    return staging.with_name(match[1])
+            notify(removal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from llmtailor.errors import SourceError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import display_name
-from llmtailor.runs.folder import list_checkpoints
-from llmtailor.runs.judge import Judge, list_all
+from llmtailor.runs.attempts import Judge
+from llmtailor.runs.folder import RunFolder
 from llmtailor.verify.report import to_json
 from llmtailor.verify.verdict import SCHEMA_LATEST, Damage, Verdict
 from llmtailor.verify.verify import verify_checkpoint
@@ -23,61 +23,58 @@ class Latest:
     """The outcome of the search, newest first."""
 
     path: Path | None
-    """The newest resumable checkpoint; None if there is none."""
+    """The newest resumable checkpoint; None if there is none"""
     verdict: Verdict | None
     passed_over: tuple[Verdict, ...]
-    """The verdicts of those that are newer."""
+    """The verdicts on newer checkpoints"""
     newer_partial: Path | None
-    """The newest partial checkpoint that is newer still, if there is one: a composite would resume from its step."""
+    """The newest partial checkpoint if it is newer still: a composite would resume from its step"""
 
 
 def find_latest(
     run: Path,
     at: int | None = None,
     deep: bool = False,
-    observe: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
     *,
     trust_unrecorded: bool = False,
 ) -> Latest:
     """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
 
-    Those of attempts that were given up are passed over, and so are, unless ``trust_unrecorded``, those that do not say
-    which attempt they are of. See `verify_checkpoint` for ``deep`` and ``observe``. Raises SourceError if there is no
-    such folder, and Interrupted on Ctrl-C.
+    Checkpoints of attempts that were given up are passed over. Unless ``trust_unrecorded``, so are those that don't
+    state their attempt where attempts are recorded. See `verify_checkpoint` for ``deep`` and ``on_progress``. Raises
+    SourceError if there is no such folder, and Interrupted on Ctrl-C.
     """
-    passed_over: list[Verdict] = []
-    judge = Judge.of(run, at, trust_unrecorded)
-    for path, verdict in _verdicts(run, at, deep, observe, judge):
-        if verdict.is_resumable:
-            return Latest(path, verdict, tuple(passed_over), _newer_partial(run, at, verdict, judge))
-        passed_over.append(verdict)
-    return Latest(None, None, tuple(passed_over), _newer_partial(run, at, None, judge))
-
-
-def _newer_partial(run: Path, at: int | None, than: Verdict | None, judge: Judge) -> Path | None:
-    least = than.index.global_step if than and than.index else -1
-    own = (
+    folder = RunFolder(run)
+    judge = Judge.of(folder, at, trust_unrecorded)
+    found: Path | None = None
+    verdicts: list[Verdict] = []
+    for step, path in reversed(folder.full().items()):
+        if at is None or step <= at:
+            verdicts.append(_verify(path, step, deep, on_progress, judge))
+            if verdicts[-1].is_resumable:
+                found = path
+                break
+    verdict = verdicts.pop() if found else None
+    least = verdict.index.global_step if verdict and verdict.index else -1
+    newer_partial = (
         path
-        for step, path in list_all(run)
+        for step, path in folder.checkpoints()
         if least < step and (at is None or step <= at) and is_partial(path) and judge.why_not(path, step) is None
     )
-    return next(own, None)
+    return Latest(found, verdict, tuple(verdicts), next(newer_partial, None))
 
 
-def _verdicts(
-    run: Path, at: int | None, deep: bool, observe: Callable[[int], None], judge: Judge
-) -> Iterator[tuple[Path, Verdict]]:
-    for step, path in sorted(list_checkpoints(run).items(), reverse=True):
-        if at is not None and step > at:
-            continue
-        if (problem := judge.why_not(path, step)) is not None:
-            yield path, Verdict(display_name(path), deep, (Finding.of(problem, ERROR),), Damage(), None)
-            continue
+def _verify(path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: Judge) -> Verdict:
+    problem = judge.why_not(path, step)
+    if problem is None:
         try:
-            yield path, verify_checkpoint(path, deep, observe)
+            return verify_checkpoint(path, deep, on_progress)
         except SourceError as error:  # no checkpoint, or of a kind that can't be judged
-            findings = tuple(Finding.of(one, ERROR) for one in error.problems)
-            yield path, Verdict(display_name(path), deep, findings, Damage(), None)
+            problems = error.problems
+    else:
+        problems = (problem,)
+    return Verdict(display_name(path), deep, tuple(Finding.of(one, ERROR) for one in problems), Damage(), None)
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:

@@ -1,161 +1,148 @@
-"""Which partial checkpoints are still needed. Pure: it names them, and whoever deletes them is elsewhere.
+"""Which partial checkpoints are still needed, and how old the parts of each composable step are. Pure.
 
-Which partial checkpoints of a run nothing needs any more. Pure.
-
-Full checkpoints are deleted by the Trainer (``save_total_limit``), and by people. So steps count twice: those that can
-be composed of what is there, and those that partial checkpoints alone are good for, as if there were no full ones. A
-step needs its own partial checkpoint and those that this one builds on.
+The Trainer deletes full checkpoints (``save_total_limit``), and so do people. Therefore steps count twice: those that
+can be composed from everything that is there, and those that partial checkpoints alone can compose. A step needs its
+own partial checkpoint and those that this one builds on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from llmtailor.checkpoint.lineage import Ledger, SaveRecord
+from llmtailor.checkpoint.lineage import (
+    Ledger,
+    RunCheckpoint,
+    composable_steps,
+    is_complete,
+    partial_sources,
+    present_of,
+    sources_at,
+)
 from llmtailor.errors import UsageError, VerificationError
-from llmtailor.recipe import candidates
-from llmtailor.recipe.candidates import RunCheckpoint, sources_at
-
-
-def newest_holders(record: SaveRecord, records: Iterable[SaveRecord]) -> dict[str, SaveRecord]:
-    """Return for every part the newest checkpoint that holds it, of what `record` builds on; for some there is none.
-
-    A full checkpoint goes before a partial one of the same step.
-    """
-    past = [one for one in _in_order(records) if record.follows(one)]
-    return {part: one for one in past for part in record.held_by if one.holds(part)}
-
-
-def holders(record: SaveRecord, records: Iterable[SaveRecord]) -> dict[str, SaveRecord] | None:
-    """Return for every part the newest checkpoint to take it from, to compose the state at `record`'s step.
-
-    None if that is not possible. Where a partial checkpoint was deleted by hand the next older one is taken, which
-    `record.held_by` then contradicts: the part is older than the policy allowed.
-    """
-    found = newest_holders(record, records)
-    return found if found.keys() >= record.held_by.keys() else None
-
-
-def composable_steps(records: Sequence[SaveRecord]) -> list[int]:
-    """Return the steps that a complete checkpoint can be composed for, the newest last."""
-    return sorted({record.step for record in records if holders(record, records) is not None})
-
-
-def lost_parts(ledger: Ledger, records: Iterable[SaveRecord]) -> set[str]:
-    """Return the parts whose newest save is gone. A run that resumes has older states of them than the ledger says.
-
-    So it must forget that they were saved (`Ledger.without`): their age would not be what it seems.
-    """
-    there = newest_holders(_tip(ledger), records)
-    return {part for part, (_, step) in ledger.held_by.items() if part not in there or there[part].step < step}
-
-
-def needed(records: Sequence[SaveRecord], ledger: Ledger, keep: int) -> set[int]:
-    """Return the steps of the partial checkpoints that must stay. `ledger` is the running one, after its newest save.
-
-    These are what the newest `keep` composable steps need, as `holders` says (a step always needs itself, because every
-    save holds something), and whatever holds the newest state of a part, for the steps to come. Steps count by the
-    run's own past; as long as an abandoned attempt has newer ones, its newest `keep` stay as well. Partial checkpoints
-    of other runs always stay.
-    """
-    if keep < 1:
-        raise ValueError("keep at least one composable step")
-    kin = [record for record in records if _is_kin(record, ledger)]
-    tip = _tip(ledger)
-    able = [record for record in _in_order(kin) if holders(record, kin) is not None]
-    own = [record for record in able if tip.follows(record)]
-    kept = [record for some in (able, own) for record in _newest(some, keep)]
-
-    stay = [record for record in records if not _is_kin(record, ledger)]
-    for record in [*kept, tip]:
-        stay += newest_holders(record, kin).values()
-    return {record.step for record in stay if not record.is_stock}
 
 
 def check_keep(keep_composable: int | None) -> None:
-    """Raise UsageError for a number of steps to keep that is none."""
+    """Raise UsageError unless this is a number of steps that a saver can keep composable, or None."""
     if keep_composable is not None and (type(keep_composable) is not int or keep_composable < 1):
         fix = "keep 1 composable step or more; leave it out to keep everything"
         raise UsageError.at("keep_composable", f"it is {keep_composable!r}", fix)
 
 
-def deletable(records: Sequence[SaveRecord], ledger: Ledger, keep: int) -> list[int]:
-    """Return the steps of the partial checkpoints that nothing needs, the oldest first (see `needed`)."""
-    return sorted({record.step for record in records if not record.is_stock} - needed(records, ledger, keep))
+def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list[int]:
+    """Return the steps of the partial checkpoints that a run no longer needs, oldest first (see `needed`)."""
+    return sorted({save.step for save in saves} - needed(saves, ledger, keep))
 
 
-def _newest(records: Iterable[SaveRecord], keep: int) -> list[SaveRecord]:
-    """Return one record for each of the newest steps. A full checkpoint, if there is one, needs no partial one."""
-    at = {record.step: record for record in records}
+def needed(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> set[int]:
+    """Return the steps of the partial checkpoints that must stay; ``ledger`` is the running one, after its newest save.
+
+    They are what the newest ``keep`` composable steps need, each including itself, and every holder of the newest state
+    of a part, for the steps to come. Only steps of the run's own past count; while an abandoned attempt has newer ones,
+    its newest ``keep`` stay as well. Partial checkpoints of other runs always stay.
+    """
+    if keep < 1:
+        raise ValueError("keep at least one composable step")
+    present = present_of(ledger)
+    kin = [save for save in saves if _is_kin(save, ledger)]
+    complete = sorted((save for save in kin if is_complete(save, kin)), key=lambda save: save.step)
+    own = [save for save in complete if present.builds_on(save)]
+    stay = [save for save in saves if not _is_kin(save, ledger)]
+    for save in (*_newest(complete, keep), *_newest(own, keep), present):
+        stay += partial_sources(save, kin).values()
+    return {save.step for save in stay}
+
+
+def _newest(saves: Iterable[RunCheckpoint], keep: int) -> list[RunCheckpoint]:
+    """Return one partial checkpoint for each of the newest steps."""
+    at = {save.step: save for save in saves}
     return [at[step] for step in sorted(at)[-keep:]]
 
 
-def _tip(ledger: Ledger) -> SaveRecord:
-    """Return the run's present, which holds nothing by itself."""
-    held_by = {part: step for part, (_, step) in ledger.held_by.items()}
-    return SaveRecord(ledger.step or 0, frozenset(), ledger.lineage, held_by, ledger.history)
-
-
-def _is_kin(record: SaveRecord, ledger: Ledger) -> bool:
+def _is_kin(save: RunCheckpoint, ledger: Ledger) -> bool:
     """Whether both go back to the same complete base."""
-    return not {record.lineage, *record.history}.isdisjoint({ledger.lineage, *ledger.history})
-
-
-def _in_order(records: Iterable[SaveRecord]) -> list[SaveRecord]:
-    return sorted(records, key=lambda record: (record.step, record.is_stock))
+    assert save.ledger is not None
+    return not {save.ledger.lineage, *save.ledger.history}.isdisjoint({ledger.lineage, *ledger.history})
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What stays of a run, and what for."""
+class Reachable:
+    """What stays of a run, and for which steps."""
 
     before: tuple[int, ...]
-    """Steps that can be composed, or are there"""
-    kept: tuple[int, ...]
-    """Those that will be afterwards; without ``keep`` the same"""
+    """Composable steps now"""
+    after: tuple[int, ...]
+    """Composable steps afterwards; without ``keep`` the same"""
     needed: frozenset[RunCheckpoint]
     """Partial checkpoints that must stay"""
 
 
-def find_needs(
-    checkpoints: Sequence[RunCheckpoint],
-    records: Mapping[RunCheckpoint, SaveRecord],
-    parts: Sequence[str],
-    keep: int | None,
-) -> Needs:
-    """Decide which partial checkpoints stay: those that the newest ``keep`` composable steps need (None: all of them),
-    and those that the newest ``keep`` need that partial checkpoints alone are good for.
+def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], keep: int | None) -> Reachable:
+    """Decide which partial checkpoints stay: those that the newest ``keep`` composable steps need (None: all steps),
+    and those that the newest ``keep`` steps need that partial checkpoints alone can compose.
 
-    ``records`` are what the partial ones' manifests tell. Those newer than every step that they alone are good for
-    stay, too, with what they build on: a later save may complete them.
+    Those newer than every step that they alone can compose stay too, with what they build on: a later save may complete
+    them.
     """
-    before, alone = candidates.composable_steps(checkpoints, parts), candidates.composable_steps(list(records), parts)
+    partial = [one for one in checkpoints if one.is_partial]
+    before, alone = composable_steps(checkpoints, parts), composable_steps(partial, parts)
     promised, promised_alone = (steps[-keep:] if keep else steps for steps in (before, alone))
     newest = alone[-1] if alone else -1
     needed: set[RunCheckpoint] = set()
-    for one, record in records.items():
+    for one in partial:
         if one.step in {*promised, *promised_alone} or one.step > newest:
-            needed |= {one, *_built_on(record, records)}
-    for there, steps in ((checkpoints, promised), (list(records), promised_alone)):
+            needed |= {one, *partial_sources(one, partial).values()}
+    for there, steps in ((checkpoints, promised), (partial, promised_alone)):
         for step in steps:
             needed |= {one for one in (sources_at(there, step, parts) or {}).values() if one.is_partial}
     left = [one for one in checkpoints if not one.is_partial or one in needed]
-    _prove(checkpoints, left, promised, parts)
-    _prove(list(records), list(needed), promised_alone, parts)
-    return Needs(tuple(before), tuple(candidates.composable_steps(left, parts)), frozenset(needed))
+    _check_same(checkpoints, left, promised, parts)
+    _check_same(partial, list(needed), promised_alone, parts)
+    return Reachable(tuple(before), tuple(composable_steps(left, parts)), frozenset(needed))
 
 
-def _built_on(record: SaveRecord, records: Mapping[RunCheckpoint, SaveRecord]) -> set[RunCheckpoint]:
-    found = list(newest_holders(record, records.values()).values())
-    return {one for one, other in records.items() if any(other is holder for holder in found)}
-
-
-def _prove(
+def _check_same(
     before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], promised: Iterable[int], parts: Sequence[str]
 ) -> None:
-    """Check the outcome by itself: every step that is promised is composed of just the same."""
+    """Check independently of how it was decided: every promised step has the same sources as before."""
     changed = [step for step in promised if sources_at(before, step, parts) != sources_at(after, step, parts)]
     if changed:
         what = f"step {', '.join(map(str, changed))} would not be composed as before"
         raise VerificationError.at("gc", what, "this is a bug in llmtailor: please report it; nothing was removed")
+
+
+@dataclass(frozen=True, slots=True)
+class Age:
+    """The oldest parts of the composite of a step."""
+
+    steps_back: int
+    """How many steps before it they were saved; 0 if all are of that step"""
+    parts: tuple[str, ...]
+    """Which they are; empty if all are of that step"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAge:
+    """A step that stays composable."""
+
+    step: int
+    now: Age | None
+    """None if it can't be composed now"""
+    afterwards: Age
+
+
+def compare_ages(
+    before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], steps: Iterable[int], parts: Sequence[str]
+) -> tuple[StepAge, ...]:
+    """Return how old the parts of each step's composite are now, and will be afterwards."""
+    found = ((step, _age(before, step, parts), _age(after, step, parts)) for step in steps)
+    return tuple(StepAge(step, now, afterwards) for step, now, afterwards in found if afterwards is not None)
+
+
+def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[str]) -> Age | None:
+    sources = sources_at(checkpoints, step, parts)
+    if sources is None:
+        return None
+    back = {part: step - sources[part].step_of(part) for part in parts}
+    most = max(0, *back.values())
+    return Age(most, tuple(part for part in parts if most and back[part] == most))

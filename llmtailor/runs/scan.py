@@ -1,47 +1,53 @@
-"""From a run's folder to a recipe: which checkpoints can be used, and what each part should come from."""
+"""The scan of a run's folder: which checkpoints can be used together, and a recipe of what each part comes from."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.lineage import Past, SaveRecord
+from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
-from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.findings import ERROR
+from llmtailor.formats.partial.manifest import FOLDER, read_manifest
+from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, index_checkpoint
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment, RunCheckpoint
+from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import StrategyOptions, assign
 from llmtailor.recipe.text import condense
 from llmtailor.recipe.update_log import assign_flags, numbering, read_flags
-from llmtailor.runs.judge import Judge, list_all
+from llmtailor.runs.attempts import Judge
+from llmtailor.runs.folder import RunFolder
+from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a run's folder offers up to some step."""
+    """The usable checkpoints of a run's folder up to some step."""
 
     run: Path
     usable: tuple[RunCheckpoint, ...]
-    """Oldest first; all of one model and one layout, that of the newest."""
+    """Oldest first; all of the model and layout of the newest"""
     refused: Mapping[Path, tuple[Problem, ...]]
-    """Why the others can't be used."""
+    """Why the others can't be used"""
     anatomy: Anatomy
     indexes: Mapping[Path, CheckpointIndex]
     """Of the usable ones, by folder"""
 
     @property
     def given_up(self) -> frozenset[Path]:
-        """Those of attempts that the run does not continue"""
+        """Those of attempts that the run has given up"""
         codes = {folder: {problem.code for problem in problems} for folder, problems in self.refused.items()}
         return frozenset(folder for folder, found in codes.items() if Code.GIVEN_UP in found)
 
@@ -83,72 +89,146 @@ def scan_run(
 ) -> Scan:
     """Index the checkpoints of a run's folder, full and partial, up to step ``at``; and ``also``, if it lies elsewhere.
 
-    Incomplete or damaged checkpoints, those of another model or layout than the newest good one, and those that do not
-    belong to the run's present attempt are skipped with the reason. So are, unless ``every_chain``, partial ones that
-    the newest partial one does not build on. Full checkpoints that do not say which attempt they are of are used if
-    ``trust_unrecorded``. With ``only_newest`` the scan ends, going backwards, where the newest state of every part is
-    found. Raises SourceError if nothing is left.
+    See `scan_back` for those that are skipped. With ``only_newest`` the scan ends, going backwards, where the newest
+    state of every part is found. Raises SourceError if nothing is left.
     """
-    folders = find_checkpoints(run, at)
-    judge = Judge.of(run, at, trust_unrecorded)
+    anatomy: Anatomy | None = None
+    usable: list[RunCheckpoint] = []
+
+    def is_enough(found: list[CheckpointIndex], step: int) -> bool:
+        nonlocal anatomy
+        anatomy = anatomy or dissect_checkpoint(found[0])
+        usable.extend(describe_checkpoint(index, anatomy) for index in found[len(usable) :])
+        if not only_newest:
+            return False
+        newest = best_holders(usable, anatomy.parts)
+        return all(part in newest and newest[part].step_of(part) >= step for part in anatomy.parts)
+
+    found, refused = scan_back(
+        run,
+        at,
+        read=lambda path, step, found: index_checkpoint(path),
+        index_of=lambda index: index,
+        is_enough=is_enough,
+        also=also,
+        every_chain=every_chain,
+        trust_unrecorded=trust_unrecorded,
+    )
+    if not found:
+        until = f" at or before step {at}" if at is not None else ""
+        head = Problem(display_name(run), f"no checkpoint{until} can be used", "mend one of those named here")
+        raise SourceError([head, *(problem for problems in refused.values() for problem in problems)])
+    is_enough(found, 0)
+    assert anatomy is not None
+    usable.sort(key=lambda one: one.step)
+    return Scan(run, tuple(usable), refused, anatomy, {index.root: index for index in found})
+
+
+def scan_back(
+    run: Path,
+    at: int | None,
+    *,
+    read: Callable[[Path, int, list[T]], T],
+    index_of: Callable[[T], CheckpointIndex],
+    is_enough: Callable[[list[T], int], bool],
+    also: Path | None = None,
+    every_chain: bool = False,
+    trust_unrecorded: bool = False,
+) -> tuple[list[T], dict[Path, tuple[Problem, ...]]]:
+    """Read a run's checkpoints up to step ``at`` from the newest on; return those that can be used together, and why
+    the others can't.
+
+    Checkpoints of attempts that were given up are refused unread. Others are refused if they can't be read, if the
+    newest good one is of another model or layout, unless ``trust_unrecorded`` if they don't state their attempt where
+    attempts are recorded, and unless ``every_chain`` if they are partial and the newest partial one does not build on
+    them. ``also`` is read last, if it lies elsewhere, whatever attempt it belongs to.
+
+    ``read`` gets a folder, its step and what was found before, and raises SourceError for a checkpoint that gives
+    nothing. ``is_enough`` says, given the next step to read, whether what was found suffices. Raises SourceError if
+    there is no checkpoint up to step ``at``.
+    """
+    folders = RunFolder(run).checkpoints_until(at)
+    judge = Judge.of(RunFolder(run), at, trust_unrecorded)
     if also is not None and also not in [folder for _, folder in folders]:
         folders.append((-1, also))
+    found: list[T] = []
     refused: dict[Path, tuple[Problem, ...]] = {}
-    good: list[tuple[RunCheckpoint, CheckpointIndex]] = []
-    anatomy: Anatomy | None = None
     past: Past | None = None
-    newest: dict[str, int] = {}
-    for number, folder in folders:
-        if only_newest and anatomy and all(newest.get(part, -1) >= number for part in anatomy.parts):
-            logger.info("looked no further back than %s: every part is found", display_name(good[-1][0].path))
+
+    def refuse(folder: Path, *problems: Problem) -> None:
+        refused[folder] = problems
+        logger.info("skipped %s: %s", problems[0].where, problems[0].what)
+
+    for step, folder in folders:
+        if found and is_enough(found, step):
+            logger.info("looked no further back than %s: every part is found", index_of(found[-1]).name)
             break
-        foreign = judge.why_not(folder, number) if folder != also else None
-        if foreign is not None and foreign.code is Code.GIVEN_UP:
-            refused[folder] = (foreign,)
-            logger.info("skipped %s: %s", foreign.where, foreign.what)
+        unrecorded = judge.why_not(folder, step) if folder != also else None
+        if unrecorded is not None and unrecorded.code is Code.GIVEN_UP:
+            refuse(folder, unrecorded)
             continue
         try:
-            index = index_checkpoint(folder)
-            mine = past_of(index)
-        except SourceError as error:  # not that there was no answer
-            refused[folder] = error.problems
-            logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
+            one = read(folder, step, found)
+            index = index_of(one)
+            ledger = ledger_of(index)
+        except SourceError as error:  # but not Unanswered
+            refuse(folder, *error.problems)
             continue
-        reason = foreign or why_not(number, index, good[0][1] if good else None)
+        reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
+        mine = Past(index.global_step, ledger.lineage, ledger.history) if ledger else None
         if reason is None and not every_chain and past and mine and not past.includes(mine):
-            reason = of_another_chain(index.name)
+            what = "it is of other saves than the newest partial checkpoint builds on"
+            reason = Problem(index.name, what, "to use it all the same, name it in a recipe")
         if reason is not None:
-            refused[folder] = (reason,)
-            logger.info("skipped %s: %s", index.name, reason.what)
+            refuse(folder, reason)
             continue
-        if anatomy is None:
-            anatomy = dissect_checkpoint(index)
         past = past or mine
-        checkpoint = describe_checkpoint(index, anatomy)
-        held = {part: checkpoint.step_of(part) for part in anatomy.parts if checkpoint.holds(part)}
-        newest |= {part: max(step, newest.get(part, -1)) for part, step in held.items()}
-        good.append((checkpoint, index))
-    if anatomy is None:
-        raise _nothing_usable(run, at, [problem for problems in refused.values() for problem in problems])
-    good.sort(key=lambda pair: pair[0].step)
-    usable = tuple(checkpoint for checkpoint, _ in good)
-    return Scan(run, usable, refused, anatomy, {index.root: index for _, index in good})
+        found.append(one)
+    return found, refused
 
 
-def past_of(index: CheckpointIndex) -> Past | None:
-    """Return the past that a partial checkpoint tells of; None for a full one. Raises SourceError."""
+def ledger_of(index: CheckpointIndex) -> Ledger | None:
+    """Return the ledger of a partial checkpoint; None for a full one. Raises SourceError."""
     if not index.is_partial:
         return None
-    record = SaveRecord.from_json(read_manifest(index.root, index.name).ledger, index.name)
-    return Past(index.global_step, record.lineage, record.history)
+    return RunCheckpoint.from_json(index.root, read_manifest(index.root, index.name).ledger, index.name).ledger
 
 
 def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoint:
-    """Say what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
+    """Return what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
     absent = absent_parts(index, anatomy)
     parts = frozenset(anatomy.parts) - absent if absent else None
-    resumable = TRAINER_STATE in index.files
-    return RunCheckpoint(index.root, index.global_step, parts, resumable, past_of(index), index.part_steps)
+    is_resumable = TRAINER_STATE in index.files
+    return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
+
+
+def check_newest(scan: Scan) -> Path:
+    """Return the newest checkpoint of a run's present attempt.
+
+    Raises SourceError with the reasons if nothing can resume from it: then the older ones are all there is. A full one
+    is verified as a resume needs it, not only as a merge does.
+    """
+    folders = [folder for _, folder in RunFolder(scan.run).checkpoints_until(None) if folder not in scan.given_up]
+    newest = next((folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder)), scan.run)
+    if newest not in scan.indexes:
+        reasons = scan.refused.get(newest, ())
+        what = "the newest checkpoint can't be used, so nothing older is touched"
+    elif is_partial(newest) or (verdict := verify_checkpoint(newest)).is_resumable:
+        return newest
+    else:
+        reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
+        what = "nothing can resume from the newest checkpoint, so nothing older is touched"
+    fix = "wait if it is just being saved; otherwise mend or remove it, and run this again"
+    raise SourceError([Problem(display_name(newest), what, fix), *reasons])
+
+
+def _why_not(step: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:
+    """Return why a checkpoint is no source beside the newest good one, or None; ``step`` is the one in its name."""
+    if step >= 0 and step != index.global_step:
+        what = f"the folder says step {step}, its content is of step {index.global_step}"
+        return Problem(index.name, what, "rename the folder, or name it in a recipe by hand")
+    unlike = differences(index, newest) if newest else []
+    return unlike[0] if unlike else None
 
 
 def recipe_for_run(
@@ -199,43 +279,6 @@ def _log_choice(assignment: Assignment) -> None:
         parts.setdefault((source.name, assignment.reason[part]), []).append(part)
     for (name, reason), chosen in parts.items():
         logger.info("%s from %s: %s", condense(chosen), name, reason)
-
-
-def find_checkpoints(run: Path, at: int | None) -> list[tuple[int, Path]]:
-    """Return the run's checkpoints, full and partial, with their steps, newest first; of one step the full one first.
-
-    Raises SourceError if there is none at or before step ``at``.
-    """
-    found = list_all(run)
-    if not found:
-        fix = "name the folder that holds checkpoint-N, or partial/"
-        raise SourceError.at(display_name(run), "there is no checkpoint-N in this folder", fix)
-    wanted = [(number, path) for number, path in found if at is None or number <= at]
-    if not wanted:
-        what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
-        raise SourceError.at(display_name(run), what, "give a later step")
-    return wanted
-
-
-def why_not(number: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:
-    """Say why a checkpoint is no source beside the newest good one, or None; ``number`` is the step in its name."""
-    if number >= 0 and number != index.global_step:
-        what = f"the folder says step {number}, its content is of step {index.global_step}"
-        return Problem(index.name, what, "rename the folder, or name it in a recipe by hand")
-    unlike = differences(index, newest) if newest else []
-    return unlike[0] if unlike else None
-
-
-def of_another_chain(name: str) -> Problem:
-    """Say of a partial checkpoint that the newest one does not build on it."""
-    what = "it is of other saves than the newest partial checkpoint builds on"
-    return Problem(name, what, "to use it all the same, name it in a recipe")
-
-
-def _nothing_usable(run: Path, at: int | None, skipped: Sequence[Problem]) -> SourceError:
-    until = f" at or before step {at}" if at is not None else ""
-    head = Problem(display_name(run), f"no checkpoint{until} can be used", "mend one of those named here")
-    return SourceError([head, *skipped])
 
 
 def _header(scan: Scan, assignment: Assignment) -> list[str]:

@@ -1,6 +1,6 @@
 """Turns a full checkpoint into a partial one: lay out, write, read back, publish. The full one is not touched.
 
-Reads what was written, or is about to be relied on, and compares it with what it was made of.
+The checks read what was written, or is about to be relied on, and compare it with what it was made from.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.staging import check_space
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
-from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial
+from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial, trained_states
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import WEIGHT, State
-from llmtailor.runs.folder import link_or_copy, sync
-from llmtailor.runs.places import making
-from llmtailor.runs.thinning import part_bytes
+from llmtailor.runs.folder import Kind, link_or_copy, staged, sync
 from llmtailor.storage.local import FileFact, Files, added_since, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
@@ -44,7 +42,7 @@ _ALIKE = (
     *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
     *("sub_groups", "settings", "variant", "part_steps"),
 )
-"""What the index of a partial checkpoint says just like that of the full one it was made of."""
+"""The fields in which the index of a partial checkpoint equals that of the full one it was made from"""
 
 
 def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, observe: Observe) -> None:
@@ -62,9 +60,10 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, observe: Obser
 
 
 def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Iterable[str]) -> None:
-    """Compare the index of what was written with what was planned, and with the checkpoint it was made of.
+    """Compare the index of what was written with the plan, and with the checkpoint it was made from.
 
-    With the checksums of all files this says that every state is there, bit for bit. Raises VerificationError.
+    Together with the checksums of all files this shows that every state is there, bit for bit. Raises
+    VerificationError.
     """
     wrong = [f"its {what} is not that of {source.name}" for what in _ALIKE if not _alike(what, made, source)]
     kept = set(params)
@@ -115,7 +114,7 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe
 
 
 def check_unchanged(index: CheckpointIndex) -> None:
-    """Raise SourceError for every file that is no longer as it was when it was indexed, or was not there then."""
+    """Raise SourceError for every file that has changed or appeared since the checkpoint was indexed."""
     folders = {f"{folder}/": None for path in index.files for folder in Path(path).parents if folder.name}
     changed = [
         Problem(f"{index.name}/{path}", "it appeared in the meantime, so nothing here is removed", "run this again")
@@ -171,10 +170,10 @@ SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a partial checkpoint shall hold."""
+    """What a partial checkpoint is to hold."""
 
     parts: Mapping[str, str]
-    """And why each"""
+    """Each with the reason"""
     ledger: Ledger
     """After it"""
     policy: Mapping[str, Any]
@@ -182,7 +181,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A partial checkpoint that is laid out, and not written yet."""
+    """The layout of a partial checkpoint that is not written yet."""
 
     source: CheckpointIndex
     target: Path
@@ -192,7 +191,7 @@ class Conversion:
     layout: PartialLayout
     plan: Plan
     links: Mapping[str, Path]
-    """Files of frozen params that an older partial checkpoint has in the same size, and probably the same"""
+    """Files of frozen params that an older partial checkpoint has in the same size, and likely the same content"""
 
     @property
     def params_of(self) -> dict[str, list[str]]:
@@ -201,12 +200,12 @@ class Conversion:
 
     @property
     def num_bytes_to_move(self) -> int:
-        """What is written and then read back"""
+        """The bytes that are written and then read back"""
         return 2 * self.plan.num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """What it will take on the disk"""
+        """The bytes that it will take on the disk"""
         files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
         return files + len(_manifest(self, {}))
 
@@ -220,7 +219,7 @@ def plan_conversion(
 ) -> Conversion:
     """Lay out the partial form of a full checkpoint; no tensor is read.
 
-    ``older`` are the files of frozen params that partial checkpoints have: name -> folder and size of the newest.
+    ``older`` are the files of frozen params in partial checkpoints: name -> folder and size of the newest.
     Raises SourceError or UnsupportedCheckpoint.
     """
     save_id = uuid.uuid4().hex
@@ -239,16 +238,16 @@ def plan_conversion(
 def write_conversion(
     conversion: Conversion, stop: Stop, observe: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Write a partial checkpoint, read it back, and let it appear at once, whole and durable.
+    """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
-    ``observe`` is told of bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
+    ``observe`` gets the bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
 
     Raises StorageError if there is no space for it, SourceError, also if the full checkpoint changes meanwhile,
-    VerificationError if it does not read back as planned, Interrupted, or OSError. It is absent then.
+    VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
     """
     target, source, watch = conversion.target, conversion.source, Stopwatch()
     check_space(target, sum(file.num_bytes for file in conversion.plan.files) + SPARE_BYTES)
-    staging = making(target)
+    staging = staged(target, Kind.THINNING)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
@@ -273,13 +272,22 @@ def write_conversion(
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def part_bytes(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, int]:
+    """Return the bytes of each part's trained states; parts without trained params are left out."""
+    found: dict[str, int] = {}
+    for param, states in trained_states(index).items():
+        part = anatomy.part_of[param]
+        found[part] = found.get(part, 0) + sum(index.held[state].num_bytes for state in states)
+    return {part: found[part] for part in anatomy.parts if part in found}
+
+
 def _params_of(source: CheckpointIndex, anatomy: Anatomy, contents: Contents) -> dict[str, list[str]]:
     trained = {name for group in source.group_params for name in group}
     return {part: [name for name in anatomy.names(part) if name in trained] for part in contents.parts}
 
 
 def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
-    """Return the manifest; without checksums it has its size already."""
+    """Return the manifest; its size does not depend on the checksums."""
     source, contents = conversion.source, conversion.contents
     facts = tuple(
         BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0))

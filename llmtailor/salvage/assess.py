@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.torch_zip import Record, list_records
@@ -18,7 +19,6 @@ from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.recipe.candidates import RunCheckpoint
 from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -30,24 +30,24 @@ _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.p
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A checkpoint of which at least something can be used."""
+    """A checkpoint of which at least a part can be used."""
 
     checkpoint: RunCheckpoint
     index: CheckpointIndex
-    """Without the files that are damaged, and without weights if those are: they are rounded from the masters then."""
+    """Without damaged files; also without weights if those are damaged, since the masters can be rounded instead"""
     lost: Mapping[State, Runs]
-    """Elements that can't be used."""
+    """Elements that can't be used"""
     is_whole: bool
-    """Nothing is damaged, as far as was looked."""
+    """Whether no damage was found"""
     unfit: tuple[Problem, ...]
-    """Why it can't be the base."""
+    """Why it can't be the base"""
     damage: tuple[Problem, ...]
     knows_tied: bool
-    """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 says so."""
+    """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 says so"""
     weights_lost: bool
-    """Whether weights were saved, beside masters, and can't be used."""
+    """Whether weights were saved beside masters, and can't be used"""
     dropped: tuple[str, ...]
-    """Damaged files of the root that no state lies in, but for those of the base."""
+    """Damaged files of the root without states, except those that make it unfit as the base"""
 
     @property
     def name(self) -> str:
@@ -60,17 +60,17 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """What is wrong with a checkpoint, by what it means for a salvage."""
+    """The damage of a checkpoint, by what it means for a salvage."""
 
     fatal: tuple[Problem, ...]
-    """It can't be told any more what the states are."""
+    """The states can no longer be identified."""
     unfit: tuple[Problem, ...]
     dropped: frozenset[str]
     weights_lost: bool
 
 
-def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = lambda num_bytes: None) -> Holder:
-    """Say what a checkpoint can give to a composite. With ``deep`` its bytes are read, too.
+def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
+    """Return what a checkpoint can give to a composite. With ``deep`` its bytes are read too.
 
     Raises SourceError if it can give nothing, and Interrupted on Ctrl-C.
     """
@@ -79,37 +79,37 @@ def judge(path: Path, step: int, deep: bool, observe: Callable[[int], None] = la
     if index is None:
         raise SourceError(finding for finding in verdict.findings if finding.severity != NOTE)
     findings = [finding for finding in verdict.findings if finding.severity != NOTE]
-    told = _sort(findings, index)
-    if told.fatal:
-        raise SourceError(told.fatal)
+    damage = _sort(findings, index)
+    if damage.fatal:
+        raise SourceError(damage.fatal)
     lost: Mapping[State, Runs] = verdict.damage.states
     if deep:
         from llmtailor.verify.deep import read_everything  # numpy takes a while
 
-        found = read_everything(index, index.unreadable, read_manifest(path, index.name), observe)
+        found = read_everything(index, index.unreadable, read_manifest(path, index.name), on_progress)
         more = [finding for finding in found.findings if finding.severity != NOTE]
-        told = _sort([*findings, *more], index, is_deep=True)
-        if told.fatal and index.is_partial:  # its bundles' checksums don't tell which states they cost
-            raise SourceError(told.fatal)
+        damage = _sort([*findings, *more], index, is_deep=True)
+        if damage.fatal and index.is_partial:  # the checksum of a rank shard doesn't say which states are damaged
+            raise SourceError(damage.fatal)
         lost = _trusting_checksums(index, found.states, found.values)
         findings += [*more, *found.values]
-    weights_lost = index.stage > 0 and (told.weights_lost or any(state.kind == WEIGHT for state in lost))
-    damage = tuple(dict.fromkeys(finding.problem for finding in findings))
-    damaged_files = {one.path for one in damage}.intersection(index.files)
+    weights_lost = index.stage > 0 and (damage.weights_lost or any(state.kind == WEIGHT for state in lost))
+    problems = tuple(dict.fromkeys(finding.problem for finding in findings))
+    damaged_files = {one.path for one in problems}.intersection(index.files)
     return Holder(
         checkpoint=RunCheckpoint(path, step, None),
-        index=_without(index, told.dropped, weights_lost),
+        index=_without(index, damage.dropped, weights_lost),
         lost={
             state: runs
             for state, runs in lost.items()
             if state.kind != MODULE and not (state.kind == WEIGHT and index.stage)
         },
         is_whole=not (lost or damaged_files or any(finding.severity == ERROR for finding in findings)),
-        unfit=told.unfit,
-        damage=damage,
+        unfit=damage.unfit,
+        damage=problems,
         knows_tied=not any(_FIRST_MODEL_STATES.fullmatch(path) for path in index.unreadable),
         weights_lost=weights_lost,
-        dropped=tuple(sorted(told.dropped - {LATEST})),
+        dropped=tuple(sorted(damage.dropped - {LATEST})),
     )
 
 
@@ -154,14 +154,14 @@ def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool
 
 
 def without_weights(holder: Holder) -> Holder:
-    """Return a holder whose weights are rounded from its masters, whatever its weight files hold."""
+    """Return a holder whose weights will be rounded from its masters, whatever its weight files hold."""
     return replace(holder, index=_without(holder.index, frozenset(), weights_lost=True))
 
 
 def _trusting_checksums(
     index: CheckpointIndex, states: Mapping[State, Runs], values: Iterable[Finding]
 ) -> dict[State, Runs]:
-    """Where a weight contradicts its master, both are listed; a master that matches its checksum is right."""
+    """Leave out masters that match their checksum: where a weight contradicts its master, both are listed."""
     from llmtailor.verify.read import crc_of_range  # numpy takes a while
 
     blamed = {finding.path for finding in values} | index.unreadable

@@ -18,22 +18,22 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PartChoice:
-    """Where a part comes from."""
+    """The source of a part."""
 
     part: str
     holder: int | None
-    """Position of the newest holder that gives anything; None if there is no complete source."""
+    """Position of the newest holder that gives anything; None if there is no complete source"""
     shares: Mapping[int, int]
-    """Holder -> elements of params that it gives."""
+    """Holder -> number of param elements that it gives"""
     why: str
-    """Why not all of it is from the newest holder; empty if it is."""
+    """Why not all of it is from the newest holder; empty if it is"""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     parts: tuple[PartChoice, ...]
     cuts: Mapping[State, Cuts]
-    """States that are made of several holders' elements."""
+    """States with elements from several holders"""
     base: int | None
 
     @property
@@ -46,7 +46,7 @@ class Choice:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Every holder that gives something."""
+        """Every holder that gives something"""
         given = {number for choice in self.parts for number in choice.shares}
         return tuple(sorted(given | ({self.base} if self.base is not None else set())))
 
@@ -137,7 +137,7 @@ def _mix(
 
 
 def _why(newest: Holder, lost: Mapping[State, Runs]) -> str:
-    """Say what the newest holder lacks of a part."""
+    """Return what the newest holder lacks of a part."""
     paths: dict[str, None] = {}
     for state, runs in lost.items():
         held = newest.index.held.get(state)

@@ -1,4 +1,4 @@
-"""The service behind ``llmtailor salvage``: judge the run's checkpoints -> choose -> recipe -> plan of a merge."""
+"""The service behind ``llmtailor salvage``: assess the run's checkpoints -> choose -> recipe -> plan of a merge."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import FileLayout, Literal
-from llmtailor.checkpoint.lineage import Past
-from llmtailor.codes import Code
 from llmtailor.compose.opened import Opened
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.resume import is_written
@@ -25,28 +23,27 @@ from llmtailor.model.states import State
 from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.runs.folder import list_checkpoints
-from llmtailor.runs.judge import Judge
-from llmtailor.runs.scan import find_checkpoints, of_another_chain, past_of, why_not
-from llmtailor.salvage.assess import Holder, judge, without_weights
+from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.scan import scan_back
+from llmtailor.salvage.assess import Holder, assess, without_weights
 from llmtailor.salvage.choose import Choice, choose
 from llmtailor.storage.local import read_source
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
-Observe = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a run's checkpoints can give, from the newest on, as far back as was needed."""
+    """What a run's checkpoints can give, from the newest on, as far back as needed."""
 
     run: Path
     newest: tuple[int, Path]
-    """Step and folder of the newest checkpoint, whatever is left of it."""
+    """Step and folder of the newest checkpoint, whatever is left of it"""
     holders: tuple[Holder, ...]
     refused: tuple[Problem, ...]
-    """Why the others can't give anything."""
+    """Why the others can't give anything"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +54,11 @@ class Salvage:
     choice: Choice
     fragments: bool
     deeper: Choice | None
-    """What taking each element by itself would choose; None if that is no gain, or was asked for."""
+    """The choice that ``--fragments`` would make; None if it is no gain, or was requested"""
     composition: Composition | None
     """None: the base is whole, and nothing newer is of use."""
     is_written: bool = False
-    """Whether the output is there already."""
+    """Whether the output exists already, from the same salvage"""
 
     @property
     def base(self) -> Holder:
@@ -84,18 +81,18 @@ def plan_salvage(
     replace_out: bool = False,
     trust_unrecorded: bool = False,
     in_place: bool = False,
-    observe: Observe = lambda num_bytes: None,
+    on_progress: OnProgress = lambda num_bytes: None,
 ) -> Salvage:
     """Plan the composite that loses least of a run: every part from the newest checkpoint that has it intact.
 
-    ``out`` is ``salvaged-checkpoint-STEP`` in the run's folder if left out. With ``fragments`` a part that is damaged
-    in the newest checkpoint comes from several, element by element. With ``deep`` tensors are read, too, and
-    ``observe`` is told of it. Nothing later than ``at`` is used. ``in_place`` says that the output will be put in the
-    place of a checkpoint: it may be there already, if it is of the same salvage.
-    Raises SourceError with all that is in the way if there is no complete composite, and what `plan_merge` raises.
+    ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments`` a part that is damaged in
+    the newest checkpoint comes from several, element by element. With ``deep`` tensors are read too, and
+    ``on_progress`` gets the bytes. Nothing later than ``at`` is used. ``in_place`` says that the output will take the
+    place of a checkpoint: it may exist already, if it is of the same salvage. Raises SourceError with all obstacles if
+    there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
-    scan, anatomy = scan_run(run, at, deep, fragments, observe, trust_unrecorded)
+    scan, anatomy = _scan(run, at, deep, fragments, on_progress, trust_unrecorded)
     holders = scan.holders
     choice = choose(holders, anatomy, fragments)
     if not choice.is_complete:
@@ -117,64 +114,46 @@ def plan_salvage(
     return replace(salvage, is_written=True)
 
 
-def scan_run(
-    run: Path, at: int | None, deep: bool, fragments: bool, observe: Observe, trust_unrecorded: bool = False
+def _scan(
+    run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
 ) -> tuple[Scan, Anatomy]:
-    """Judge the run's checkpoints from the newest on, until a composite is complete.
+    """Assess the run's checkpoints from the newest on, until a composite is complete.
 
     Raises SourceError if none of them can give anything.
     """
-    folders = find_checkpoints(run, at)
-    present = Judge.of(run, at, trust_unrecorded)
-    holders: list[Holder] = []
-    refused: list[Problem] = []
-    anatomy: Anatomy | None = None
-    past: Past | None = None
-    for step, path in folders:
-        if anatomy is not None and choose(holders, anatomy, fragments).is_complete:
-            logger.info("looked no further back than %s: all parts are found", holders[-1].name)
-            break
-        foreign = present.why_not(path, step)
-        if foreign is not None and foreign.code is Code.GIVEN_UP:
-            refused.append(foreign)
-            logger.info("skipped %s: %s", foreign.where, foreign.what)
-            continue
-        try:
-            holder = judge(path, step, deep, observe)
-            mine = past_of(holder.index)
-        except SourceError as error:
-            refused += error.problems
-            logger.info("skipped %s: %s", error.problems[0].where, error.problems[0].what)
-            continue
-        holders, holder = _share_tied(holders, holder)
-        reason = foreign or why_not(step, holder.index, holders[0].index if holders else None)
-        if reason is None and past is not None and mine is not None and not past.includes(mine):
-            reason = of_another_chain(holder.name)
-        if reason is not None:
-            refused.append(reason)
-            logger.info("skipped %s: %s", holder.name, reason.what)
-            continue
-        past = past or mine
-        holders.append(holder)
+
+    def read(path: Path, step: int, found: list[Holder]) -> Holder:
+        found[:], holder = _share_tied(found, assess(path, step, deep, on_progress))
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
-        anatomy = dissect_checkpoint(holders[0].index)
-    if anatomy is None:
+        return holder
+
+    holders, refused = scan_back(
+        run,
+        at,
+        read=read,
+        index_of=lambda holder: holder.index,
+        is_enough=lambda found, step: choose(found, dissect_checkpoint(found[0].index), fragments).is_complete,
+        trust_unrecorded=trust_unrecorded,
+    )
+    problems = tuple(problem for problems in refused.values() for problem in problems)
+    if not holders:
         head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
-        raise SourceError([head, *refused])
-    return Scan(run, folders[0], tuple(holders), tuple(refused)), anatomy
+        raise SourceError([head, *problems])
+    newest = RunFolder(run).checkpoints_until(at)[0]
+    return Scan(run, newest, tuple(holders), problems), dissect_checkpoint(holders[0].index)
 
 
 def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
-    """Tell those which have lost the file that names tied params what the others say; it holds for the whole run."""
+    """Share which params are tied with those that have lost the file that says so; it holds for the whole run."""
     known = next((one.index.tied for one in (*holders, found) if one.knows_tied), None)
     if known is None:
         return list(holders), found
 
-    def told(one: Holder) -> Holder:
+    def informed(one: Holder) -> Holder:
         return one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
 
-    return [told(one) for one in holders], told(found)
+    return [informed(one) for one in holders], informed(found)
 
 
 def _no_composite(scan: Scan, anatomy: Anatomy, choice: Choice) -> SourceError:
@@ -230,13 +209,13 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
 
 
 def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
-    """Take files that a run never changes (config, tokenizer) from other checkpoints if the base's are damaged."""
+    """Replace damaged files of the base that a run never changes (config, tokenizer) by those of other checkpoints."""
     layouts, notices = [], []
-    others = sorted(list_checkpoints(scan.run).items(), reverse=True)
+    others = list(reversed(RunFolder(scan.run).full().values()))
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
         if not path.startswith("rng_state"):
-            donor = next((root for _, root in others if root != base.index.root and _is_sound(root, path)), None)
+            donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "copy it into the output before the resume, if you have it elsewhere"
             notices.append(Problem(where, "the file is damaged, and left out", fix))
@@ -262,7 +241,7 @@ def _is_sound(root: Path, path: str) -> bool:
 
 
 def _notices(scan: Scan, choice: Choice) -> list[Problem]:
-    """Say what was lost: it stands in the composite's manifest and card."""
+    """Return what was lost, for the composite's manifest and card."""
     assert choice.base is not None
     base, used = scan.holders[choice.base], [scan.holders[number] for number in choice.used]
     notices = []

@@ -1,7 +1,7 @@
-"""Puts a salvaged composite where the Trainer's auto-resume looks, and what it must not find aside.
+"""Puts a salvaged composite where the Trainer's auto-resume looks, and moves aside what it must not find.
 
-Several renames are needed, so they are recorded first, in a file in the run's folder: whoever is killed between two of
-them is followed by one who knows which folder is which. Folders are told by their files, not by their names.
+This takes several renames, which are first recorded in a file in the run's folder: if the process is killed between two
+of them, the next one knows which folder is which. Folders are identified by their files, not by their names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmtailor.containers.json import read_json
 from llmtailor.engine.placing import put_in_place
 from llmtailor.engine.staging import remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError
-from llmtailor.runs.folder import list_checkpoints
+from llmtailor.runs.folder import RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.local import fsync_folder, list_files, replace_durably
 
@@ -32,19 +32,19 @@ class Replacement:
     """Renames to be made, all in the run's folder. Nothing is deleted."""
 
     new: Path
-    """Becomes `target`; is there already if nothing was composed."""
+    """Becomes `target`, or is it already if nothing was composed"""
     target: Path
-    """``checkpoint-STEP``, to be resumed from."""
+    """``checkpoint-STEP``, to be resumed from"""
     aside: Mapping[Path, Path]
     """Folder -> its new name. It does not begin with ``checkpoint-``: the Trainer's rotation deletes what does."""
 
 
 def plan_replacement(salvage: Salvage) -> Replacement:
-    """Say which folders change places. Raises TargetError if a name is taken."""
+    """Return which folders are renamed. Raises TargetError if a name is taken."""
     run, base = salvage.scan.run, salvage.base
     target = run / f"checkpoint-{base.step}"
     aside = {}
-    for step, path in list_checkpoints(run).items():
+    for step, path in RunFolder(run).full().items():
         if step > base.step or (step == base.step and salvage.composition is not None):
             whole = any(holder.is_whole and holder.checkpoint.path == path for holder in salvage.scan.holders)
             aside[path] = path.with_name(f"{'replaced' if whole else 'damaged'}-{path.name}")
@@ -56,7 +56,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
 
 
 def unfinished_replacement(run: Path) -> Replacement | None:
-    """Return what is left to do of a replacement that was cut off, as far as its folders are still what they were.
+    """Return the rest of an interrupted replacement, as far as its folders are still unchanged.
 
     Raises StorageError if its record can't be read.
     """
@@ -82,9 +82,9 @@ def unfinished_replacement(run: Path) -> Replacement | None:
 
 
 def put_salvaged_in_place(replacement: Replacement) -> None:
-    """Make the renames; a crash between two of them leaves every folder whole, under one name or another.
+    """Do the renames; a crash between two of them leaves every folder complete, under its old or new name.
 
-    `unfinished_replacement` then says what is left to do. Raises TargetError or StorageError.
+    `unfinished_replacement` then returns the rest. Raises TargetError or StorageError.
     """
     run = replacement.target.parent
     try:

@@ -1,4 +1,4 @@
-"""What a salvage takes from where, as rows for a table and as JSON data."""
+"""The sources of a salvage's parts, as rows for a table and as JSON data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row:
     source: str
     step: int
     steps_back: int
-    """From the newest checkpoint of the run, whatever is left of it."""
+    """From the newest checkpoint of the run, whatever is left of it"""
     share: float
     """Of the part's elements, 0..1"""
     why: str
@@ -82,7 +82,7 @@ def gain(salvage: Salvage) -> float:
 def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
     """Return the outcome as JSON data; the keys are stable within a schema version."""
     composition, scan = salvage.composition, salvage.scan
-    told = [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
+    damage = [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
     return {
         "schema": SCHEMA,
         "run": str(scan.run),
@@ -93,6 +93,6 @@ def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
         "fragments": salvage.fragments,
         "fragments_would_gain": gain(salvage),
         "parts": [asdict(row) for row in rows(salvage)],
-        "damage": [problem.to_json() for problem in dict.fromkeys([*told, *scan.refused])],
+        "damage": [problem.to_json() for problem in dict.fromkeys([*damage, *scan.refused])],
         "plan": plan_to_json(composition.report) if composition else None,
     }

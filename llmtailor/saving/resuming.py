@@ -1,24 +1,21 @@
-"""What a training goes on from: the saver's record of saves, and what an attempt gives up that resumes earlier."""
+"""What a training resumes from: the saver's record of saves, and what an attempt gives up that resumes earlier."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.lineage import Ledger, SaveRecord
+from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
 from llmtailor.formats.attempt_mark import read_mark, stated_attempt
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.trainer import MANIFEST, TRAINER_STATE
-from llmtailor.runs.attempts import Attempt
-from llmtailor.runs.folder import Folder, list_checkpoints
-from llmtailor.runs.retention import lost_parts
+from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.report import give_up_after
 from llmtailor.saving.training import Training
 
@@ -30,47 +27,41 @@ class Resumed:
     """Where an attempt begins."""
 
     ledger: Ledger
-    """Of the new attempt, before its first save; empty but for its past if there is no record to go on from"""
+    """Of the new attempt, before its first save; empty but for its past if there is no record to continue"""
     before: Path | None
-    """The partial checkpoint of the step; None if there is none to go on from"""
+    """The partial checkpoint of the step; None if there is none to continue"""
 
 
 def resume(
-    folder: Folder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
+    folder: RunFolder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
 ) -> Resumed:
-    """Begin an attempt at a step: record it, and move what it gives up aside.
+    """Begin an attempt at a step: record it, and move aside what it gives up.
 
-    ``trainer_state`` is the content of the ``trainer_state.json`` of what was resumed from; None if that is not known,
-    then it is taken to be the run's newest state of that step. Raises TargetError if training starts from scratch
-    where another run has saved, SourceError for a damaged record of attempts, StorageError.
+    ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint resumed from; None stands for the
+    run's newest state of that step. Raises TargetError if training starts from scratch where another run has saved,
+    SourceError for a damaged record of attempts, StorageError.
     """
     if swept := folder.sweep():
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
     if step == 0 and (there := folder.complete()):
         what = f"another run has saved here, up to step {max(there)}"
         fix = "resume from it (llmtailor merge --run), or give this run another output_dir, or remove the folder"
-        raise TargetError.at(folder.path, what, fix)
+        raise TargetError.at(folder.partial, what, fix)
     resumed = _find(folder, training, step, lineage, trainer_state)
-    begin_attempt(folder, resumed.ledger, step)
+    folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))
     _set_aside(folder, step, resumed.before)
-    give_up_after(folder.path, step)
+    give_up_after(folder.partial, step)
     return resumed
 
 
-def begin_attempt(folder: Folder, ledger: Ledger, step: int) -> None:
-    """Record that an attempt begins. Raises SourceError or StorageError."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    folder.record(Attempt(ledger.lineage, step, ledger.history, now))
-
-
 def _find(
-    folder: Folder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
+    folder: RunFolder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
 ) -> Resumed:
     path = folder.at(step)
     stated = read_mark(trainer_state, step) if trainer_state is not None else None
     if not is_partial(path) or not _is_same_save(path, step, trainer_state):
         if trainer_state is None:
-            stated = stated_attempt(folder.path.parent / f"checkpoint-{step}")
+            stated = stated_attempt(folder.run / f"checkpoint-{step}")
         history = {**stated.history, stated.lineage: step} if stated else {}
         return Resumed(Ledger(lineage, history), None)
     manifest = read_manifest(path, path.name)
@@ -79,8 +70,7 @@ def _find(
     if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
         logger.warning("%s is of another model or of other trained params; the next save is complete", path.name)
         return Resumed(Ledger(lineage, resumed.history), path)
-    lost = lost_parts(ledger, read_records(folder))
-    return Resumed(resumed.without(lost), path)
+    return Resumed(resumed.without(lost_parts(ledger, folder.saves())), path)
 
 
 def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:
@@ -94,26 +84,14 @@ def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None
     return read_mark(saved, step) == read_mark(trainer_state, step)
 
 
-def _set_aside(folder: Folder, step: int, before: Path | None) -> None:
-    """Move aside the partial checkpoints and composites that are given up; name full ones of the Trainer's."""
-    later = [path for number, path in folder.complete().items() if number > step or (number == step and path != before)]
-    run = folder.path.parent
-    full = [path for number, path in sorted(list_checkpoints(run).items()) if number > step]
+def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:
+    """Move the partial checkpoints and composites aside that are given up; name the Trainer's full ones."""
+    saves = [path for number, path in folder.complete().items() if number > step or (number == step and path != before)]
+    full = [path for number, path in folder.full().items() if number > step]
     composites = [path for path in full if (path / MANIFEST).is_file() and not path.is_symlink()]
-    folder.set_aside([*later, *composites])
-    if moved := [path.name for path in (*later, *composites)]:
+    folder.set_aside([*saves, *composites])
+    if moved := [path.name for path in (*saves, *composites)]:
         logger.warning("resuming at step %d: %s are given up, and have moved aside", step, ", ".join(moved))
     if left := [path.name for path in full if path not in composites]:
         what = "are of an attempt that is given up; llmtailor passes over them, resume_from_checkpoint=True would not"
         logger.warning("resuming at step %d: %s %s", step, ", ".join(left), what)
-
-
-def read_records(folder: Folder) -> list[SaveRecord]:
-    """Return what the folder's partial checkpoints say that they hold; one that is damaged gives nothing."""
-    records = []
-    for manifest in folder.manifests():
-        try:
-            records.append(SaveRecord.from_json(manifest.ledger, ""))
-        except SourceError:
-            continue
-    return records

@@ -26,13 +26,13 @@ from llmtailor.formats.attempt_mark import read_mark, with_mark
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
-from llmtailor.runs.folder import Folder, holds_unknown
+from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.retention import check_keep, deletable
 from llmtailor.saving.drift import Drift
 from llmtailor.saving.model import dissect_training, weigh
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.report import SaveReport, append
-from llmtailor.saving.resuming import begin_attempt, read_records, resume
+from llmtailor.saving.resuming import resume
 from llmtailor.saving.training import Training, rng_tree
 from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, publish, write_frozen, write_rank
 
@@ -67,7 +67,7 @@ class PartialSaver:
         carried: Iterable[Any] = (),
     ) -> None:
         check_keep(keep_composable)
-        self.folder = Folder(Path(output_dir))
+        self.folder = RunFolder(Path(output_dir).absolute())
         self.training = training
         self.scheduler = scheduler
         self.policy = make_policy(policy)
@@ -134,13 +134,13 @@ class PartialSaver:
             failed = SaveFailed(problems)
             if self.ranks.is_first:
                 if self._begun == step:
-                    self.folder.remove(step)
-                append(self.folder.path, {"step": step, "failed": str(failed)})
+                    remove_partial(self.folder.at(step))
+                append(self.folder.partial, {"step": step, "failed": str(failed)})
             raise failed from error
         finally:
             self._begun = None
         if report is not None and self.ranks.is_first:
-            append(self.folder.path, report.to_json())
+            append(self.folder.partial, report.to_json())
             self._retire()
         return report
 
@@ -192,7 +192,7 @@ class PartialSaver:
 
     def _begin(self, step: int) -> None:
         if not self._is_recorded:  # a loop that never called `start`
-            begin_attempt(self.folder, self.ledger, step)
+            self.folder.record_attempt(Past(step, self.ledger.lineage, self.ledger.history))
             self._is_recorded = True
         self.folder.begin(step)
         self._begun = step
@@ -263,11 +263,11 @@ class PartialSaver:
             return
         made = {path.name for path in self.carried.written}
         try:
-            for step in deletable(read_records(self.folder), self.ledger, self.keep_composable):
+            for step in deletable(self.folder.saves(), self.ledger, self.keep_composable):
                 if holds_unknown(self.folder.at(step), made):
                     logger.warning("%s stays: it holds files that no save made", self.folder.at(step).name)
                 else:
-                    self.folder.remove(step)
+                    remove_partial(self.folder.at(step))
             self.folder.remove_abandoned(made)
         except OSError as error:
             logger.warning("old partial checkpoints could not be deleted: %s", error)

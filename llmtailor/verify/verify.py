@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
-from llmtailor.checkpoint.lineage import SaveRecord
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
@@ -61,7 +61,7 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
     manifest = partial.read_manifest(index.root, index.name)
     where = PathIn(index.name, partial.MANIFEST)
     try:
-        record = SaveRecord.from_json(manifest.ledger, where)
+        record = RunCheckpoint.from_json(index.root, manifest.ledger, where)
     except SourceError as error:
         yield from (Finding.of(problem, ERROR) for problem in error.problems)
     else:

@@ -16,7 +16,7 @@ from llmtailor.engine.pool import Stop
 from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.runs.folder import Folder
+from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import dissect_checkpoint, scan_run
 from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
 from llmtailor.verify.inspect import describe
@@ -30,7 +30,7 @@ def make_partial(full: Path, run: Path) -> Path:
     index = index_checkpoint(full)
     anatomy = dissect_checkpoint(index)
     after = Ledger("fuzz").after(index.global_step, anatomy.parts, anatomy.parts)
-    target = Folder(run).at(index.global_step)
+    target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True)
     contents = Contents(dict.fromkeys(anatomy.parts, "all"), after, {"name": "full"})
     write_conversion(plan_conversion(index, anatomy, target, contents, {}), Stop())

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.candidates import Assignment, RunCheckpoint
+from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.update_log import FlagLine, assign_flags, numbering, read_flags
 from recipe.anatomies import llama
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import RunCheckpoint
 from llmtailor.recipe.strategies import STRATEGIES, StrategyOptions, assign
 from recipe.anatomies import llama
 

@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment, RunCheckpoint
+from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_normal_form, write_recipe
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.recipe import Recipe

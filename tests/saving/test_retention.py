@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.checkpoint.lineage import Ledger, SaveRecord
-from llmtailor.runs.retention import composable_steps, deletable, holders, lost_parts, needed
+from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources, present_of
+from llmtailor.runs.retention import deletable, needed
 
 A, B, C = "layer 0", "layer 1", "norm"
 
@@ -21,15 +22,14 @@ class Disk:
 
     parts: Sequence[str] = (A, B, C)
     ledger: Ledger = field(default_factory=lambda: Ledger("L1"))
-    partial: dict[int, SaveRecord] = field(default_factory=dict)
-    full: list[SaveRecord] = field(default_factory=list)
+    partial: dict[int, RunCheckpoint] = field(default_factory=dict)
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     lineages: int = 1
 
     def save(self, step: int, *saved: str) -> Disk:
         """Save some parts; none named means all of them."""
         self.ledger = self.ledger.after(step, saved or self.parts, self.parts)
-        self.partial[step] = SaveRecord.of(self.ledger)
+        self.partial[step] = RunCheckpoint.saved(Path(f"step-{step:08}"), self.ledger)
         self.ledgers[step] = self.ledger
         return self
 
@@ -41,40 +41,40 @@ class Disk:
         self.ledger = Ledger(self._new_lineage())
         return self
 
-    def stock(self, step: int, lineage: str | None = None) -> Disk:
-        """Let the Trainer save in full."""
-        lineage = self.ledger.lineage if lineage is None else lineage
-        self.full.append(SaveRecord(step, frozenset(), lineage, is_stock=True))
-        return self
-
     def _new_lineage(self) -> str:
         self.lineages += 1
         return f"L{self.lineages}"
 
     @property
-    def records(self) -> list[SaveRecord]:
-        return [*self.partial.values(), *self.full]
+    def saves(self) -> list[RunCheckpoint]:
+        return list(self.partial.values())
+
+    @property
+    def complete(self) -> list[int]:
+        """The steps that partial checkpoints alone can compose."""
+        return sorted(save.step for save in self.saves if is_complete(save, self.saves))
 
     def needed(self, keep: int) -> list[int]:
-        return sorted(needed(self.records, self.ledger, keep))
+        return sorted(needed(self.saves, self.ledger, keep))
 
     def sources(self, step: int) -> dict[str, int] | None:
         """Return the step that each part of a composite would come from."""
-        found = holders(self.partial[step], self.records)
-        return None if found is None else {part: record.step for part, record in found.items()}
+        save = self.partial[step]
+        found = {part: one.step for part, one in partial_sources(save, self.saves).items()}
+        return found if is_complete(save, self.saves) else None
 
 
 def test_a_plain_run():
     disk = Disk().save(50).save(100, A).save(150, B).save(200, A).save(250, C)
-    assert composable_steps(disk.records) == [50, 100, 150, 200, 250]
+    assert disk.complete == [50, 100, 150, 200, 250]
     assert disk.sources(250) == {A: 200, B: 150, C: 250}
     assert disk.sources(150) == {A: 100, B: 150, C: 50}
     assert disk.needed(1) == [150, 200, 250]
     assert disk.needed(2) == [50, 150, 200, 250]  # 200 has C from the base
     assert disk.needed(3) == [50, 100, 150, 200, 250]
     assert disk.needed(99) == [50, 100, 150, 200, 250]
-    assert deletable(disk.records, disk.ledger, 1) == [50, 100]
-    assert deletable(disk.records, disk.ledger, 2) == [100]
+    assert deletable(disk.saves, disk.ledger, 1) == [50, 100]
+    assert deletable(disk.saves, disk.ledger, 2) == [100]
     with pytest.raises(ValueError, match="at least one"):
         disk.needed(0)
 
@@ -83,7 +83,7 @@ def test_nothing_yet():
     assert needed([], Ledger("L1"), 1) == set()
     assert Disk().save(50).needed(1) == [50]
     with pytest.raises(ValueError, match="no save"):
-        SaveRecord.of(Ledger("L1"))
+        RunCheckpoint.saved(Path(), Ledger("L1"))
 
 
 def test_a_gap_is_filled_with_something_older():
@@ -91,36 +91,36 @@ def test_a_gap_is_filled_with_something_older():
     del disk.partial[150]
     assert disk.sources(200) == {A: 100, B: 200, C: 50}
     assert disk.needed(1) == [50, 100, 200]
-    assert lost_parts(disk.ledger, disk.records) == {A}
+    assert lost_parts(disk.ledger, disk.saves) == {A}
     # The next save must hold A, whatever the policy wants.
     disk.ledger = disk.ledger.without({A})
-    assert lost_parts(disk.ledger, disk.records) == set()
+    assert lost_parts(disk.ledger, disk.saves) == set()
     assert "layer 0" not in disk.ledger.last
 
 
 def test_a_gap_that_nothing_fills():
     disk = Disk().save(50).save(100, A).save(150, B)
     del disk.partial[50]
-    assert composable_steps(disk.records) == []
+    assert disk.complete == []
     assert disk.sources(150) is None
-    assert lost_parts(disk.ledger, disk.records) == {C}
+    assert lost_parts(disk.ledger, disk.saves) == {C}
     # Neither is composable, but both hold a newest state: once C is saved, everything is there.
     assert disk.needed(1) == [100, 150]
     disk.save(200, C)
-    assert composable_steps(disk.records) == [200]
+    assert disk.complete == [200]
     assert disk.needed(1) == disk.needed(2) == [100, 150, 200]
 
 
 def test_a_second_run_in_the_folder():
     disk = Disk().save(50).save(500, A).start_anew().save(60).save(100, B)
-    assert composable_steps(disk.records) == [50, 60, 100, 500]
+    assert disk.complete == [50, 60, 100, 500]
     assert disk.sources(100) == {A: 60, B: 100, C: 60}
     assert disk.sources(500) == {A: 500, B: 50, C: 50}
     assert disk.needed(1) == [50, 60, 100, 500]  # the other run's stay, and do not count
     assert disk.save(150).needed(1) == [50, 150, 500]
     # The new run's base in the place of the old one's: what relied on that can't be composed any more.
     disk = Disk().save(50).save(500, A).start_anew().save(50).save(100, B)
-    assert composable_steps(disk.records) == [50, 100]
+    assert disk.complete == [50, 100]
 
 
 def test_a_resume_from_the_newest():
@@ -141,7 +141,7 @@ def test_a_resume_from_earlier_forgets_what_came_later():
     disk.save(210, B)
     assert disk.needed(1) == [50, 160, 210]
     assert disk.needed(2) == [50, 100, 150, 160, 200, 210]
-    assert deletable(disk.records, disk.ledger, 1) == [100, 150, 200]
+    assert deletable(disk.saves, disk.ledger, 1) == [100, 150, 200]
 
 
 def test_a_save_in_the_place_of_an_abandoned_one():
@@ -150,45 +150,11 @@ def test_a_save_in_the_place_of_an_abandoned_one():
     assert disk.sources(200) == {A: 100, B: 50, C: 200}  # B of 150 is gone; that of the base remains
 
 
-def test_full_checkpoints():
-    disk = Disk().save(50).save(100, A).stock(120).save(150, B).save(200, C)
-    assert disk.sources(200) == {A: 120, B: 150, C: 200}
-    assert lost_parts(disk.ledger, disk.records) == set()
-    assert disk.needed(1) == [150, 200]
-    assert disk.needed(2) == [150, 200]
-    assert disk.needed(3) == [150, 200]  # the full one itself
-    assert disk.needed(4) == [50, 100, 150, 200]
-    assert composable_steps(disk.records) == [50, 100, 120, 150, 200]
-
-
-def test_full_checkpoints_of_a_step_that_was_saved():
-    disk = Disk().save(50).save(100, A).stock(100).save(150, B)
-    assert disk.sources(150) == {A: 100, B: 150, C: 100}
-    assert disk.needed(2) == [150]
-    assert disk.needed(3) == [50, 150]
-
-
-def test_full_checkpoints_of_unknown_lineage_help_nobody_else():
-    disk = Disk().save(50).stock(120, lineage="").save(150, B)
-    assert disk.sources(150) == {A: 50, B: 150, C: 50}
-    assert disk.needed(1) == [50, 150]
-    assert composable_steps(disk.records) == [50, 120, 150]
-
-
-def test_a_full_checkpoint_of_an_abandoned_attempt():
-    disk = Disk().save(50).save(100, A).stock(150).resume(100).save(160, B).save(170, C)
-    assert disk.sources(160) == {A: 100, B: 160, C: 50}
-    assert disk.needed(1) == [100, 160, 170]
-    # At the same step as a save of the run's own, it does not stand in for that.
-    disk = Disk().save(50).save(100, A).stock(150).resume(100).save(150, B)
-    assert disk.needed(1) == [50, 100, 150]
-
-
 def test_parts_that_are_unfrozen_later():
     disk = Disk(parts=(A, B)).save(50).save(100, A)
     disk.parts = (A, B, C)
     disk.save(150, C).save(200, B)
-    assert composable_steps(disk.records) == [50, 100, 150, 200]
+    assert disk.complete == [50, 100, 150, 200]
     assert disk.sources(100) == {A: 100, B: 50}
     assert disk.sources(200) == {A: 100, B: 200, C: 150}
 
@@ -198,19 +164,15 @@ def test_parts_that_are_unfrozen_later():
 
 @st.composite
 def disks(draw: st.DrawFn) -> Disk:
-    """Runs with resumes, forks, other runs, full checkpoints, and folders deleted by hand."""
+    """Runs with resumes, forks, other runs, and folders deleted by hand."""
     disk = Disk().save(draw(st.integers(1, 5)))
     subsets = st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=2, unique=True)
-    for kind in draw(st.lists(st.sampled_from("sssssrfgda"), max_size=14)):
+    for kind in draw(st.lists(st.sampled_from("sssssrda"), max_size=14)):
         step = (disk.ledger.step or 0) + draw(st.integers(1, 4))
         if kind == "s":
             disk.save(step, *(draw(subsets) if disk.ledger.step else ()))
         elif kind == "r":
             disk.resume(draw(st.sampled_from(sorted(disk.ledgers))))
-        elif kind == "f":
-            disk.stock(step)
-        elif kind == "g":
-            disk.stock(step, lineage="")
         elif kind == "d" and disk.partial:
             del disk.partial[draw(st.sampled_from(sorted(disk.partial)))]
         elif kind == "a":
@@ -218,67 +180,64 @@ def disks(draw: st.DrawFn) -> Disk:
     return disk
 
 
-Found = Mapping[str, tuple[int, str, bool]]
+Found = Mapping[str, tuple[int, str]]
 
 
-def past_of(lineage: str, history: Mapping[str, int], step: int) -> dict[str, int]:
-    return {**{old: min(until, step) for old, until in history.items()}, lineage: step}
+def past_of(save: RunCheckpoint) -> dict[str, int]:
+    return {**{old: min(until, save.step) for old, until in save.past.history.items()}, save.past.lineage: save.step}
 
 
-def search(records: Sequence[SaveRecord], past: Mapping[str, int], parts: Sequence[str]) -> Found:
+def search(saves: Sequence[RunCheckpoint], past: Mapping[str, int], parts: Sequence[str]) -> Found:
     """Look for the newest holder of each part, going back step by step."""
     found = {}
     for part in parts:
         for step in range(max(past.values()), 0, -1):
-            there = [one for one in records if one.step == step and step <= past.get(one.lineage, 0)]
-            there = [one for one in there if one.is_stock or part in one.parts]
-            if there:
-                best = max(there, key=lambda one: one.is_stock)
-                found[part] = (step, best.lineage, best.is_stock)
+            there = [one for one in saves if one.step == step and step <= past.get(one.past.lineage, 0)]
+            if there := [one for one in there if part in one.parts]:
+                found[part] = (step, there[0].past.lineage)
                 break
     return found
 
 
-def outcomes(disk: Disk, records: Sequence[SaveRecord], keep: int) -> list[tuple[int, Found]]:
-    """Return what the steps to keep, as of the whole disk, would be composed of with these records only."""
+def outcomes(disk: Disk, saves: Sequence[RunCheckpoint], keep: int) -> list[tuple[int, Found]]:
+    """Return what the steps to keep, as of the whole disk, would be composed of with these saves only."""
     ledger = disk.ledger
     family = {ledger.lineage, *ledger.history}
-    present = past_of(ledger.lineage, ledger.history, ledger.step or 0)
-    kin = [one for one in disk.records if family & {one.lineage, *one.history}]
+    present = past_of(present_of(ledger))
+    kin = [one for one in disk.saves if family & {one.past.lineage, *one.past.history}]
     points = []
-    for group in (kin, [one for one in kin if one.step <= present.get(one.lineage, 0)]):
-        able: dict[int, SaveRecord] = {}
-        for one in sorted(group, key=lambda one: (one.step, one.is_stock)):
-            if len(search(kin, past_of(one.lineage, one.history, one.step), list(one.held_by))) == len(one.held_by):
+    for group in (kin, [one for one in kin if one.step <= present.get(one.past.lineage, 0)]):
+        able: dict[int, RunCheckpoint] = {}
+        for one in sorted(group, key=lambda one: one.step):
+            if len(search(kin, past_of(one), list(one.needed_parts))) == len(one.needed_parts):
                 able[one.step] = one
         points += [able[step] for step in sorted(able)[-keep:]]
-    left = [one for one in records if one in kin]
+    left = [one for one in saves if one in kin]
     made: list[tuple[int, Found]] = [(0, search(left, present, list(ledger.held_by)))]
     for one in points:
         if one in left:
-            made.append((one.step, search(left, past_of(one.lineage, one.history, one.step), list(one.held_by))))
+            made.append((one.step, search(left, past_of(one), list(one.needed_parts))))
     return made
 
 
 @given(disks(), st.integers(1, 4))
-def test_a_record_is_needed_exactly_if_its_loss_would_be_noticed(disk, keep):
-    records = disk.records
-    found = needed(records, disk.ledger, keep)
+def test_a_save_is_needed_exactly_if_its_loss_would_be_noticed(disk, keep):
+    saves = disk.saves
+    found = needed(saves, disk.ledger, keep)
     family = {disk.ledger.lineage, *disk.ledger.history}
-    before = outcomes(disk, records, keep)
-    for lost in records:
-        if lost.is_stock:
-            continue
-        is_kin = bool(family & {lost.lineage, *lost.history})
-        is_noticed = outcomes(disk, [one for one in records if one is not lost], keep) != before
+    before = outcomes(disk, saves, keep)
+    for lost in saves:
+        is_kin = bool(family & {lost.past.lineage, *lost.past.history})
+        is_noticed = outcomes(disk, [one for one in saves if one is not lost], keep) != before
         assert (lost.step in found) == (is_noticed or not is_kin)
     # Nor is it noticed when all of them go at once.
-    gone = deletable(records, disk.ledger, keep)
-    assert outcomes(disk, [one for one in records if one.is_stock or one.step not in gone], keep) == before
+    gone = deletable(saves, disk.ledger, keep)
+    assert outcomes(disk, [one for one in saves if one.step not in gone], keep) == before
     assert set(gone).isdisjoint(found)
 
 
-def test_records_are_values():
-    record = SaveRecord.of(Disk().save(50).ledger)
-    assert record == SaveRecord(50, frozenset({A, B, C}), "L1", {A: 50, B: 50, C: 50})
-    assert replace(record, is_stock=True).holds("anything")
+def test_a_ledger_describes_its_newest_save():
+    save = RunCheckpoint.saved(Path("step"), Disk().save(50).save(60, A).ledger)
+    assert (save.step, save.parts, save.needed_parts) == (60, frozenset({A}), frozenset({A, B, C}))
+    assert save.past is not None
+    assert (save.past.step, save.past.lineage, save.past.history) == (60, "L1", {})

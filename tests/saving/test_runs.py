@@ -14,9 +14,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtailor.checkpoint.lineage import Ledger, SaveRecord
+from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources
 from llmtailor.policies import Situation, check_policy, choose, make_policy
-from llmtailor.runs.retention import composable_steps, deletable, holders, lost_parts
+from llmtailor.runs.retention import deletable
 from recipe.anatomies import llama
 
 SPECS = ("full", "parity", "filter:first=1,last=1,every=2", "round_robin:3", "update:0.05", "update:budget_bytes=250")
@@ -32,8 +32,8 @@ def limit_of(spec: str, num_layers: int, max_staleness: int | None) -> int:
     return check_policy(make_policy(spec), anatomy, anatomy.parts, sizes(num_layers), max_staleness)
 
 
-def steps_of(found: Mapping[str, SaveRecord] | None) -> dict[str, int] | None:
-    return None if found is None else {part: record.step for part, record in found.items()}
+def steps_of(found: Mapping[str, RunCheckpoint]) -> dict[str, int]:
+    return {part: record.step for part, record in found.items()}
 
 
 @st.composite
@@ -57,12 +57,12 @@ def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, kee
     num_bytes = sizes(num_layers)
     random = Random(seed)
     manifests: dict[int, str] = {}
-    disk: dict[int, SaveRecord] = {}
+    disk: dict[int, RunCheckpoint] = {}
     ledger, step, lineages = Ledger("L0"), 0, 0
 
     for kind, spec, back in plan:
         if kind == "fail":
-            able = composable_steps(list(disk.values()))
+            able = sorted(save.step for save in disk.values() if is_complete(save, disk.values()))
             if able:
                 step = able[max(0, len(able) - 1 - back)]
                 lineages += 1
@@ -78,15 +78,15 @@ def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, kee
             situation = Situation(step, ledger.saves, anatomy, parts, num_bytes, ledger.last, drift)
             chosen = dict(choose(make_policy(spec), situation, limit).parts)
         ledger = ledger.after(step, chosen, parts)
-        manifests[step], disk[step] = json.dumps(ledger.to_json()), SaveRecord.of(ledger)
+        manifests[step], disk[step] = json.dumps(ledger.to_json()), RunCheckpoint.saved(Path(str(step)), ledger)
         assert max(ledger.staleness().values()) <= limit
 
         before = list(disk.values())
         disk = {at: record for at, record in disk.items() if at not in deletable(before, ledger, keep)}
-        assert steps_of(holders(disk[step], list(disk.values()))) == disk[step].held_by
-        own = [record for record in before if disk[step].follows(record) and holders(record, before)]
-        for record in sorted(own, key=lambda record: record.step)[-keep:]:
-            assert holders(record, list(disk.values())) == holders(record, before)
+        assert steps_of(partial_sources(disk[step], disk.values())) == disk[step].ledger.steps
+        own = [save for save in before if disk[step].builds_on(save) and is_complete(save, before)]
+        for save in sorted(own, key=lambda save: save.step)[-keep:]:
+            assert partial_sources(save, disk.values()) == partial_sources(save, before)
 
 
 ASK = """

@@ -18,7 +18,7 @@ from llmtailor.engine.pool import Stop
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.folder import Folder
+from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import dissect_checkpoint, recipe_for_run
 from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
 
@@ -50,7 +50,7 @@ def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) ->
     anatomy = dissect_checkpoint(index)
     after = ledger.after(index.global_step, list(parts), anatomy.parts)
     contents = Contents(dict.fromkeys(parts, "test"), after, {"name": "test"})
-    target = Folder(run).at(index.global_step)
+    target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_conversion(plan_conversion(index, anatomy, target, contents, {}), Stop())
     return after

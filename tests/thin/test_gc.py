@@ -209,7 +209,7 @@ def test_what_a_merge_left_goes_unless_one_is_at_work(tmp_path):
     run = make_run(tmp_path / "run", (100, 200))
     (run / "recipe.yaml").write_text("base_model: checkpoint-200\nparts: [{from: checkpoint-100, select: odd}]\n")
     program = (
-        "import sys, llmtailor; from llmtailor.execute import runner; from pathlib import Path\n"
+        "import sys, llmtailor; from pathlib import Path\n"
         "def wait(*_):\n    print('in', flush=True); input()\n"
         "import llmtailor.compose.write as p; p._check_sources = wait\n"
         "llmtailor.merge(Path(sys.argv[1]) / 'recipe.yaml', Path(sys.argv[1]) / 'out')\n"

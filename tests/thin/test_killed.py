@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.recipe.candidates import composable_steps
+from llmtailor.checkpoint.lineage import Ledger, composable_steps
 from llmtailor.runs.scan import scan_run
 from thin.scene import compose, contents, folders, make_run, save_partial
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtailor.checkpoint.lineage import Ledger, Past, SaveRecord
+from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint
 from llmtailor.errors import SourceError
-from llmtailor.recipe.candidates import RunCheckpoint
-from llmtailor.runs.retention import find_needs
-from llmtailor.runs.thinning import PARTIAL, STAYS, WEIGHTS, Chooser, Deciding, FullFacts, Thinning, make_chooser
+from llmtailor.runs.pruning import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
+from llmtailor.runs.retention import find_reachable
 from recipe.anatomies import llama
 
 ANATOMY = llama(2)
@@ -24,7 +23,7 @@ PARTS = ANATOMY.parts
 class Disk:
     """A run's folder, with what the manifests tell."""
 
-    partial: dict[int, tuple[RunCheckpoint, SaveRecord]] = field(default_factory=dict)
+    partial: dict[int, RunCheckpoint] = field(default_factory=dict)
     full: dict[int, RunCheckpoint] = field(default_factory=dict)
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=lambda: Ledger("L0"))
@@ -34,9 +33,8 @@ class Disk:
         chosen = list(parts) if self.ledger.held_by else list(PARTS)
         self.ledger = self.ledgers[step] = self.ledger.after(step, chosen, PARTS)
         held = None if set(chosen) == set(PARTS) else frozenset(chosen)
-        past = Past(step, self.ledger.lineage, self.ledger.history)
-        one = RunCheckpoint(Path(f"partial/step-{step:08}"), step, held, past=past)
-        self.partial[step] = (one, SaveRecord.of(self.ledger))
+        path = Path(f"partial/step-{step:08}")
+        self.partial[step] = replace(RunCheckpoint.saved(path, self.ledger), parts=held)
 
     def save_full(self, step: int, resumable: bool) -> None:
         self.full[step] = RunCheckpoint(Path(f"checkpoint-{step}"), step, None, resumable)
@@ -47,11 +45,7 @@ class Disk:
 
     @property
     def checkpoints(self) -> list[RunCheckpoint]:
-        return sorted([*self.full.values(), *(one for one, _ in self.partial.values())], key=lambda one: one.step)
-
-    @property
-    def records(self) -> dict[RunCheckpoint, SaveRecord]:
-        return dict(self.partial.values())
+        return sorted([*self.full.values(), *self.partial.values()], key=lambda one: one.step)
 
 
 @st.composite
@@ -115,12 +109,12 @@ def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> lis
     """Return all that shall not change: the composites of the newest steps, those of the newest steps if all full
     checkpoints were gone, and what partial checkpoints build on by themselves."""
     partial = [one for one in left if one.is_partial]
-    promised, alone = able(disk.checkpoints), able(list(disk.records))
+    promised, alone = able(disk.checkpoints), able(list(disk.partial.values()))
     newest = alone[-1] if alone else -1
     promised, alone = (steps[-keep:] if keep else steps for steps in (promised, alone))
     by_themselves = [
         newest_of_each(partial, one.past, one.step)
-        for one in disk.records
+        for one in disk.partial.values()
         if one.step in {*promised, *alone} or one.step > newest
     ]
     return [*(outcome(left, step) for step in promised), *(outcome(partial, step) for step in alone), *by_themselves]
@@ -130,23 +124,23 @@ def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> lis
 @settings(max_examples=150, deadline=None)
 def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) -> None:
     everything = disk.checkpoints
-    needs = find_needs(everything, disk.records, PARTS, keep)
-    assert list(needs.before) == able(everything)
+    reachable = find_reachable(everything, PARTS, keep)
+    assert list(reachable.before) == able(everything)
     before = outcomes(disk, everything, keep)
-    for lost in disk.records:
+    for lost in disk.partial.values():
         left = [one for one in everything if one is not lost]
-        assert (lost in needs.needed) == (outcomes(disk, left, keep) != before)
-    left = [one for one in everything if not one.is_partial or one in needs.needed]
+        assert (lost in reachable.needed) == (outcomes(disk, left, keep) != before)
+    left = [one for one in everything if not one.is_partial or one in reachable.needed]
     assert outcomes(disk, left, keep) == before
-    assert set(needs.kept) >= set(able(everything)[-keep:] if keep else able(everything))
+    assert set(reachable.after) >= set(able(everything)[-keep:] if keep else able(everything))
 
 
 @given(disks(), st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
 def test_full_checkpoints_never_justify_a_removal(disk: Disk, keep: int) -> None:
     """Whatever rotation deletes afterwards, the newest steps that partial ones are good for can be composed."""
-    needs = find_needs(disk.checkpoints, disk.records, PARTS, keep)
-    assert able(list(needs.needed))[-keep:] == able(list(disk.records))[-keep:]
+    reachable = find_reachable(disk.checkpoints, PARTS, keep)
+    assert able(list(reachable.needed))[-keep:] == able(list(disk.partial.values()))[-keep:]
 
 
 @given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
@@ -158,8 +152,8 @@ def test_thinning_keeps_every_step_that_it_promises(
     before = able(everything)
     chooser: Chooser | None = None
     if strategy is not None:
-        thinning = Thinning(keep_full, *((None, ("odd", "norm")) if strategy == "select" else (strategy,)))
-        chooser = make_chooser(thinning, ANATOMY, PARTS)
+        options = ThinOptions(keep_full, *((None, ("odd", "norm")) if strategy == "select" else (strategy,)))
+        chooser = Chooser.of(options, ANATOMY, PARTS)
     if not before:
         return
     facts = {
@@ -171,7 +165,7 @@ def test_thinning_keeps_every_step_that_it_promises(
         for one in disk.full.values()
     }
     count = iter(range(1000))
-    deciding = Deciding(
+    pruner = Pruner(
         checkpoints=everything,
         parts=PARTS,
         keep_full=keep_full,
@@ -182,25 +176,27 @@ def test_thinning_keeps_every_step_that_it_promises(
         path_of=lambda step: Path(f"partial/step-{step:08}"),
     )
     try:
-        decision = deciding.decide()
+        decision = pruner.decide()
     except SourceError as error:
         assert "nothing would be left" in str(error)
         return
     there = list(everything)
-    for fate in decision.fates:
-        if fate.becomes == STAYS:
+    for action in decision.actions:
+        if action.becomes == STAYS:
             continue
-        assert fate.becomes == (WEIGHTS if strategy is None else PARTIAL)
-        assert not fate.successor or fate.successor.step == fate.checkpoint.step
-        there = [one for one in there if one.path not in (fate.checkpoint.path, fate.successor and fate.successor.path)]
-        there += [fate.successor] if fate.successor else []
+        assert action.becomes == (WEIGHTS if strategy is None else PARTIAL)
+        assert not action.successor or action.successor.step == action.checkpoint.step
+        there = [
+            one for one in there if one.path not in (action.checkpoint.path, action.successor and action.successor.path)
+        ]
+        there += [action.successor] if action.successor else []
         steps = [step for step in before if outcome(there, step)]  # at each moment, not only in the end
-        given_up = {one.checkpoint.step for one in decision.fates if one.becomes == WEIGHTS}
+        given_up = {one.checkpoint.step for one in decision.actions if one.becomes == WEIGHTS}
         assert set(before) - given_up <= set(steps)
-        if fate.ledger:
-            chosen = outcome(there, fate.checkpoint.step)
+        if action.is_written:
+            chosen = outcome(there, action.checkpoint.step)
             assert chosen
-            assert {part for part in fate.parts if chosen[1][part] != fate.successor.path} == set()
+            assert {part for part in action.parts if chosen[1][part] != action.successor.path} == set()
     assert list(decision.after) == able(there)
     newest = sorted(disk.full)[-keep_full:]
-    assert {fate.checkpoint.step for fate in decision.fates if fate.becomes == STAYS} >= set(newest)
+    assert {action.checkpoint.step for action in decision.actions if action.becomes == STAYS} >= set(newest)

@@ -310,7 +310,9 @@ def test_words_that_make_no_sense(tmp_path, words, what):
 
 def test_while_a_training_saves(tmp_path):
     run = make_run(tmp_path / "run", (100, 200))
-    program = "import sys; from llmtailor.runs.folder import Folder; Folder(sys.argv[1]).lock(); print('in'); input()"
+    program = (
+        "import sys; from llmtailor.runs.folder import RunFolder; RunFolder(sys.argv[1]).lock(); print('in'); input()"
+    )
     command = [sys.executable, "-c", program, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout.readline() == "in\n"
@@ -328,7 +330,7 @@ def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     from llmtailor.runs import thin as service
 
     run = make_run(tmp_path / "run", (100, 200))
-    plan = service.plan_thinning(run, service.Thinning(1, "full"))
+    plan = service.plan_thinning(run, service.ThinOptions(1, "full"))
     os.utime(run / "checkpoint-100" / "config.json")
     (run / "partial").mkdir()
     with pytest.raises(SourceError, match=r"config\.json: the file changed"):
@@ -341,7 +343,6 @@ def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
 def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
     """Someone writes notes while gigabytes are written: they are not lost, even if the partial one was there before."""
     from llmtailor.runs import thin
-    from llmtailor.runs import to_weights as reduce
 
     run = make_run(tmp_path / "run", (100, 200))
     if is_there and words[0] == "--strategy":
@@ -354,9 +355,9 @@ def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
         (run / "checkpoint-100" / "global_step100" / "notes.md").write_text("mine")
         return really(*arguments)
 
-    place, name = (thin, "check_composable") if words[0] == "--strategy" else (reduce, "read_weights")
-    really = getattr(place, name)
-    monkeypatch.setattr(place, name, check)
+    name = "check_composable" if words[0] == "--strategy" else "read_weights"
+    really = getattr(thin, name)
+    monkeypatch.setattr(thin, name, check)
     message = refusal("thin", run, *words, "--yes", kind=SourceError)
     assert "global_step100/notes.md: it appeared in the meantime" in message
     assert (run / "checkpoint-100" / "global_step100" / "notes.md").read_text() == "mine"

@@ -1,0 +1,357 @@
+"""Decides what becomes of each full checkpoint of a run that is thinned out. Pure, but for `read_facts`.
+
+A checkpoint is touched only if every promised step can be composed without it, by the same rules as ``merge --run``.
+In addition, the partial checkpoints made here must be complete among themselves: they are a chain of saves of their
+own, beside those of the training-side saver, so that nothing deleted or abandoned elsewhere takes anything from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.lineage import (
+    THINNED,
+    Ledger,
+    RunCheckpoint,
+    composable_steps,
+    is_complete,
+    lost_parts,
+    sources_at,
+)
+from llmtailor.containers.json import read_json
+from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
+from llmtailor.formats.known_files import survey_contents
+from llmtailor.formats.partial.read import is_partial
+from llmtailor.formats.partial.write import check_can_be_partial
+from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
+from llmtailor.model.parts import Anatomy
+from llmtailor.model.states import WEIGHT
+from llmtailor.policies import Policy, Situation, choose, make_policy, named_policy
+from llmtailor.recipe.selectors import select
+from llmtailor.recipe.text import condense
+from llmtailor.runs.to_partial import Conversion, part_bytes
+
+BASE = "complete base"
+UNBOUNDED = 1 << 30
+"""Saves. The limit of a selection: parts that it leaves out stay those of the base."""
+Thinned = tuple[RunCheckpoint, Mapping[int, float]]
+"""A partial checkpoint that was made from a full one, or will be, and its losses as in `FullFacts`"""
+STAYS, PARTIAL, WEIGHTS = "stays", "partial", "weights only"
+_BUG = "this is a bug in llmtailor: please report it; nothing was touched"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinOptions:
+    """How to thin out a run."""
+
+    keep_full: int
+    """How many of the newest full checkpoints stay as they are; 1 or more"""
+    strategy: str | None = None
+    """A policy, as `policies.make_policy` reads it, that chooses the parts each older checkpoint keeps"""
+    selectors: tuple[str, ...] = ()
+    """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer state at all."""
+
+    @property
+    def weights_only(self) -> bool:
+        return self.strategy is None and not self.selectors
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The policy of a selection: the same parts every time."""
+
+    parts: frozenset[str]
+    selectors: tuple[str, ...]
+    name: str = "select"
+    needs_drift: bool = False
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        return {part: "selected" for part in situation.parts if part in self.parts}
+
+    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+        return UNBOUNDED
+
+    def settings(self) -> dict[str, Any]:
+        return {"selectors": list(self.selectors)}
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Asks a policy which parts a checkpoint keeps, as the training-side saver does."""
+
+    policy: Policy
+    bound: int
+    """No part becomes older than so many saves."""
+    anatomy: Anatomy
+    trained: tuple[str, ...]
+    """The parts with trained params"""
+
+    @classmethod
+    def of(cls, options: ThinOptions, anatomy: Anatomy, trained: Sequence[str]) -> Chooser:
+        """Raises UsageError for an invalid strategy or selectors."""
+        policy: Policy
+        if options.strategy is None:
+            policy = Selected(_whole_parts(options.selectors, anatomy, trained), options.selectors)
+        else:
+            if (kind := named_policy(options.strategy)) and kind.needs_drift:  # before its options are parsed
+                what = f"{kind.name} goes by how much the parts change, which only the training itself can measure"
+                raise UsageError.at("--strategy", what, "take full, parity, filter or round_robin:4")
+            policy = make_policy(options.strategy)
+        bound = policy.worst_staleness(anatomy, trained)
+        assert bound is not None, "only policies that need drift have no bound"
+        return cls(policy, bound, anatomy, tuple(trained))
+
+    def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> dict[str, str]:
+        """Return the parts that the checkpoint of a step keeps, and why; the first one of a ledger keeps all."""
+        if not ledger.held_by:
+            return dict.fromkeys(self.trained, BASE)
+        situation = Situation(step, ledger.saves, self.anatomy, self.trained, num_bytes, ledger.last)
+        return dict(choose(self.policy, situation, self.bound).parts)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the policy as the manifest records it."""
+        return {"name": self.policy.name, **self.policy.settings(), "made_of_full_checkpoints": True}
+
+
+def _whole_parts(selectors: Sequence[str], anatomy: Anatomy, trained: Sequence[str]) -> frozenset[str]:
+    names, found = select(selectors, anatomy, "--select")
+    problems = list(found)
+    touched = dict.fromkeys(part for name, part in anatomy.part_of.items() if name in names)
+    if split := [part for part in touched if not names.issuperset(anatomy.names(part))]:
+        what = f"they select only some of the tensors of {condense(split)}"
+        problems.append(Problem("--select", what, "select whole parts"))
+    chosen = frozenset(touched) & frozenset(trained)
+    if not problems and not chosen:
+        problems.append(Problem("--select", "nothing of what they select is trained", "select parts that are"))
+    if problems:
+        raise UsageError(problems)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class FullFacts:
+    """What is known of a full checkpoint, beside what `RunCheckpoint` says."""
+
+    obstacle: str = ""
+    """Why it must stay as it is; empty if nothing prevents it"""
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """What the run had logged by then: step -> loss"""
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Part -> bytes of its trained states"""
+
+
+@dataclass(frozen=True, slots=True)
+class PruneAction:
+    """What becomes of a full checkpoint."""
+
+    checkpoint: RunCheckpoint
+    becomes: str
+    """`STAYS`, `PARTIAL` or `WEIGHTS`"""
+    why: str = ""
+    """Of one that stays though it is old"""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Of one that becomes partial: the parts it keeps, and why each"""
+    successor: RunCheckpoint | None = None
+    """The partial checkpoint in its place"""
+    is_written: bool = False
+    """Whether that one is to be written; otherwise one of this step exists already"""
+    kind: str = ""
+    """What it is, e.g. ``deepspeed-zero3 on 2 ranks``"""
+    num_bytes: int = 0
+    """Of its files now"""
+    freed: int = 0
+    """How many bytes fewer the disk holds afterwards; negative if what takes its place is larger"""
+    conversion: Conversion | None = None
+    """The layout of the partial checkpoint that is to be written"""
+
+    def applied_to(self, checkpoints: Iterable[RunCheckpoint]) -> list[RunCheckpoint]:
+        """Return the run's checkpoints after this action."""
+        if self.becomes == STAYS:
+            return list(checkpoints)
+        paths = (self.checkpoint.path, self.successor and self.successor.path)
+        left = [one for one in checkpoints if one.path not in paths]
+        return [*left, self.successor] if self.successor else left
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a run."""
+
+    actions: tuple[PruneAction, ...]
+    """Of all full checkpoints, oldest first"""
+    before: tuple[int, ...]
+    """Composable steps now"""
+    after: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Pruner:
+    """Decides on one full checkpoint after another, each given what the older ones have become."""
+
+    checkpoints: Sequence[RunCheckpoint]
+    """All usable ones of the run, of every attempt"""
+    parts: Sequence[str]
+    keep_full: int
+    facts: Callable[[RunCheckpoint], FullFacts]
+    chooser: Chooser | None
+    """None: older ones become weights only."""
+    thinned: list[Thinned]
+    """The partial checkpoints that were made from full ones before"""
+    new_lineage: Callable[[], str]
+    path_of: Callable[[int], Path]
+    """The folder of the partial checkpoint of a step"""
+
+    def decide(self) -> Decision:
+        """Decide on all full checkpoints. Raises SourceError if no complete state would be left."""
+        full = sorted((one for one in self.checkpoints if not one.is_partial), key=lambda one: one.step)
+        before = composable_steps(self.checkpoints, self.parts)
+        there, promised = list(self.checkpoints), set(before)
+        actions = []
+        for number, checkpoint in enumerate(full):
+            if number >= len(full) - self.keep_full:
+                actions.append(PruneAction(checkpoint, STAYS))
+                continue
+            action = self._propose(checkpoint, there)
+            kept = promised - ({checkpoint.step} if action.becomes == WEIGHTS else set())
+            left = action.applied_to(there)
+            broken = [step for step in sorted(kept) if sources_at(left, step, self.parts) is None]
+            if action.becomes == WEIGHTS and sources_at(left, checkpoint.step, self.parts):
+                kept.add(checkpoint.step)
+            if broken:
+                why = f"step {', '.join(map(str, broken))} could not be composed without it"
+                action = PruneAction(checkpoint, STAYS, why)
+            else:
+                there, promised = left, kept
+                if action.is_written and action.successor is not None:
+                    self.thinned.append((action.successor, self.facts(checkpoint).losses))
+            actions.append(action)
+        after = composable_steps(there, self.parts)
+        self._check(actions, promised, after)
+        return Decision(tuple(actions), tuple(before), tuple(after))
+
+    def _propose(self, checkpoint: RunCheckpoint, there: Iterable[RunCheckpoint]) -> PruneAction:
+        facts, step = self.facts(checkpoint), checkpoint.step
+        if facts.obstacle:
+            return PruneAction(checkpoint, STAYS, facts.obstacle)
+        if self.chooser is None:
+            return PruneAction(checkpoint, WEIGHTS)
+        for other in there:
+            if other.is_partial and other.step == step:
+                held = [part for part in self.chooser.trained if other.holds(part)]
+                return PruneAction(checkpoint, PARTIAL, parts=dict.fromkeys(held, "is there already"), successor=other)
+        before = ledger_before(step, facts.losses, self.thinned, self.new_lineage)
+        chosen = self.chooser.choose(before, step, facts.num_bytes)
+        ledger = before.after(step, chosen, self.chooser.trained)
+        untrained = set(self.parts) - set(self.chooser.trained)  # every partial checkpoint has the frozen params
+        held_parts = untrained | chosen.keys()
+        successor = RunCheckpoint(
+            path=self.path_of(step),
+            step=step,
+            parts=None if held_parts >= set(self.parts) else frozenset(held_parts),
+            part_steps=checkpoint.part_steps,
+            ledger=ledger,
+        )
+        return PruneAction(checkpoint, PARTIAL, parts=chosen, successor=successor, is_written=True)
+
+    def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
+        """Check the outcome independently of how it was decided."""
+        if not after:
+            what = "nothing would be left to resume from: none of the newest full checkpoints is complete"
+            raise SourceError.at("thin", what, "keep more full checkpoints, or save a complete one first")
+        saves = [save for save, _ in self.thinned]
+        made = [action.successor for action in actions if action.is_written and action.successor]
+        incomplete = {save.step for save in made if not is_complete(save, saves)}
+        if lost := promised - set(after) | incomplete:
+            what = f"step {', '.join(map(str, sorted(lost)))} could not be composed any more"
+            raise VerificationError.at("thin", what, _BUG)
+
+
+def ledger_before(
+    step: int, losses: Mapping[int, float], thinned: Sequence[Thinned], new_lineage: Callable[[], str]
+) -> Ledger:
+    """Return the ledger that the full checkpoint of a step is to be saved under, as one of those ``thinned``.
+
+    It continues the newest older one of the same attempt. If there is none, or another one already continues from
+    there, it begins a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
+    """
+    saves = [save for save, _ in thinned]
+    older = [save for save, logged in thinned if save.step < step and not _contradict(logged, losses)]
+    last = max(older, key=lambda save: save.step, default=None)
+    if last is None or last.ledger is None:
+        return Ledger(new_lineage())
+    ledger, lost = last.ledger, lost_parts(last.ledger, saves)
+    if any(save.ledger and save.ledger.lineage == ledger.lineage and save.step > last.step for save in saves):
+        ledger = ledger.resumed(new_lineage(), last.step)
+    return ledger.without(lost)
+
+
+def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    """Whether two checkpoints are of different attempts: they have logged different losses at the same step."""
+    shared = one.keys() & other.keys()
+    return any(one[step] != other[step] and not (math.isnan(one[step]) and math.isnan(other[step])) for step in shared)
+
+
+def read_thinned(checkpoints: Iterable[RunCheckpoint]) -> list[Thinned]:
+    """Return those partial checkpoints that were made from full ones."""
+    return [
+        (one, read_losses(one.path)) for one in checkpoints if one.ledger and one.ledger.lineage.startswith(THINNED)
+    ]
+
+
+def read_losses(root: Path) -> dict[int, float]:
+    """Return the losses that a ``trainer_state.json`` has logged; malformed entries are left out."""
+    path = root / TRAINER_STATE
+    log = read_json(path, PathIn(root.name, TRAINER_STATE)).get("log_history") if path.is_file() else None
+    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    return {
+        entry["step"]: entry["loss"]
+        for entry in entries
+        if type(entry.get("step")) is int and isinstance(entry.get("loss"), (int, float))
+    }
+
+
+def read_facts(
+    index: CheckpointIndex, anatomy: Anatomy, target: Path, usable: Collection[Path], *, weights_only: bool
+) -> FullFacts:
+    """Read the facts of a full checkpoint, no tensor; ``target`` is where it would be as a partial one."""
+    obstacle = _why_untouchable(index)
+    if not obstacle:
+        obstacle = _why_no_weights(index) if weights_only else _why_not_partial(index, target, usable)
+    return FullFacts(obstacle, read_losses(index.root), part_bytes(index, anatomy))
+
+
+def _why_untouchable(index: CheckpointIndex) -> str:
+    if index.root.is_symlink():
+        return "it is a link to another place"
+    contents = survey_contents(index.root)
+    lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]
+    if contents.unknown:
+        return f"it holds files of unknown making: {some(contents.unknown)}"
+    return f"it holds files that would be lost: {some(lost)}" if lost else ""
+
+
+def _why_no_weights(index: CheckpointIndex) -> str:
+    has_weights = any(state.kind == WEIGHT for state in index.held) or ADAPTER in index.files
+    return "" if has_weights else "it has no weights in safetensors form, so nothing would be left of it"
+
+
+def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
+    if TRAINER_STATE not in index.files:
+        return f"{TRAINER_STATE} is missing, so nothing can resume from it"
+    if target.exists() and target not in usable:
+        what = "is of another model or damaged" if is_partial(target) else "did not finish; llmtailor gc removes it"
+        return f"{target.parent.name}/{target.name} is in the way, which {what}"
+    if MANIFEST in index.files:
+        rows = read_json(index.root / MANIFEST, PathIn(index.name, MANIFEST)).get("parts") or []
+        if any(isinstance(row, dict) and row.get("is_whole") is False for row in rows):
+            return "parts of this composite are split over sources, so its weights need not be its rounded masters"
+    try:
+        check_can_be_partial(index)
+    except UnsupportedCheckpoint as error:
+        return error.problems[0].what
+    return ""
