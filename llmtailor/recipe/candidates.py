@@ -1,4 +1,4 @@
-"""A training run's checkpoints, and the choice of one for each part: what becomes a recipe."""
+"""A run's checkpoints, and the choice of one for each part, which becomes a recipe. Pure."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ class Assignment:
     """For every part a few words, e.g. ``newest`` or ``flagged at 150``."""
     title: str
     """What made it, e.g. ``strategy parity at step 400``."""
+
+    def parts_of(self) -> dict[RunCheckpoint, tuple[str, ...]]:
+        """Return the checkpoints, the base first, then newest first, and the parts that come from each."""
+        others = sorted(self.source_of.values(), key=lambda source: -source.step)
+        return {
+            source: tuple(part for part, owner in self.source_of.items() if owner == source)
+            for source in dict.fromkeys([self.base, *others])
+        }
 
 
 def newest_resumable(checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | None:
