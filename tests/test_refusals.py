@@ -23,8 +23,8 @@ def modules() -> list[Path]:
 
 
 def refusals(source: str) -> Iterator[tuple[int, dict[str, ast.expr]]]:
-    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at`` and `Misspelt` (which is put in its place by
-    the parser) that is made."""
+    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at`` and `SelectorError` (whose place its caller
+    knows) that is made."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -32,7 +32,7 @@ def refusals(source: str) -> Iterator[tuple[int, dict[str, ast.expr]]]:
         match node.func:
             case ast.Name(id="Problem" | "Finding"):
                 pass
-            case ast.Name(id="Misspelt"):
+            case ast.Name(id="SelectorError"):
                 fields = ("what", "fix")
             case ast.Attribute(attr="at", value=ast.Name(id=name)) if name[0].isupper() or name == "cls":
                 pass
@@ -66,5 +66,5 @@ def test_the_test_sees_them():
     assert lacking("SourceError.at(path, 'damaged')") == [(1, "fix")]
     assert lacking("Problem(where='x', what=f'{x}', fix=' ')") == [(1, "fix")]
     assert lacking("Finding('', what, fix, ERROR)") == [(1, "where")]
-    assert lacking("Misspelt(what)") == [(1, "fix")]
+    assert lacking("SelectorError(what)") == [(1, "fix")]
     assert not lacking("folder.at(step); Problem(where, what, fix)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +71,7 @@ def _recipe(
         return config, out
     if out is not None:
         raise UsageError.at("--run", "it takes the place of CONFIG", f"leave {config} out")
-    from llmtailor.recipe.parse import parse_recipe
     from llmtailor.runs.scan import recipe_for_run
 
     trust = choosing["trust_unrecorded"]
-    chosen = recipe_for_run(run, choosing["at"], read_choosing(choosing), None, trust_unrecorded=trust)
-    recipe = parse_recipe(chosen.text, name=f"the recipe for {run}", folder=run.absolute(), environ=os.environ)
-    return replace(recipe, is_ours=True, notices=(*recipe.notices, *chosen.skipped)), config
+    return recipe_for_run(run, choosing["at"], read_choosing(choosing), trust_unrecorded=trust), config

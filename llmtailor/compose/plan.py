@@ -276,7 +276,7 @@ def _notices(
     if recipe.base is None:
         what = f"the recipe names none; {reference.name} is the newest source and gives what no part does"
         notices.append(Problem("base_model", what, "name it, to be sure"))
-    if choice.filled and recipe.rules and not recipe.is_ours:
+    if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
         notices.append(Problem("parts", what, "if something else should give them, name them in a rule"))
     if choice.split:

@@ -20,3 +20,11 @@ class Assignment:
     """For every part a few words, e.g. ``newest`` or ``flagged at 150``."""
     title: str
     """What made it, e.g. ``strategy parity at step 400``."""
+
+    def parts_of(self) -> dict[RunCheckpoint, tuple[str, ...]]:
+        """Return the checkpoints, the base first, then newest first, and the parts that come from each."""
+        others = sorted(self.source_of.values(), key=lambda source: -source.step)
+        return {
+            source: tuple(part for part, owner in self.source_of.items() if owner == source)
+            for source in dict.fromkeys([self.base, *others])
+        }

@@ -1,173 +1,77 @@
-"""A recipe as YAML for humans: the short form, with comments that say what comes from where and why. Pure.
+"""A recipe as YAML for people: the short form, with comments that say what comes from where and why. Pure.
 
-The text reads back as what it was written from: the tests hold it against `parse_recipe` and `resolve`.
-
-Small pieces of YAML that read back as what they were written from: texts, paths, comments. Pure.
+The text means the same as what it was written from: the tests hold it against `parse_recipe` and `resolve`.
 """
 
 from __future__ import annotations
 
+import glob
+import heapq
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.grammar import DTYPES
-from llmtailor.recipe.recipe import Recipe
-from llmtailor.recipe.spelling import spell
-from llmtailor.recipe.text import Misspelt, condense, layer_number
-from llmtailor.recipe.update_log import numbering as number_parts
-from llmtailor.recipe.yaml_tree import expand
+from llmtailor.recipe.recipe import DTYPES, Recipe
+from llmtailor.recipe.selectors import numbering, read_selector, select
+from llmtailor.recipe.text import SelectorError, condense, layer_number
 
-WIDTH = 100
-
+_WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
-"""What needs no quotes, in a flow list either: no sign of YAML's, except `-` inside."""
-_NULLS = ("null", "Null", "NULL")
-
-
-def quote(text: str) -> str:
-    """Return the YAML of a text: as it is, or in double quotes where YAML would read it as something else."""
-    if _PLAIN.fullmatch(text) and text not in _NULLS:
-        return text
-    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-
-
-def printable(text: str) -> str:
-    """Write what can't be printed as YAML's (and Python's) escapes."""
-    return "".join(sign if sign.isprintable() else _escape(ord(sign)) for sign in text)
-
-
-def _escape(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def comment(text: str, indent: str = "") -> list[str]:
-    """Return the lines of a comment, wrapped."""
-    head = f"{indent}# "
-    return [
-        head + row
-        for line in text.splitlines()
-        for row in textwrap.wrap(printable(line), WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
-    ]
-
-
-def entry(key: str, words: Sequence[str], indent: str) -> list[str]:
-    """Return ``key: [a, b]``, a block list if that gets too long, or just ``key: a``."""
-    texts = [quote(word) for word in words]
-    if len(texts) == 1:
-        return [f"{indent}{key}: {texts[0]}"]
-    line = f"{indent}{key}: [{', '.join(texts)}]"
-    return [line] if len(line) <= WIDTH else [f"{indent}{key}:", *(f"{indent}  - {text}" for text in texts)]
-
-
-def normal(path: Path) -> Path:
-    """Return the path as the parser would: normalised by its letters alone. ValueError if it is relative."""
-    if not path.is_absolute():
-        raise ValueError(f"not an absolute path: {path}")
-    return Path(os.path.normpath(path))
-
-
-def reference(path: Path, folder: Path | None, problems: list[Problem]) -> str:
-    """Return the YAML of a checkpoint; as `path_text`."""
-    text = path_text(path, folder, problems)
-    return f"{{path: {text}}}" if "+" in text else text  # a plain text with + would be path+lora
-
-
-def path_text(path: Path, folder: Path | None, problems: list[Problem]) -> str:
-    """Return the YAML of a path: relative to `folder` if it lies inside or next to it, else absolute.
-
-    What can't be written is added to `problems`: nothing in the language escapes ``$``.
-    """
-    text = str(path)
-    if folder is not None:
-        close = os.path.relpath(path, normal(folder))
-        text = text if close.split("/").count("..") > 1 else close
-        # tokenizer_source: base means the base, not a folder of that name.
-        if text.startswith("~") or not text.strip() or text in ("base", "union"):
-            text = f"./{text}"
-    shown, fix = printable(str(path)), "rename the folder, or go by a symlink with a plain name"
-    try:
-        if expand(text, folder or Path("/"), {}) != path:
-            problems.append(Problem(shown, "a recipe would read this path as another one", fix))
-        text.encode()
-    except Misspelt:
-        what = "a recipe can't name this path: it would read what follows $ as an environment variable"
-        problems.append(Problem(shown, what, fix))
-    except UnicodeEncodeError:
-        problems.append(Problem(shown, "a recipe can't name this path: it is not UTF-8", fix))
-    return quote(text)
-
-
+"""What needs no quotes, even in [a, b]."""
 _STEP_OF_FOLDER = re.compile(r"(?:checkpoint|step)-(\d{1,18})")
-_ALSO = "schedule, random number states and trainer state"
+_NO_PART = "schedule, random number states and trainer state"
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A checkpoint and what comes from it."""
+class _Source:
+    """A checkpoint, the tensors that come from it, and what to say about it."""
 
-    source: Path
+    path: Path
     names: list[str]
     comments: list[str]
 
 
 @dataclass(slots=True)
 class _Document:
-    """What a recipe says, ready to be laid out."""
+    """What is to be written, the base first among the sources. Paths are relative to `folder` where that is close."""
 
-    base: _Entry
-    others: list[_Entry]
+    folder: Path | None
     header: list[str]
+    sources: list[_Source]
     slices: list[tuple[Path, int, int]] = field(default_factory=list)
-    """Sources of optimizer states where the weights have another one: layer ranges and LLMTailor's numbers."""
+    """Sources of optimizer states whose weights have another one: layer ranges and LLMTailor's numbers"""
     weights: list[tuple[str, Path]] = field(default_factory=list)
-    """Those weights: the name of a part or tensor, and its source."""
-    settings: dict[str, str | Path] = field(default_factory=dict)
+    """The sources of those weights, by part or tensor name"""
+    settings: dict[str, str | Path | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def write_recipe(
-    assignment: Assignment,
-    anatomy: Anatomy,
-    folder: Path | None,
-    header: Sequence[str] = (),
-    numbering: Mapping[int, str] | None = None,
+    assignment: Assignment, anatomy: Anatomy, folder: Path | None = None, header: Sequence[str] = ()
 ) -> str:
     """Write the recipe that composes an assignment.
 
-    The lines of `header` go into the comment on top, instead of the assignment's title. Paths are absolute; in the text
-    they are relative to `folder`, where the recipe will lie, if they are inside of it or next to it. With `numbering`
-    the comments tell LLMTailor's numbers of the parts. Raises RecipeError with every path that can't be written.
+    `header` goes into the comment on top, instead of the assignment's title. The assignment's paths are absolute; those
+    in `folder`, where the recipe will be, or next to it are written relative to it. Raises RecipeError with everything
+    that can't be written.
     """
-    base = assignment.base
-    checkpoints: dict[Path, RunCheckpoint] = {normal(base.path): base}
-    for checkpoint in sorted(assignment.source_of.values(), key=lambda one: -one.step):
-        checkpoints.setdefault(normal(checkpoint.path), checkpoint)
-    parts_of: dict[Path, list[str]] = {source: [] for source in checkpoints}
-    for part in anatomy.parts:
-        parts_of[normal(assignment.source_of[part].path)].append(part)
-
-    entries: list[_Entry] = []
-    for source, parts in parts_of.items():
-        step = checkpoints[source].step
-        comments = [_age(step, base.step) if entries else f"step {step}", *_reasons(parts, assignment.reason)]
-        numbers = [number for number, part in (numbering or {}).items() if part in parts]
-        if numbers:
-            comments.append(f"LLMTailor's numbers: {_ranges(numbers)}")
+    sources: list[_Source] = []
+    for source, parts in assignment.parts_of().items():
+        why: dict[str, list[str]] = {}
+        for part in parts:
+            why.setdefault(assignment.reason[part], []).append(part)
+        comments = [_age(source.step, assignment.base.step if sources else None)]
+        comments += [f"{condense(same)} ({reason})" for reason, same in why.items()]
         names = [name for name, part in anatomy.part_of.items() if part in parts]
-        entries.append(_Entry(source, names, comments))
-    told = list(header) or [assignment.title]
-    if numbering:
-        told.append(f"LLMTailor's numbers: {_legend(numbering)}")
-    return _lay_out(_Document(entries[0], entries[1:], told), anatomy, folder)
+        sources.append(_Source(source.path, names, comments))
+    return _lay_out(_Document(folder, list(header) or [assignment.title], sources), anatomy)
 
 
 def write_normal_form(
@@ -180,109 +84,143 @@ def write_normal_form(
 ) -> str:
     """Write another recipe, of whatever form, in the short form.
 
-    `source_of` and `weights_of` are what it was resolved to (see `Choice`): a source for every tensor name of the
-    anatomy, and another one for weights that don't come with their optimizer states. Parts that are split are written
-    as globs or names of tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
+    `source_of` and `weights_of` are what it was resolved to (see `Choice`). Parts that are split become globs or names
+    of tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
     """
-    base = normal(base)
-    names_of: dict[Path, list[str]] = {source: [] for source in (base, *map(normal, recipe.sources()))}
-    apart = dict.fromkeys(anatomy.part_of[name] for name in weights_of)
-    base_step = _step(base)
+    names_of: dict[Path, list[str]] = {source: [] for source in (base, *recipe.sources())}
+    split = dict.fromkeys(anatomy.part_of[name] for name in weights_of)
     for name, part in anatomy.part_of.items():
-        names_of.setdefault(normal(source_of[name]), []).extend([] if part in apart else [name])
-    entries = []
+        if part not in split:
+            names_of.setdefault(source_of[name], []).append(name)
+    document = _Document(folder, [f"the normal form of {recipe.name}"], [])
+    base_step = _step(base)
     for source, names in names_of.items():
         step = _step(source)
-        comments = []
-        if source != base and step is not None and base_step is not None:
-            comments.append(_age(step, base_step))
-        entries.append(_Entry(source, names, comments + _shares(names, anatomy)))
-    document = _Document(entries[0], entries[1:], [f"the normal form of {recipe.name}"])
-    for part in anatomy.parts:
-        if part in apart:
-            _write_apart(part, source_of, weights_of, anatomy, document)
-    if apart:
+        age = [_age(step, base_step)] if source != base and step is not None and base_step is not None else []
+        document.sources.append(_Source(source, names, age + _shares(names, anatomy)))
+    for part in split:
+        _write_split(part, source_of, weights_of, anatomy, document)
+    if split:
         document.header.append("weights and optimizer states of some parts differ in source: needs --allow-split")
-    if recipe.dtype:
-        document.settings["dtype"] = next(word for word, dtype in DTYPES.items() if dtype == recipe.dtype)
-    if recipe.tokenizer:
-        document.settings["tokenizer_source"] = recipe.tokenizer
-    if recipe.chat_template is not None:
-        document.settings["chat_template"] = recipe.chat_template
-    if recipe.output:
-        document.settings["output"] = recipe.output
-    return _lay_out(document, anatomy, folder)
+    document.settings = {
+        "dtype": next((word for word, dtype in DTYPES.items() if dtype == recipe.dtype), None),
+        "tokenizer_source": recipe.tokenizer,
+        "chat_template": recipe.chat_template,
+        "output": recipe.output,
+    }
+    return _lay_out(document, anatomy)
 
 
-def _write_apart(
-    part: str,
-    source_of: Mapping[str, Path],
-    weights_of: Mapping[str, Path],
-    anatomy: Anatomy,
-    document: _Document,
+def _write_split(
+    part: str, source_of: Mapping[str, Path], weights_of: Mapping[str, Path], anatomy: Anatomy, document: _Document
 ) -> None:
-    """Add a part whose weights come from elsewhere: only slices with post_weights can say that, as in the original."""
+    """Write a part whose weights come from elsewhere, which only slices with post_weights can say."""
     names = anatomy.names(part)
-    states = dict.fromkeys(normal(source_of[name]) for name in names)
-    number = next((number for number, owner in number_parts(anatomy).items() if owner == part), None)
-    if number is None or len(states) > 1:
+    source, *others = dict.fromkeys(source_of[name] for name in names)
+    number = next((number for number, owner in numbering(anatomy).items() if owner == part), None)
+    if number is None or others:
         what = "the normal form can't say that its weights and optimizer states differ in source"
         document.problems.append(Problem(part, what, "keep the recipe as it is"))
         return
     layer = layer_number(part)
-    source = next(iter(states))
     document.slices.append((source, number, number) if layer is None else (source, layer, layer + 1))
-    weights = {name: normal(weights_of.get(name, source)) for name in names}
+    weights = {name: weights_of.get(name, source) for name in names}
     if len(set(weights.values())) == 1:
         document.weights.append((part, weights[names[0]]))
     else:
         document.weights += [(name, weights[name]) for name in names if name in weights_of]
 
 
-def _lay_out(document: _Document, anatomy: Anatomy, folder: Path | None) -> str:
-    base, problems = document.base, document.problems
-    lines = [each for line in document.header for each in comment(line)]
-    lines += ["merge_method: passthrough", ""]
-    also = f"supplies the rest, and {_ALSO}" if base.names else f"supplies no part, only {_ALSO}"
-    lines += [each for line in [*base.comments, also] for each in comment(line)]
-    lines.append(f"base_model: {reference(base.source, folder, problems)}")
-    used = [other for other in document.others if other.names]
+def _lay_out(document: _Document, anatomy: Anatomy) -> str:
+    base, *others = document.sources
+    also = f"supplies the rest, and {_NO_PART}" if base.names else f"supplies no part, only {_NO_PART}"
+    lines = [*_comment(document.header), "merge_method: passthrough", "", *_comment([*base.comments, also])]
+    lines.append(f"base_model: {_model(base.path, document)}")
+    used = [source for source in others if source.names]
     lines += ["", "parts:"] if used else []
-    for other in used:
-        lines += [each for line in other.comments for each in comment(line, "  ")]
-        lines.append(f"  - from: {reference(other.source, folder, problems)}")
+    for source in used:
+        lines += _comment(source.comments, "  ")
+        lines.append(f"  - from: {_model(source.path, document)}")
         try:
-            lines += entry("select", spell(other.names, anatomy), "    ")
+            lines += _entry("select", spell(source.names, anatomy), "    ")
         except RecipeError as error:
-            problems += error.problems
+            document.problems += error.problems
     lines += ["", "slices:", "  # optimizer states"] if document.slices else []
-    for source, start, stop in document.slices:
-        model = reference(source, folder, problems)
-        lines.append(f"  - sources: [{{model: {model}, layer_range: [{start}, {stop}]}}]")
+    for path, start, stop in document.slices:
+        lines.append(f"  - sources: [{{model: {_model(path, document)}, layer_range: [{start}, {stop}]}}]")
     lines += ["", "post_weights:"] if document.weights else []
-    for name, source in document.weights:
-        lines.append(f"  - {{name: {quote(name)}, model: {reference(source, folder, problems)}}}")
-    lines += [""] if document.settings else []
-    for key, value in document.settings.items():
-        text = quote(value) if isinstance(value, str) else path_text(normal(value), folder, problems)
-        lines.append(f"{key}: {text}")
-    if problems:
-        raise RecipeError(dict.fromkeys(problems))
+    for name, path in document.weights:
+        lines.append(f"  - {{name: {_quote(name)}, model: {_model(path, document)}}}")
+    settings = {key: value for key, value in document.settings.items() if value is not None}
+    lines += [""] if settings else []
+    for key, value in settings.items():
+        lines.append(f"{key}: {_path(value, document) if isinstance(value, Path) else _quote(value)}")
+    if document.problems:
+        raise RecipeError(dict.fromkeys(document.problems))
     return "\n".join(lines) + "\n"
 
 
-def _age(step: int, base_step: int) -> str:
-    if step == base_step:
-        return f"step {step}, that of the base"
+def _comment(texts: Sequence[str], indent: str = "") -> list[str]:
+    head = f"{indent}# "
+    return [
+        head + row
+        for text in texts
+        for line in text.splitlines()
+        for row in textwrap.wrap(_printable(line), _WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+    ]
+
+
+def _entry(key: str, words: Sequence[str], indent: str) -> list[str]:
+    """Return ``key: a``, ``key: [a, b]``, or a block list if that is too long."""
+    texts = [_quote(word) for word in words]
+    line = f"{indent}{key}: {texts[0] if len(texts) == 1 else '[' + ', '.join(texts) + ']'}"
+    if len(texts) == 1 or len(line) <= _WIDTH:
+        return [line]
+    return [f"{indent}{key}:", *(f"{indent}  - {text}" for text in texts)]
+
+
+def _quote(text: str) -> str:
+    """Return a text as YAML: in double quotes where it would be read as something else."""
+    if _PLAIN.fullmatch(text) and text.lower() != "null":
+        return text
+    return '"' + _printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def _printable(text: str) -> str:
+    """Write what can't be printed as escapes, which YAML and Python have in common."""
+    return "".join(sign if sign.isprintable() else _escape(ord(sign)) for sign in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _model(path: Path, document: _Document) -> str:
+    """Return a checkpoint as YAML; in plain text + would be path+lora."""
+    text = _path(path, document)
+    return f"{{path: {text}}}" if "+" in text else text
+
+
+def _path(path: Path, document: _Document) -> str:
+    """Return a path as YAML: relative to the folder if it is in it or next to it, else absolute."""
+    text = os.path.normpath(path)
+    if document.folder is not None:
+        close = os.path.relpath(path, document.folder)
+        text = text if close.split("/").count("..") > 1 else close
+        # tokenizer_source: base means the base, not a folder of that name
+        if text.startswith("~") or not text.strip() or text in ("base", "union"):
+            text = f"./{text}"
+    if any("\ud800" <= sign <= "\udfff" for sign in text):
+        fix = "rename the folder, or use a symlink with a plain name"
+        document.problems.append(Problem(_printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
+    return _quote(text.replace("$", "$$"))
+
+
+def _age(step: int, base_step: int | None) -> str:
+    if base_step is None or step == base_step:
+        return f"step {step}" if base_step is None else f"step {step}, the same as the base"
     distance = abs(base_step - step)
     return f"step {step}, {distance} step{'s' * (distance > 1)} {'behind' if step < base_step else 'ahead of'} the base"
-
-
-def _reasons(parts: Sequence[str], reason: Mapping[str, str]) -> list[str]:
-    parts_by: dict[str, list[str]] = {}
-    for part in parts:
-        parts_by.setdefault(reason[part], []).append(part)
-    return [f"{condense(same)} ({why})" for why, same in parts_by.items()]
 
 
 def _shares(names: Collection[str], anatomy: Anatomy) -> list[str]:
@@ -295,24 +233,115 @@ def _shares(names: Collection[str], anatomy: Anatomy) -> list[str]:
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
 
 
-def _legend(numbering: Mapping[int, str]) -> str:
-    layers = sorted(number for number, part in numbering.items() if layer_number(part) is not None)
-    told = {number: f"{number} {part}" for number, part in numbering.items() if number not in layers}
-    if layers:
-        told[layers[0]] = f"{_ranges(layers)} {condense(numbering[number] for number in layers)}"
-    return ", ".join(text for _, text in sorted(told.items()))
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] + 1 == number:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def _step(path: Path) -> int | None:
     match = _STEP_OF_FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def spell(names: Collection[str], anatomy: Anatomy) -> tuple[str, ...]:
+    """Return a shortest list of selectors for exactly these tensors, at least one; tied names come together.
+
+    Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs. Each list is
+    checked by `select`. Raises RecipeError if some name can't be told from others by a selector.
+    """
+    wanted = frozenset(names)
+    rest = frozenset(anatomy.part_of) - wanted
+    candidates = [
+        _sum_of(wanted, anatomy),
+        ["all", *(f"!{text}" for text in _sum_of(rest, anatomy, negating=False))],
+    ]
+    good = [texts for texts in candidates if select(texts, anatomy) == (wanted, ())]
+    if not good:
+        parts = condense(dict.fromkeys(anatomy.part_of[name] for name in names))
+        what = f"selectors can't tell these tensors from others: {sorted(wanted)[0]!r}, ..."
+        raise RecipeError(Problem(parts, what, "take these parts from the base"))
+    fewest = min(map(len, good))
+    return tuple(next(texts for texts in good if len(texts) == fewest))
+
+
+def _sum_of(wanted: frozenset[str], anatomy: Anatomy, *, negating: bool = True) -> list[str]:
+    """Return selectors for layers, other parts, and tensors of split parts; without ``!`` unless `negating`."""
+    incomplete = {part for name, part in anatomy.part_of.items() if name not in wanted}
+    touched = {anatomy.part_of[name] for name in wanted}
+    whole = [part for part in anatomy.parts if part in touched - incomplete]
+    numbers = {part: number for part in anatomy.parts if (number := layer_number(part)) is not None}
+    texts = _spell_layers({numbers[part] for part in whole if part in numbers}, sorted(numbers.values()), negating)
+    for part in whole:
+        if part not in numbers:
+            own = anatomy.names(part)
+            is_selector = select([part], anatomy) == (frozenset(own), ())
+            texts += [part] if is_selector else [_exactly(name) for name in own]
+    pieces = {name for name in wanted if anatomy.part_of[name] in incomplete}
+    return texts + (_spell_pieces(pieces, wanted, anatomy, negating) if pieces else [])
+
+
+def _spell_layers(taken: set[int], every: Sequence[int], negating: bool) -> list[str]:
+    candidates = [_runs(taken, every)]
+    for word, parities in (("even", (0,)), ("odd", (1,)), ("layers", (0, 1))):
+        meant = {number for number in every if number % 2 in parities}
+        excess = meant - taken
+        if meant & taken and (negating or not excess):
+            candidates.append([word, *_runs(taken - meant, every), *(f"!{run}" for run in _runs(excess, every))])
+    return min(candidates, key=lambda texts: (len(texts), texts != ["layers"], sum(map(len, texts))))
+
+
+def _runs(taken: Collection[int], every: Sequence[int]) -> list[str]:
+    """Write layers one by one and as ``a-b``; a run may pass over numbers that no layer has."""
+    runs: list[list[int]] = []
+    is_open = False
+    for number in every:
+        if number in taken:
+            runs[-1:] = [[runs[-1][0], number]] if is_open else [*runs[-1:], [number]]
+        is_open = number in taken
+    return ["-".join(map(str, run)) for run in runs]
+
+
+def _exactly(name: str) -> str:
+    """Return a selector for one tensor: its name, or a glob if the name would be read as something else."""
+    try:
+        selector = read_selector(name)
+    except SelectorError:
+        selector = None
+    if selector is not None and selector.form == "name" and selector.word == name:
+        return name
+    escaped = glob.escape(name)
+    return escaped if escaped != name else f"[{name[:1]}]{name[1:]}"
+
+
+def _spell_pieces(pieces: set[str], wanted: frozenset[str], anatomy: Anatomy, negating: bool) -> list[str]:
+    """Return selectors for tensors of parts that are split; globs may match whole parts too, if those are wanted."""
+    groups: dict[str, set[str]] = {}  # globs over components of names, and single names; what each matches
+    for name in anatomy.part_of:
+        words = name.split(".")
+        for begin in range(len(words)):
+            for end in range(begin + 1, len(words) + 1):
+                middle = glob.escape(".".join(words[begin:end]))
+                head, tail = "*." if begin else "", ".*" if end < len(words) else ""
+                groups.setdefault(f"{head}{middle}{tail}" if head or tail else _exactly(name), set()).add(name)
+    texts = _cover(pieces, wanted, groups)
+    # Or one glob that matches too much, and its excess taken out: *.mlp.*, but not that of layer 0.
+    around = min(((len(group), len(text), text) for text, group in groups.items() if group >= pieces), default=None)
+    if negating and around:
+        excess = groups[around[2]] - wanted
+        out = [around[2], *(f"!{text}" for text in _cover(excess, frozenset(anatomy.part_of) - wanted, groups))]
+        return out if len(out) < len(texts) else texts
+    return texts
+
+
+def _cover(pieces: Collection[str], allowed: frozenset[str], groups: Mapping[str, set[str]]) -> list[str]:
+    """Cover the pieces greedily: always the selector that covers most of what is left, and nothing forbidden."""
+    left = set(pieces)
+    # One tensor is clearest by its name, however short a glob may be.
+    useful = {text: group for text, group in groups.items() if group & left and group <= allowed}
+    heap = [(-len(group & left), len(text) if "*" in text else 0, text) for text, group in useful.items()]
+    heapq.heapify(heap)
+    texts: list[str] = []
+    while left and heap:
+        gain, length, text = heapq.heappop(heap)
+        now = len(left & groups[text])
+        if now == -gain:
+            texts.append(text)
+            left -= groups[text]
+        elif now:
+            heapq.heappush(heap, (-now, length, text))
+    return texts

@@ -1,6 +1,7 @@
 """The YAML of a recipe to a `Recipe`: mergekit's passthrough grammar, LLMTailor's lists, and ``parts:``.
 
-``tokenizer_source``, ``tokenizer`` and ``chat_template``: which tokenizer files the output gets.
+Reading goes on after a problem, with `_UNREAD` for a source that can't be read, so that all problems are reported
+together.
 """
 
 from __future__ import annotations
@@ -10,95 +11,62 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe import grammar
-from llmtailor.recipe.grammar import check_parameters
-from llmtailor.recipe.recipe import NamedWeight, Recipe, Rule, Select, Whole
+from llmtailor.errors import RecipeError
+from llmtailor.model.parts import layer_part
+from llmtailor.recipe.recipe import DTYPES, GroupId, LayerRange, NamedWeight, Recipe, Rule, Select, Whole
 from llmtailor.recipe.selectors import read_selector
-from llmtailor.recipe.slices import read_layers
-from llmtailor.recipe.text import Misspelt, nearest, quote
-from llmtailor.recipe.yaml_tree import MAX_BYTES, Items, Reader, Scalar, Table, Value, is_null, read_yaml
+from llmtailor.recipe.text import SelectorError, nearest, quote
+from llmtailor.recipe.yaml_tree import MAX_BYTES, Document, Value, read_yaml
 
+TOP_KEYS = (
+    "merge_method", "base_model", "slices", "models", "modules", "pre_weights", "post_weights", "parts", "dtype",
+    "out_dtype", "tokenizer_source", "tokenizer", "chat_template", "parameters", "output",
+)  # fmt: skip
+_MAY_BE_NULL = {*TOP_KEYS} - {"slices", "pre_weights", "post_weights", "parts", "output"}
+"""Keys that mergekit writes without a value where it does not use them"""
+_LAYERS_FROM = ("slices", "models", "modules")
+"""mergekit's ways to say where layers come from; a recipe has one of them."""
+SLICE_KEYS = ("sources", "parameters")
+NO_EFFECT_IN_SLICE = {
+    "base_model": "each layer comes from the source of its slice",
+    "residual_weight": "mergekit reads it and does nothing with it",
+}
+SOURCE_KEYS = ("model", "layer_range", "parameters")
+MODEL_KEYS = ("model", "parameters")
+MODULE_KEYS = ("slices", "models", "parameters")
+TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of")
+CHAT_TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
+"""The templates that mergekit includes"""
+_NO_STATES = "no training run has had the optimizer state for them"
+_SAME_VOCABULARY = "embedding rows and their optimizer states belong to token ids, so the vocabulary must stay the same"
+_OWN_PLACE = (
+    "optimizer state and learning-rate schedule belong to a place in the model, "
+    "so a checkpoint that can be resumed keeps every layer in its own place"
+)
 _JINJA = re.compile(r"\{[{%#]")
-
-
-def read_tokenizer(given: Mapping[str, Value], reader: Reader, base: Path | None) -> Path | None:
-    """Return the folder that the tokenizer comes from; None means the base."""
-    if "tokenizer" not in given:
-        alone = given.get("tokenizer_source")
-        return None if alone is None else _read_source(alone, "tokenizer_source", reader, base)
-    value = given["tokenizer"]
-    if "tokenizer_source" in given:
-        what = "tokenizer and tokenizer_source both say where the tokenizer comes from"
-        reader.flaw(value.line, "tokenizer", what, "keep one of them")
-    # mergekit takes the union of all tokenizers where source is missing, so it has to be said.
-    table = reader.table(value, "tokenizer", grammar.TOKENIZER_KEYS, ["source"])
-    if table is None:
-        return None
-    tokens, pad = table.entries.get("tokens"), table.entries.get("pad_to_multiple_of")
-    if tokens is not None and not (is_null(tokens) or (isinstance(tokens, Table | Items) and not _content(tokens))):
-        what = f"tokens would change embeddings: {grammar.SAME_VOCABULARY}"
-        reader.flaw(table.lines["tokens"], "tokenizer.tokens", what, "leave tokens out")
-    if pad is not None and not (is_null(pad) or (isinstance(pad, Scalar) and pad.text == "1")):
-        what = f"padding would add rows to the embeddings: {grammar.SAME_VOCABULARY}"
-        reader.flaw(table.lines["pad_to_multiple_of"], "tokenizer.pad_to_multiple_of", what, "leave it out")
-    return (
-        _read_source(table.entries["source"], "tokenizer.source", reader, base) if "source" in table.entries else None
-    )
-
-
-def _content(value: Table | Items) -> bool:
-    return bool(value.entries if isinstance(value, Table) else value.items)
-
-
-def _read_source(value: Value, path: str, reader: Reader, base: Path | None) -> Path | None:
-    if isinstance(value, Scalar) and value.text in ("base", "union"):
-        if value.text == "union":
-            what = f"a union of tokenizers would change the vocabulary: {grammar.SAME_VOCABULARY}"
-            reader.flaw(value.line, path, what, "write base, or the path of a checkpoint with the same vocabulary")
-        return None
-    source = reader.model(value, path)
-    return None if source == base else source
-
-
-def read_chat_template(value: Value, reader: Reader) -> str | None:
-    """Return a Jinja text, or the name of one of mergekit's templates; None leaves the tokenizer's own.
-
-    mergekit's ``auto`` takes the template that most sources have, which for checkpoints of one run is the tokenizer's.
-    """
-    text = reader.text(value, "chat_template", "auto, the name of a template, or a Jinja template")
-    if text is None or text.strip() == "auto":
-        return None
-    if _JINJA.search(text):
-        return text
-    name = text.strip()
-    if name in grammar.CHAT_TEMPLATES:
-        return name
-    what = f"{quote(name)} is neither a Jinja template nor the name of one"
-    reader.flaw(value.line, "chat_template", what, nearest(name, ["auto", *grammar.CHAT_TEMPLATES]))
-    return None
+_UNREAD = Path("unread")
+"""Stands for a source with a problem of its own; sources that can be read are absolute."""
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file; its folder and the environment complete its paths. Raises RecipeError."""
+    """Read a recipe file. Relative paths in it start at its folder. Raises RecipeError."""
     where = str(path)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except IsADirectoryError as error:
-        raise RecipeError(Problem(where, "this is a directory", "give the path of a recipe file")) from error
+        raise RecipeError.at(where, "this is a directory", "give the path of a recipe file") from error
     except FileNotFoundError as error:
-        raise RecipeError(Problem(where, "there is no such file", "check the path of the recipe")) from error
+        raise RecipeError.at(where, "there is no such file", "check the path of the recipe") from error
     except OSError as error:
         fix = "check the permissions of the file"
-        raise RecipeError(Problem(where, f"the recipe can't be read: {error.strerror}", fix)) from error
+        raise RecipeError.at(where, f"the recipe can't be read: {error.strerror}", fix) from error
     try:
-        # Cut in the middle of a character if it is too large, which is then what parse_recipe says.
+        # Too large a file is cut, maybe in the middle of a character; parse_recipe reports its size.
         text = data.decode("utf-8-sig", "strict" if len(data) <= MAX_BYTES else "replace")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        what = f"byte {error.start} is not UTF-8"
-        raise RecipeError(Problem(f"{where}:{line}", what, "save the recipe as UTF-8")) from error
+        raise RecipeError.at(f"{where}:{line}", f"byte {error.start} is not UTF-8", "save it as UTF-8") from error
     folder = Path(os.path.abspath(path)).parent  # resolve() would follow symlinks
     return parse_recipe(text, name=where, folder=folder, environ=os.environ)
 
@@ -106,126 +74,313 @@ def load_recipe(path: Path) -> Recipe:
 def parse_recipe(text: str, *, name: str, folder: Path, environ: Mapping[str, str]) -> Recipe:
     """Read the text of a recipe. Pure.
 
-    `name` is what messages call the recipe, relative paths start at `folder`, and `environ` holds the variables that
-    paths may use. Rules come in the order in which they apply: slices (or models, or modules), pre_weights,
-    post_weights, parts.
-    Raises RecipeError with every problem, in the order of the lines.
+    `name` is what messages call it, relative paths start at `folder`, and `environ` has the variables that paths may
+    use. Rules are returned in the order in which they apply: slices (or models, or modules), pre_weights, post_weights,
+    parts. Raises RecipeError with every problem, in the order of the lines.
     """
-    top, flaws = read_yaml(text, name)
-    reader = Reader(name, folder, environ, flaws)
-    recipe = _read(top, text, reader) if top is not None else None
-    if recipe is None or reader.flaws:
-        in_order = sorted(reader.flaws, key=lambda flaw: flaw.line)
-        raise RecipeError(dict.fromkeys(flaw.problem for flaw in in_order))
+    document = Document(name, folder, environ)
+    recipe = _read_recipe(read_yaml(text, document), text)
+    document.raise_problems()
     return recipe
 
 
-def _read(top: Table, text: str, reader: Reader) -> Recipe:
-    reader.table(top, "", grammar.TOP_KEYS)
-    given = {key: value for key, value in top.entries.items() if not (key in grammar.NULLABLE and is_null(value))}
-    if "merge_method" in given:
-        _check_method(given["merge_method"], reader)
-    check_parameters(top, "", reader)
-    base = reader.model(given["base_model"], "base_model") if "base_model" in given else None
+def _read_recipe(top: Value, text: str) -> Recipe:
+    document = top.document
+    top.mapping(TOP_KEYS)
+    _check_parameters(top)
+    top.drop_nulls(_MAY_BE_NULL)
+    top.read("merge_method", _check_method)
+    base = top.read("base_model", _read_model)
 
-    rules = read_layers(given, top, reader, base)
+    rules = _read_layers(top)
     for key in ("pre_weights", "post_weights"):
-        if key in given:
-            rules += _read_weights(given[key], key, reader)
-    if "parts" in given:
-        rules += _read_parts(given["parts"], reader)
-    if not given.keys() & {"base_model", *grammar.LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
-        fix = "write base_model: PATH, and parts: with what shall come from other checkpoints"
-        reader.flaw(top.line, "", "the recipe names no checkpoint", fix)
-    if base is None and "models" in given:  # the one model it names is what the rest is compared to
+        rules += top.read(key, _read_weights) or []
+    rules += top.read("parts", _read_parts) or []
+    if not top.entries.keys() & {"base_model", *_LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
+        top.refuse("the recipe names no checkpoint", "write base_model: PATH, and parts: for what comes from others")
+    if base is None and "models" in top.entries:  # its one model is what the rest is compared with
         base = next((rule.source for rule in rules if isinstance(rule, Whole)), None)
 
-    dtype = _read_dtype("dtype", given, reader)
-    out_dtype = _read_dtype("out_dtype", given, reader)
+    dtype, out_dtype = top.read("dtype", _read_dtype), top.read("out_dtype", _read_dtype)
     if dtype and out_dtype and dtype != out_dtype:
         what = "dtype has no effect: out_dtype says what the weights are stored as"
-        reader.notices.append(Problem(reader.where(given["dtype"], "dtype"), what, "keep one of them"))
-    return Recipe(
-        name=reader.name,
-        text=text,
-        base=base,
-        rules=tuple(rules),
-        dtype=out_dtype or dtype,
-        output=reader.folder_of(given["output"], "output") if "output" in given else None,
-        tokenizer=read_tokenizer(given, reader, base),
-        chat_template=read_chat_template(given["chat_template"], reader) if "chat_template" in given else None,
-        notices=tuple(reader.notices),
-    )
+        top.entries["dtype"].notice(what, "keep one of them")
+    output = top.read("output", Value.folder)
+    tokenizer = _read_tokenizer(top, base)
+    template = top.read("chat_template", _read_chat_template)
+    notices, dtype = tuple(document.notices), out_dtype or dtype
+    return Recipe(document.name, text, base, tuple(rules), dtype, output, notices, tokenizer, template)
 
 
-def _check_method(value: Value, reader: Reader) -> None:
-    method = reader.text(value, "merge_method", "passthrough")
-    if method is None or method == "passthrough":
+def _read_model(value: Value) -> Path:
+    """Return the checkpoint that a model reference names: a path, ``{path: ...}`` or ``{model: {path: ...}}``."""
+    if value.kind != "mapping":
+        if "+" in value.text:
+            what = f"{quote(value.text)} adds a LoRA, which has no optimizer state of its own"
+            fix = "merge the LoRA into a checkpoint first; if + is part of the folder's name write {path: ...}"
+            value.refuse(what, fix)
+            return _UNREAD
+        return value.folder() or _UNREAD
+    key = "model" if "model" in value.entries else "path"
+    no_effect = {"override_architecture": "the architecture is the checkpoint's own"}
+    refused = {
+        "lora": ("has no optimizer state of its own", "merge the LoRA into a checkpoint first"),
+        "revision": ("belongs to the Hugging Face Hub, but training checkpoints are folders", "leave it out"),
+    }
+    value.mapping([key], [key], no_effect, refused)
+    return value.read(key, _read_model if key == "model" else Value.folder) or _UNREAD
+
+
+def _check_parameters(owner: Value) -> None:
+    """Refuse a ``scale`` other than 1 in mergekit's ``parameters``; passthrough knows no other."""
+    value = owner.entries.get("parameters")
+    if value is None or value.is_null:
         return
-    if method in grammar.OTHER_METHODS:
-        what = f"merge_method {method} computes new weights; no training run has had the optimizer state for them"
-        fix = "write merge_method: passthrough, which takes every layer over whole; use mergekit for weights alone"
-    else:
-        what, fix = f"unknown merge_method {quote(method)}", nearest(method, ["passthrough"])
-    reader.flaw(value.line, "merge_method", what, fix)
+    scale = value.entries.get("scale")
+    if value.kind != "mapping":
+        value.refuse("parameters is not a mapping of names to values", "leave parameters out")
+    elif scale is not None and not _is_one(scale):
+        fix = "leave scale out; to scale weights alone use mergekit on the finished composite"
+        scale.refuse(f"scale would change weights, and {_NO_STATES}", fix)
+    elif value.entries:
+        what = f"parameters has no effect ({', '.join(value.entries)}): states are copied as they are"
+        value.notice(what, "leave parameters out")
 
 
-def _read_dtype(key: str, given: Mapping[str, Value], reader: Reader) -> str | None:
-    if key not in given or (text := reader.text(given[key], key, "bfloat16, float16 or float32")) is None:
+def _is_one(value: Value) -> bool:
+    """Return whether a setting is 1 whatever it applies to: a number, a gradient, or values with filters."""
+    if value.kind == "list":
+        return all(map(_is_one, value.items))
+    if value.kind == "mapping":
+        return value.read("value", _is_one) or False
+    try:
+        return value.is_null or float(value.text) == 1
+    except ValueError:
+        return False
+
+
+def _check_method(value: Value) -> None:
+    method = value.word("passthrough")
+    if method not in (None, "passthrough"):
+        what = f"merge_method {quote(method)} is not passthrough; others compute new weights, and {_NO_STATES}"
+        value.refuse(what, "write merge_method: passthrough, which takes whole layers; use mergekit for weights alone")
+
+
+def _read_dtype(value: Value) -> str | None:
+    text = value.word("bfloat16, float16 or float32")
+    if text is None:
         return None
-    dtype = grammar.DTYPES.get(text.lower().removeprefix("torch."))
+    dtype = DTYPES.get(text.lower().removeprefix("torch."))
     if dtype is None:
-        reader.flaw(given[key].line, key, f"unknown dtype {quote(text)}", nearest(text, grammar.DTYPES))
+        value.refuse(f"unknown dtype {quote(text)}", nearest(text, DTYPES))
     return dtype
 
 
-def _read_weights(value: Value, key: str, reader: Reader) -> list[Rule]:
+def _read_layers(top: Value) -> list[Rule]:
+    """Read ``slices``, ``models`` or ``modules``, of which a recipe has at most one."""
+    if top.entries.keys() & {"models", "modules"}:
+        top.drop_nulls(("slices",))
+    _check_one_of(_LAYERS_FROM, top)
+    readers = (("slices", _read_slices), ("models", _read_models), ("modules", _read_modules))
+    return [rule for key, reader in readers for rule in top.read(key, reader) or ()]
+
+
+def _check_one_of(keys: tuple[str, ...], table: Value) -> None:
+    found = sorted((table.entries[key].line, key) for key in keys if key in table.entries)
+    if len(found) > 1:
+        (line, first), (_, second) = found[:2]
+        what = f"{second} and {first} (line {line}) both say where layers come from"
+        table.entries[second].refuse(what, "keep one of them; parts: may override it")
+
+
+def _read_slices(value: Value, module: str | None = None) -> list[Rule]:
+    """Read all slices of a submodel, or at the top level. Layers that would move or be repeated are refused."""
     rules: list[Rule] = []
-    for item, path in reader.items(value, key, "entries {name: ..., model: ...}"):
-        table = reader.table(item, path, grammar.WEIGHT_KEYS, ["name", "model"])
-        if table is None:
-            continue
-        check_parameters(table, path, reader)
-        wanted = "a tensor name, e.g. model.embed_tokens.weight"
-        name = reader.text(table.entries["name"], f"{path}.name", wanted) if "name" in table.entries else None
-        source = reader.model(table.entries["model"], f"{path}.model") if "model" in table.entries else None
-        if name is not None and source is not None:
-            rules.append(NamedWeight(source, name.strip(), reader.where(item, path)))
+    for item in value.list_of("entries {sources: [{model: ..., layer_range: [0, 8]}]}"):
+        if item.mapping(SLICE_KEYS, ["sources"], NO_EFFECT_IN_SLICE) and (rule := _read_slice(item, module)):
+            if isinstance(rule, LayerRange):
+                _check_order(rule, [other for other in rules if isinstance(other, LayerRange)], item)
+            rules.append(rule)
     return rules
 
 
-def _read_parts(value: Value, reader: Reader) -> list[Rule]:
-    rules: list[Rule] = []
-    for item, path in reader.items(value, "parts", "entries {from: ..., select: ...}"):
-        table = reader.table(item, path, grammar.PART_KEYS, grammar.PART_KEYS)
-        if table is None:
+def _read_slice(value: Value, module: str | None) -> LayerRange | GroupId | None:
+    _check_parameters(value)
+    if "sources" not in value.entries:
+        return None
+    sources = value.entries["sources"].list_of("one entry {model: ..., layer_range: ...}")
+    if len(sources) > 1:
+        what = f"the slice has {len(sources)} sources; passthrough takes each layer from exactly one"
+        value.entries["sources"].refuse(what, "keep one of them")
+    read = [_read_source(source, module) for source in sources]
+    return read[0] if len(read) == 1 else None
+
+
+def _read_source(value: Value, module: str | None) -> LayerRange | GroupId | None:
+    if not value.mapping(SOURCE_KEYS, ["model"]):
+        return None
+    _check_parameters(value)
+    source = value.read("model", _read_model) or _UNREAD
+    bounds = value.entries.get("layer_range")
+    if bounds is None:
+        return LayerRange(source, 0, None, value.where, module)
+    if bounds.kind != "list" or len(bounds.items) != 2:
+        bounds.refuse("layer_range takes two numbers", "write e.g. [0, 8] for layers 0 to 7")
+        return None
+    start, stop = (item.integer() for item in bounds.items)
+    if start is None or stop is None:
+        return None
+    if start < 0 or stop < 0:
+        bounds.refuse(f"[{start}, {stop}] is negative", "layers count from 0; write e.g. [0, 8]")
+    elif start > stop:
+        bounds.refuse(f"[{start}, {stop}] runs backwards", f"write [{stop}, {start}]")
+    elif start < stop:
+        return LayerRange(source, start, stop, bounds.where, module)
+    elif module is None:
+        return GroupId(source, start, bounds.where)
+    else:
+        what = f"[{start}, {stop}] contains no layer; it stands for another part only in slices: at the top level"
+        bounds.refuse(what, 'name the part in parts:, e.g. select: "norm"')
+    return None
+
+
+def _check_order(found: LayerRange, earlier: list[LayerRange], value: Value) -> None:
+    """Refuse a slice that has layers of an earlier one, or that comes after layers behind its own."""
+    (source,) = value.entries["sources"].items
+    place = source.entries.get("layer_range", source)
+    for other in earlier:
+        start = max(found.start, other.start)
+        stop = min((stop for stop in (found.stop, other.stop) if stop is not None), default=None)
+        if stop is not None and start >= stop:
             continue
-        source = reader.model(table.entries["from"], f"{path}.from") if "from" in table.entries else None
-        selectors: list[str] = []
-        if "select" in table.entries:
-            selectors = _read_selectors(table.entries["select"], f"{path}.select", reader)
-        if source is not None and selectors:
-            rules.append(Select(source, tuple(selectors), reader.where(item, path)))
+        what = f"{_layers(start, stop)} named twice, here and at {other.where}"
+        if found.source != other.source and _UNREAD not in (found.source, other.source):
+            what += f", with different sources: {found.source} and {other.source}"
+        else:
+            what += f", which would repeat layers in the model: {_OWN_PLACE}"
+        place.refuse(what, "name every layer in one slice only")
+        return
+    last = max(earlier, key=lambda other: other.start, default=found)
+    if last.start > found.start:
+        after = f"{_layers(found.start, found.stop)} listed after {_layers(last.start, last.stop)}"
+        what = f"{after}, which would move layers in the model: {_OWN_PLACE}"
+        place.refuse(what, "put the slices in ascending order")
+
+
+def _layers(start: int, stop: int | None) -> str:
+    if stop is None:
+        return f"layers {start} and up"
+    return layer_part(start) if stop - start == 1 else f"layers {start}-{stop - 1}"
+
+
+def _read_models(value: Value, module: str | None = None) -> list[Rule]:
+    rules: list[Rule] = []
+    for item in value.list_of("one entry {model: PATH}"):
+        if item.mapping(MODEL_KEYS, ["model"]):
+            _check_parameters(item)
+            rules.append(Whole(item.read("model", _read_model) or _UNREAD, module, item.where))
+    if len(value.items) > 1:
+        what = f"models lists {len(value.items)}; passthrough does not blend, it takes each layer from exactly one"
+        value.refuse(what, "keep one of them, and name the layers of the others in parts: or slices:")
     return rules
 
 
-def _read_selectors(value: Value, path: str, reader: Reader) -> list[str]:
-    listed = reader.items(value, path, "selectors") if not isinstance(value, Scalar) else [(value, path)]
-    selectors = []
-    for item, inside in listed:
-        if not isinstance(item, Scalar):
-            spaced = isinstance(item, Table) and item.entries.keys() in ({"first"}, {"last"})
-            what = "a selector must be a plain text; with a space behind the colon it is a mapping"
-            fix = 'write e.g. [odd, norm, "*.mlp.*"]'
-            reader.flaw(item.line, inside, what if spaced else what.split(";")[0], "write first:2" if spaced else fix)
+def _read_modules(value: Value) -> list[Rule]:
+    if not value.entries:
+        fix = "write e.g. text_decoder: {slices: [...]} below it; for a model without submodels use slices: instead"
+        value.refuse("modules is not a mapping of submodels to slices or models", fix)
+    rules: list[Rule] = []
+    for module, content in value.entries.items():
+        if not content.mapping(MODULE_KEYS):
             continue
-        text = reader.text(item, inside, "a selector")
-        if text is None:
-            continue
+        _check_parameters(content)
+        content.drop_nulls(("slices", "models"))
+        if not content.entries.keys() - {"parameters"}:
+            fix = "add models: [{model: PATH}] for all of it, or slices: for layers; or leave the module out"
+            content.refuse("the module has neither slices nor models", fix)
+        _check_one_of(("slices", "models"), content)
+        if "slices" in content.entries:
+            rules += _read_slices(content.entries["slices"], module)
+        if "models" in content.entries:
+            rules += _read_models(content.entries["models"], module)
+    return rules
+
+
+def _read_weights(value: Value) -> list[Rule]:
+    rules: list[Rule] = []
+    for item in value.list_of("entries {name: ..., model: ...}"):
+        if item.mapping(("name", "model", "parameters"), ["name", "model"]):
+            _check_parameters(item)
+            name = item.read("name", lambda given: given.word("a tensor name, e.g. model.embed_tokens.weight")) or ""
+            rules.append(NamedWeight(item.read("model", _read_model) or _UNREAD, name.strip(), item.where))
+    return rules
+
+
+def _read_parts(value: Value) -> list[Rule]:
+    rules: list[Rule] = []
+    for item in value.list_of("entries {from: ..., select: ...}"):
+        if item.mapping(("from", "select"), ("from", "select")):
+            selectors = tuple(item.read("select", _read_selectors) or ())
+            rules.append(Select(item.read("from", _read_model) or _UNREAD, selectors, item.where))
+    return rules
+
+
+def _read_selectors(value: Value) -> list[str]:
+    listed = value.list_of("selectors") if value.kind in ("list", "mapping") else [value]
+    return [_read_selector(item) for item in listed]
+
+
+def _read_selector(value: Value) -> str:
+    if value.kind == "mapping" and value.entries.keys() in ({"first"}, {"last"}):
+        value.refuse("with a space after the colon, this is a mapping and not a selector", "write first:2")
+    elif value.kind in ("mapping", "list"):
+        value.refuse("a selector must be plain text", 'write e.g. [odd, norm, "*.mlp.*"]')
+    elif text := value.word("a selector"):
         try:
             read_selector(text)
-        except Misspelt as error:
-            reader.flaw(item.line, inside, error.what, error.fix)
-        else:
-            selectors.append(text.strip())
-    return selectors
+        except SelectorError as error:
+            value.refuse(error.what, error.fix)
+        return text.strip()
+    return ""
+
+
+def _read_tokenizer(top: Value, base: Path | None) -> Path | None:
+    """Return the folder that the tokenizer comes from; None means the base."""
+
+    def read_source(value: Value) -> Path | None:
+        if value.text == "union":
+            fix = "write base, or the path of a checkpoint with the same vocabulary"
+            value.refuse(f"a union of tokenizers would change the vocabulary: {_SAME_VOCABULARY}", fix)
+        source = None if value.text in ("base", "union") else _read_model(value)
+        return None if source == base else source
+
+    value = top.entries.get("tokenizer")
+    if value is None:
+        return top.read("tokenizer_source", read_source)
+    if "tokenizer_source" in top.entries:
+        value.refuse("tokenizer and tokenizer_source both say where the tokenizer comes from", "keep one of them")
+    # Where source is missing, mergekit takes the union of all tokenizers: so it is required.
+    value.mapping(TOKENIZER_KEYS, ["source"])
+    tokens, pad = value.entries.get("tokens"), value.entries.get("pad_to_multiple_of")
+    if tokens and not tokens.is_null and (tokens.entries or tokens.items or tokens.text):
+        tokens.refuse(f"tokens would change embeddings: {_SAME_VOCABULARY}", "leave tokens out")
+    if pad and not pad.is_null and pad.text != "1":
+        pad.refuse(f"padding would add rows to the embeddings: {_SAME_VOCABULARY}", "leave it out")
+    return value.read("source", read_source)
+
+
+def _read_chat_template(value: Value) -> str | None:
+    """Return a Jinja template, or the name of one of mergekit's; None keeps the tokenizer's own.
+
+    mergekit's ``auto`` takes the template that most sources have: for checkpoints of one run, the tokenizer's.
+    """
+    text = value.word("auto, the name of a template, or a Jinja template")
+    if text is None or text.strip() == "auto":
+        return None
+    if _JINJA.search(text):
+        return text
+    name = text.strip()
+    if name not in CHAT_TEMPLATES:
+        what = f"{quote(name)} is neither a Jinja template nor the name of one"
+        value.refuse(what, nearest(name, ["auto", *CHAT_TEMPLATES]))
+    return name

@@ -1,14 +1,27 @@
-"""What a recipe says, as data: which parts come from which checkpoint.
+"""A recipe as data: which parts come from which checkpoint.
 
-Every form of the YAML is read into the same rules; later rules win over earlier ones.
+Every form of the YAML, and every `Assignment` for a run, becomes the same rules. Later rules override earlier ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmtailor.errors import Problem
+from llmtailor.recipe.candidates import Assignment
+
+DTYPES = {
+    "bfloat16": "BF16",
+    "bf16": "BF16",
+    "float16": "F16",
+    "fp16": "F16",
+    "half": "F16",
+    "float32": "F32",
+    "fp32": "F32",
+    "float": "F32",
+}
+"""What a recipe calls a dtype -> its name in safetensors files"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +34,21 @@ class LayerRange:
     """None: up to the last layer (a slice without ``layer_range``)."""
     where: str
     module: str | None = None
-    """Of a submodel (``modules:``), by mergekit's name for it; None means the text model."""
+    """The submodel (``modules:``) by mergekit's name; None means the text model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Everything of a submodel, or of the whole model: mergekit's ``models`` with a single entry."""
+    """All of a submodel or, with ``module`` None, of the model: mergekit's ``models`` with a single entry."""
 
     source: Path
     module: str | None
-    """None: the whole model."""
     where: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupId:
-    """LLMTailor's degenerate range ``[n, n]``: the auxiliary part with number n.
-
-    0 is the final norm; with L layers, L+1 is ``lm_head`` and L+2 ``embed_tokens`` when untied,
-    L+1 is ``embed_tokens`` when tied.
-    """
+    """LLMTailor's empty range ``[n, n]``: the part other than a layer with number n; see `update_log.numbering`."""
 
     source: Path
     number: int
@@ -49,7 +57,7 @@ class GroupId:
 
 @dataclass(frozen=True, slots=True)
 class NamedWeight:
-    """An entry of ``pre_weights`` or ``post_weights``: one tensor by its FQN, or a part by its name."""
+    """An entry of ``pre_weights`` or ``post_weights``: one tensor by its full name, or a part."""
 
     source: Path
     name: str
@@ -65,31 +73,45 @@ class Select:
     where: str
 
 
-Rule = Whole | LayerRange | GroupId | NamedWeight | Select
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Whole parts by name. Not in YAML: only an `Assignment` has them."""
+
+    source: Path
+    parts: tuple[str, ...]
+
+
+PlaceRule = Whole | LayerRange | GroupId | NamedWeight
+"""Rules of mergekit's and LLMTailor's forms. They must not contradict each other; `Select` overrides them."""
+Rule = PlaceRule | Select | Parts
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe with its paths resolved. Two spellings of the same folder are the same source."""
+    """A recipe with its paths expanded, so that different spellings of a folder are the same source."""
 
     name: str
-    """The file it was read from, as messages call it."""
+    """How messages refer to it: the path of its file"""
     text: str
-    """The YAML as it was written."""
+    """The YAML as written; empty if there is none"""
     base: Path | None
     rules: tuple[Rule, ...]
     dtype: str | None
     """Of the weights in the output, as a safetensors dtype name; None keeps the base's."""
     output: Path | None
-    notices: tuple[Problem, ...] = field(default=())
-    """What was read but has no meaning here."""
+    notices: tuple[Problem, ...] = ()
+    """What was read but has no effect, or was left out."""
     tokenizer: Path | None = None
-    """Folder whose tokenizer files the output gets; None takes the base's. It need not be a checkpoint."""
+    """Folder, not necessarily a checkpoint, whose tokenizer files the output gets; None takes the base's."""
     chat_template: str | None = None
-    """A Jinja text, or the name of a template that mergekit brings along; None leaves the tokenizer's own."""
+    """A Jinja template, or the name of one of mergekit's; None keeps the tokenizer's own."""
 
-    is_ours: bool = False
-    """Whether llmtailor itself has just written it, so that what no rule names is meant to come from the base."""
+    @classmethod
+    def of(cls, assignment: Assignment, name: str, text: str = "", notices: tuple[Problem, ...] = ()) -> Recipe:
+        """Return the recipe that composes an assignment. `text` is for people: nothing is read from it."""
+        parts_of = assignment.parts_of()
+        rules = tuple(Parts(source.path, parts) for source, parts in parts_of.items() if parts)
+        return cls(name, text, assignment.base.path, rules, None, None, notices)
 
     def sources(self) -> tuple[Path, ...]:
         """Return every checkpoint that states come from, the base first, then in order of appearance."""

@@ -1,4 +1,4 @@
-"""A recipe over a model: one source for every tensor. Pure."""
+"""A recipe applied to a model: one source for every tensor. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.recipe import NamedWeight, Recipe, Select
-from llmtailor.recipe.selectors import PlaceRule, named_by, select
-from llmtailor.recipe.text import Misspelt, condense
+from llmtailor.recipe.recipe import NamedWeight, Parts, PlaceRule, Recipe, Select
+from llmtailor.recipe.selectors import named_by, select
+from llmtailor.recipe.text import SelectorError, condense
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Choice:
     source_of: Mapping[str, Path]
     """Every name of `Anatomy.part_of`. Tied names have the same source, and so have a weight on disk and its params."""
     filled: tuple[str, ...]
-    """Parts that no rule named, so that they come from the base; with `` (partly)`` when rules named some of it."""
+    """Parts that no rule names and so come from the base; with `` (partly)`` where rules name some of it."""
     weights_of: Mapping[str, Path] = field(default_factory=dict)
-    """Names whose weight comes from another checkpoint than their optimizer states, which `source_of` tells."""
+    """Names whose weight has another source than their optimizer states, which `source_of` has."""
     split: tuple[str, ...] = ()
-    """The parts of those names; with `` (partly)`` when it is not all of the part."""
+    """The parts of those names; with `` (partly)`` where it is not all of the part."""
 
 
 def resolve(
@@ -33,22 +33,25 @@ def resolve(
 ) -> Choice:
     """Choose the source of every tensor; what no rule names comes from `base`.
 
-    `params` are the params and buffers as training knows them. Other names of `anatomy` are tensors of safetensors
-    files that go by another name there (the experts of a MoE): they follow the params of their part.
+    `params` are the params and buffers as training knows them. Other names of `anatomy` are tensors with other names in
+    safetensors files (the experts of some MoE models): they follow the params of their part.
 
-    Slices, models, pre_weights and post_weights together must not contradict each other; ``parts`` override them, the
-    later ones the earlier ones. With `allow_split`, pre_weights and post_weights may contradict the others: they then
-    decide the weights, and the others the optimizer states.
-    Raises RecipeError with every problem; gaps are one when the recipe has no base.
+    Slices, models, pre_weights and post_weights must not contradict each other; ``parts`` override them, the later ones
+    the earlier ones. With `allow_split`, pre_weights and post_weights may contradict the others: they then decide the
+    weights, and the others the optimizer states.
+    Raises RecipeError with every problem; gaps are one if the recipe has no base.
     """
     problems: list[Problem] = []
     states, weights = _apply_places(recipe, anatomy, allow_split, problems)
     for rule in recipe.rules:
+        names: Collection[str] = ()
         if isinstance(rule, Select):
             names, found = select(rule.selectors, anatomy, rule.where)
             problems += found
-            states.update(dict.fromkeys(names, rule.source))
-            weights.update(dict.fromkeys(names, rule.source))
+        elif isinstance(rule, Parts):
+            names = [name for name, part in anatomy.part_of.items() if part in rule.parts]
+        states |= dict.fromkeys(names, rule.source)
+        weights |= dict.fromkeys(names, rule.source)
 
     source_of, filled = _complete(recipe, anatomy, states, base, params, problems)
     weights_of: dict[str, Path] = {}
@@ -66,26 +69,24 @@ def resolve(
 def _apply_places(
     recipe: Recipe, anatomy: Anatomy, allow_split: bool, problems: list[Problem]
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Apply all rules but Select: sources of optimizer states and of weights. Contradicting rules are a problem.
+    """Apply the place rules: sources of optimizer states and of weights. Rules that contradict are a problem.
 
-    There are two kinds: pre_weights and post_weights were made for weights, the others for optimizer states. Either
-    decides both where the other kind is silent.
+    pre_weights and post_weights were made for weights, the others for optimizer states. Either kind decides both where
+    the other is silent.
     """
     for_states: dict[str, PlaceRule] = {}
     for_weights: dict[str, PlaceRule] = {}
     clashes: dict[tuple[PlaceRule, PlaceRule], list[str]] = defaultdict(list)
     for rule in recipe.rules:
-        if isinstance(rule, Select):
+        if isinstance(rule, Select | Parts):
             continue
         try:
             names = named_by(rule, anatomy)
-        except Misspelt as error:
+        except SelectorError as error:
             problems.append(Problem(rule.where, error.what, error.fix))
             continue
         own, other = (for_weights, for_states) if isinstance(rule, NamedWeight) else (for_states, for_weights)
-        for name in anatomy.part_of:
-            if name not in names:
-                continue
+        for name in filter(names.__contains__, anatomy.part_of):
             first = own.setdefault(name, rule)
             if first.source == rule.source and not allow_split:
                 first = other.get(name, rule)
@@ -94,22 +95,20 @@ def _apply_places(
     for (first, second), parts in clashes.items():
         what = (
             f"{condense(parts)}: {second.source} here, but {first.source} at {first.where}; "
-            "weights and optimizer state of a part must be from one checkpoint"
+            "weights and optimizer state of a part must come from one checkpoint"
         )
-        fix = "name the same source in both places, or drop one of them"
+        fix = "name the same source in both places, or remove one of them"
         if isinstance(first, NamedWeight) != isinstance(second, NamedWeight):
             weights = first if isinstance(first, NamedWeight) else second
-            fix += f"; or say --allow-split for weights from {weights.source} and optimizer states from the other"
+            fix += f"; or use --allow-split for weights from {weights.source} and optimizer states from the other"
         problems.append(Problem(second.where, what, fix))
     states = {name: rule.source for name, rule in (for_weights | for_states).items()}
-    own_weights = {name: rule.source for name, rule in (for_states | for_weights).items()}
-    return states, own_weights
+    return states, {name: rule.source for name, rule in (for_states | for_weights).items()}
 
 
 def _parts_with(names: Collection[str], anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the parts that names belong to, and whether to the whole of each."""
-    counts = Counter(anatomy.part_of[name] for name in names)
-    whole = Counter(anatomy.part_of.values())
+    """Return the parts that names belong to, and where it is only a part of them."""
+    counts, whole = Counter(anatomy.part_of[name] for name in names), Counter(anatomy.part_of.values())
     return tuple(part if counts[part] == whole[part] else f"{part} (partly)" for part in anatomy.parts if counts[part])
 
 
@@ -121,7 +120,7 @@ def _complete(
     params: Collection[str],
     problems: list[Problem],
 ) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Fill gaps from the base, and let weights that go by other names on disk follow the params of their part."""
+    """Fill gaps from the base, and let weights that have other names on disk follow the params of their part."""
     trained = set(params).intersection(anatomy.part_of) or set(anatomy.part_of)
     by_part: dict[str, list[str]] = {part: [] for part in anatomy.parts}
     for name, part in anatomy.part_of.items():
@@ -131,25 +130,21 @@ def _complete(
     everywhere = dict.fromkeys(source_of.values())
     filled: list[str] = []
     split: list[str] = []
-    strange: list[str] = []
+    unknown: list[str] = []
     for part, names in by_part.items():
         own = [name for name in names if name in trained]
-        gaps = sum(name not in chosen for name in own)
-        if gaps:
+        if gaps := sum(name not in chosen for name in own):
             filled.append(part if gaps == len(own) else f"{part} (partly)")
         followers = [name for name in names if name not in trained]
-        # A part without params holds weights of params that are elsewhere; which ones, names alone don't tell.
+        # A part without params has weights of params that are elsewhere; names alone don't say which.
         sources = dict.fromkeys(source_of[name] for name in own) if own else dict(everywhere)
-        source = next(iter(sources))
         if followers and len(sources | dict.fromkeys(chosen[name] for name in followers if name in chosen)) > 1:
-            (split if own else strange).append(part)
-        source_of.update(dict.fromkeys(followers, source))
+            (split if own else unknown).append(part)
+        source_of |= dict.fromkeys(followers, next(iter(sources)))
     if split:
         what = f"{condense(split)}: the weights on disk have other names than the params, so globs can't split it"
         problems.append(Problem(recipe.name, what, "take the whole part from one checkpoint"))
-    if strange:
-        what = (
-            f"{condense(strange)}: these weights on disk have other names than the params, and it can't be told whose"
-        )
+    if unknown:
+        what = f"{condense(unknown)}: these weights on disk have other names than the params, and it is not known whose"
         problems.append(Problem(recipe.name, f"{what} they are", "take the whole model from one checkpoint"))
     return {name: source_of[name] for name in anatomy.part_of}, tuple(filled)

@@ -1,8 +1,8 @@
 """Strategies: from the checkpoints of a run to a checkpoint for each part. Pure.
 
-A strategy only says which step it *wants* for a part. Finding a checkpoint that holds the part, which not every partial
-one does, is the same for all of them: the wanted step, else the newest before it, else the newest at all. ``explicit``
-is strict, because a user who names a checkpoint means that one.
+A strategy only says which step it *wants* for a part. All of them then take a checkpoint that holds the part, which not
+every partial one does: of the wanted step, else of the newest before it, else of the newest at all. ``explicit`` is
+strict, because a user who names a checkpoint means that one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class StrategyOptions:
     aux: tuple[str, ...] = ()
     """filter: the parts other than layers that come from the newest; none named means all of them."""
     every: int = 5
+    """filter: at least 1"""
     over: int = 2
+    """spread: at least 1"""
     mapping: Mapping[str, int | str] | None = None
     """explicit: selector -> step, or name of the checkpoint's folder."""
 
@@ -45,25 +47,25 @@ class _Wish:
     """This one and no other."""
 
 
-Wishes = dict[str, _Wish]
+_Wishes = dict[str, _Wish]
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The question that a strategy answers, and what is wrong with it."""
+    """What a strategy decides with, and the problems it finds."""
 
-    checkpoints: tuple[RunCheckpoint, ...]
+    checkpoints: Sequence[RunCheckpoint]
+    steps: Sequence[int]
+    """With a usable checkpoint, ascending: what ``every`` and ``over`` count. Full and partial ones count alike, and
+    two of the same step as one."""
     anatomy: Anatomy
     options: StrategyOptions
     problems: list[Problem] = field(default_factory=list)
 
-    @property
-    def steps(self) -> list[int]:
-        """Steps with a usable checkpoint, ascending: what ``every`` and ``over`` count. Full and partial ones count
-        alike, and two of the same step as one."""
-        return sorted({checkpoint.step for checkpoint in self.checkpoints})
+    def refuse(self, where: str, what: str, fix: str) -> None:
+        self.problems.append(Problem(where, what, fix))
 
-    def for_layers(self, wish: Callable[[int], _Wish]) -> Wishes:
+    def for_layers(self, wish: Callable[[int], _Wish]) -> _Wishes:
         """Ask for each layer, and for the newest of every other part."""
         newest = _Wish(self.steps[-1], "newest")
         numbers = {part: layer_number(part) for part in self.anatomy.parts}
@@ -73,54 +75,41 @@ class _Task:
 def assign(checkpoints: Sequence[RunCheckpoint], anatomy: Anatomy, options: StrategyOptions) -> Assignment:
     """Choose a checkpoint for every part; the newest that can be resumed from is the base.
 
-    `checkpoints` are the usable ones at or before the failure, oldest first. Raises RecipeError with every problem.
+    `checkpoints` are the usable ones at or before the failure, at least one. Raises RecipeError with every problem.
     """
-    task = _Task(tuple(checkpoints), anatomy, options)
-    strategy = STRATEGIES.get(options.strategy)
-    if strategy is None:
-        what = f"there is no strategy {quote(options.strategy)}"
-        task.problems.append(Problem("--strategy", what, nearest(options.strategy, STRATEGIES)))
-    if not checkpoints:
-        fix = "give a later failure step, or another run"
-        task.problems.append(Problem("checkpoints", "there is no usable checkpoint", fix))
+    task = _Task(checkpoints, sorted({checkpoint.step for checkpoint in checkpoints}), anatomy, options)
     base = newest_resumable(checkpoints)
-    if checkpoints and base is None:
+    if base is None:
         what = "none of them is complete enough to resume from, so none can be the base"
         fix = "a full checkpoint must supply learning-rate schedule and trainer state; give a later failure step"
-        task.problems.append(Problem("checkpoints", f"{_steps(task.steps)}: {what}", fix))
-    wishes = strategy(task) if strategy and checkpoints else {}
-
+        task.refuse("checkpoints", f"{_steps(task.steps)}: {what}", fix)
     source_of: dict[str, RunCheckpoint] = {}
     reason: dict[str, str] = {}
-    homeless: list[str] = []
-    for part, wish in wishes.items():
-        found = wish.only or _holder(task.checkpoints, part, wish.step)
+    missing: list[str] = []
+    for part, wish in STRATEGIES[options.strategy](task).items():
+        until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= wish.step]
+        found = wish.only or best_holder(until, part) or best_holder(checkpoints, part)
         if found is None:
-            homeless.append(part)
+            missing.append(part)
             continue
         source_of[part] = found
         reason[part] = wish.why if found.step == wish.step else f"{wish.why}, but step {wish.step} lacks it"
-    if homeless:
+    if missing:
         fix = "a full checkpoint is needed; give a later failure step, or another run"
-        task.problems.append(Problem("checkpoints", f"no usable checkpoint holds {condense(homeless)}", fix))
+        task.refuse("checkpoints", f"no usable checkpoint holds {condense(missing)}", fix)
     if task.problems or base is None:
         raise RecipeError(dict.fromkeys(task.problems))
     return Assignment(base, source_of, reason, f"strategy {options.strategy} at step {task.steps[-1]}")
 
 
-def _holder(checkpoints: Sequence[RunCheckpoint], part: str, step: int) -> RunCheckpoint | None:
-    until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= step]
-    return best_holder(until, part) or best_holder(checkpoints, part)
-
-
-def _latest(task: _Task) -> Wishes:
+def _latest(task: _Task) -> _Wishes:
     return task.for_layers(lambda number: _Wish(task.steps[-1], "newest"))
 
 
-def _parity(task: _Task) -> Wishes:
+def _parity(task: _Task) -> _Wishes:
     if len(task.steps) < 2:
         what = f"parity needs two checkpoints, but there is only step {task.steps[-1]}"
-        task.problems.append(Problem("--strategy", what, "take the strategy latest, or a later failure step"))
+        task.refuse("--strategy", what, "use the strategy latest, or a later failure step")
         return {}
     before, newest = task.steps[-2:]
 
@@ -132,46 +121,38 @@ def _parity(task: _Task) -> Wishes:
     return task.for_layers(wish)
 
 
-def _filter(task: _Task) -> Wishes:
+def _filter(task: _Task) -> _Wishes:
     options, anatomy = task.options, task.anatomy
-    _check_least(task, "--first", options.first, 0)
-    _check_least(task, "--last", options.last, 0)
     others = [part for part in anatomy.parts if layer_number(part) is None]
     # The tied head is another name for the embeddings, as everywhere in a recipe.
     named = [EMBED if anatomy.tied and part == HEAD else part for part in options.aux]
     for part in dict.fromkeys(named):
         if part not in others:
-            what = f"{quote(part)} is not one of the parts that are no layers"
-            task.problems.append(Problem("--aux", what, nearest(part, others)))
-    if not _check_least(task, "--every", options.every, 1):
-        return {}
+            task.refuse("--aux", f"{quote(part)} is not a part other than a layer", nearest(part, others))
     kth = task.steps[options.every - 1 :: options.every]
     if not kth:
         what = f"of {len(task.steps)} usable checkpoints ({_steps(task.steps)}) none is number {options.every}"
-        task.problems.append(Problem("--every", what, f"lower --every to {len(task.steps)} or less"))
+        task.refuse("--every", what, f"lower --every to {len(task.steps)} or less")
         return {}
     number = options.every * len(kth)
     rest = _Wish(kth[-1], f"rest: number {number} of {len(task.steps)} usable, by every {options.every}")
     newest = task.steps[-1]
-    tail = anatomy.num_layers - options.last
 
     def wish(number: int) -> _Wish:
         if number < options.first:
             return _Wish(newest, f"first {options.first}: newest")
-        return _Wish(newest, f"last {options.last}: newest") if number >= tail else rest
+        is_last = number >= anatomy.num_layers - options.last
+        return _Wish(newest, f"last {options.last}: newest") if is_last else rest
 
     return task.for_layers(wish) | {part: rest for part in others if named and part not in named}
 
 
-def _spread(task: _Task) -> Wishes:
-    over = task.options.over
-    if not _check_least(task, "--over", over, 1):
-        return {}
+def _spread(task: _Task) -> _Wishes:
+    over, newest_first = task.options.over, task.steps[::-1]
     if over > len(task.steps):
         what = f"there are only {len(task.steps)} usable checkpoints ({_steps(task.steps)}), not {over}"
-        task.problems.append(Problem("--over", what, f"lower --over to {len(task.steps)} or less"))
+        task.refuse("--over", what, f"lower --over to {len(task.steps)} or less")
         return {}
-    newest_first = task.steps[::-1]
 
     def wish(number: int) -> _Wish:
         back = number % over
@@ -180,18 +161,23 @@ def _spread(task: _Task) -> Wishes:
     return task.for_layers(wish)
 
 
-def _explicit(task: _Task) -> Wishes:
+def _explicit(task: _Task) -> _Wishes:
     """Later keys win, so a checkpoint that lacks a part is a problem only if the part is still wanted from it."""
-    mapping = task.options.mapping
+    mapping = task.options.mapping or {}
     if not mapping:
         what = "the strategy explicit needs a mapping of selectors to steps or folders"
-        task.problems.append(Problem("--map", what, 'write e.g. {"odd": 300, "norm": "checkpoint-400"}'))
-        return {}
+        task.refuse("--map", what, 'write e.g. {"odd": 300, "norm": "checkpoint-400"}')
     wanted: dict[str, tuple[str, list[RunCheckpoint]]] = {}
     for key, value in mapping.items():
-        candidates = _find(task, key, value)
-        for part in _whole_parts(task, key):
-            wanted[part] = (key, candidates)
+        candidates = [one for one in task.checkpoints if value in (one.step, one.name, str(one.step))]
+        if not candidates and isinstance(value, int):
+            what = f"there is no usable checkpoint of step {value}"
+            task.refuse(f"--map {quote(key)}", what, f"available: {_steps(task.steps)}")
+        elif not candidates:
+            names = list(dict.fromkeys(one.name for one in task.checkpoints))
+            what = f"there is no usable checkpoint {quote(value)}"
+            task.refuse(f"--map {quote(key)}", what, nearest(str(value), names))
+        wanted |= dict.fromkeys(_whole_parts(task, key), (key, candidates))
 
     wishes = _latest(task)
     lacking: dict[str, list[str]] = {}
@@ -203,28 +189,9 @@ def _explicit(task: _Task) -> Wishes:
             lacking.setdefault(key, []).append(part)
     for key, parts in lacking.items():
         having = sorted({one.step for one in task.checkpoints if all(map(one.holds, parts))})
-        fix = f"steps that hold it: {_steps(having)}" if having else "take another checkpoint for some of them"
-        task.problems.append(Problem(f"--map {quote(key)}", f"{mapping[key]} does not hold {condense(parts)}", fix))
+        fix = f"steps that hold it: {_steps(having)}" if having else "use another checkpoint for some of them"
+        task.refuse(f"--map {quote(key)}", f"{mapping[key]} does not hold {condense(parts)}", fix)
     return wishes
-
-
-def _find(task: _Task, key: str, value: object) -> list[RunCheckpoint]:
-    """Return the checkpoints that a value of the mapping means: a step, a folder's name, or a step as text."""
-    where = f"--map {quote(key)}"
-    if type(value) not in (int, str):  # bool is an int to isinstance
-        what = f"{quote(value)} is neither a step nor the name of a checkpoint's folder"
-        task.problems.append(Problem(where, what, 'write e.g. 300 or "checkpoint-300"'))
-        return []
-    found = [one for one in task.checkpoints if value in (one.step, one.name, str(one.step))]
-    if not found and type(value) is int:
-        what = f"there is no usable checkpoint of step {value}"
-        task.problems.append(Problem(where, what, f"available: {_steps(task.steps)}"))
-    elif not found:
-        names = list(dict.fromkeys(one.name for one in task.checkpoints))
-        task.problems.append(
-            Problem(where, f"there is no usable checkpoint {quote(value)}", nearest(str(value), names))
-        )
-    return found
 
 
 def _whole_parts(task: _Task, key: str) -> list[str]:
@@ -234,27 +201,20 @@ def _whole_parts(task: _Task, key: str) -> list[str]:
     split = [part for part in touched if not names.issuperset(task.anatomy.names(part))]
     if split:
         what = f"it selects only some of the tensors of {condense(split)}"
-        fix = "select whole parts; a recipe's parts: can split them by globs"
-        task.problems.append(Problem(f"--map {quote(key)}", what, fix))
+        fix = "select whole parts; parts: in a recipe can split them by globs"
+        task.refuse(f"--map {quote(key)}", what, fix)
     return [part for part in touched if part not in split]
-
-
-def _check_least(task: _Task, flag: str, value: int, least: int) -> bool:
-    if value >= least:
-        return True
-    task.problems.append(Problem(flag, f"{value} is too small", f"give {least} or more"))
-    return False
 
 
 def _steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-STRATEGIES: Mapping[str, Callable[[_Task], Wishes]] = {
+STRATEGIES: Mapping[str, Callable[[_Task], _Wishes]] = {
     "latest": _latest,
     "parity": _parity,
     "filter": _filter,
     "spread": _spread,
     "explicit": _explicit,
 }
-"""Name -> what it wants; a name without a wish means that a problem was told."""
+"""Name -> what it wants; a part without a wish means that a problem was found."""

@@ -4,9 +4,9 @@ A log is text, a JSON object per line::
 
     {"step": 110, "flag": [0, 1, 2, 30]}
 
-The numbers are LLMTailor's (see `numbering`). Other keys are ignored. A step may have several lines, e.g. when a
-resumed run passed it again; then all their flags count. If the checkpoint lacks a part that only the earlier line
-names, that is told; would the later line win, the part would silently come from an older checkpoint.
+The numbers are LLMTailor's (see `selectors.numbering`). Other keys are ignored. A step may have several lines, e.g.
+when a resumed run passes it again; then all their flags count. If only the last line counted, a part that an earlier
+one names would silently come from an older checkpoint.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.selectors import count_layers
-from llmtailor.recipe.text import condense
-
-EXAMPLE = 'write e.g. {"step": 150, "flag": [0, 1, 2]}'
+from llmtailor.recipe.selectors import count_layers, numbering
+from llmtailor.recipe.text import condense, layer_number, quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,9 @@ class FlagLine:
 
 
 def read_flags(text: str, name: str) -> tuple[FlagLine, ...]:
-    """Read a log; `name` is what messages call it. Raises RecipeError with every line that can't be read.
+    """Parse a log; `name` is what messages call it. Raises RecipeError with every line that can't be read.
 
-    A log without lines is a log: nothing was flagged before the failure.
+    A log may be empty: then nothing was flagged before the failure.
     """
     lines: list[FlagLine] = []
     problems: list[Problem] = []
@@ -48,21 +45,39 @@ def read_flags(text: str, name: str) -> tuple[FlagLine, ...]:
             continue
         try:
             lines.append(_read_line(line, number))
-        except _Unreadable as error:
-            problems.append(Problem(f"{name}:{number}", str(error), EXAMPLE))
+        except (ValueError, RecursionError) as error:
+            what = error.args[0] if isinstance(error, _BadLine) else "the line is not valid JSON"
+            problems.append(Problem(f"{name}:{number}", what, 'write e.g. {"step": 150, "flag": [0, 1, 2]}'))
     if problems:
         raise RecipeError(problems)
     return tuple(lines)
 
 
-def numbering(anatomy: Anatomy) -> dict[int, str]:
-    """Return LLMTailor's number of each part; parts that it does not know have none.
+class _BadLine(ValueError):
+    pass
 
-    0 is the final norm, 1..L are layers 0..L-1. Untied, L+1 is ``lm_head`` and L+2 ``embed_tokens``; tied, L+1 is
-    ``embed_tokens``.
-    """
-    names = [NORM, *map(layer_part, range(anatomy.num_layers)), *([] if anatomy.tied else [HEAD]), EMBED]
-    return {number: part for number, part in enumerate(names) if part in anatomy.parts}
+
+def _read_line(line: str, number: int) -> FlagLine:
+    pairs = json.loads(line, object_pairs_hook=tuple)
+    if not isinstance(pairs, tuple):
+        raise _BadLine("the line is not a JSON object")
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise _BadLine("a key is repeated")
+    if missing := [key for key in ("step", "flag") if key not in value]:
+        raise _BadLine(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    step, flag = value["step"], value["flag"]
+    if not _is_count(step):
+        raise _BadLine(f"step is {quote(step)}, not a step number")
+    if not isinstance(flag, list):
+        raise _BadLine(f"flag is {quote(flag)}, not a list of numbers")
+    if bad := [item for item in flag if not _is_count(item)]:
+        raise _BadLine(f"flag has {quote(bad[0])}, which is not the number of a part")
+    return FlagLine(step, tuple(flag), number)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # bool is an int to isinstance
 
 
 def assign_flags(
@@ -76,8 +91,8 @@ def assign_flags(
 ) -> Assignment:
     """Take each part from the newest step that flags it, after the base and not after the failure; else from the base.
 
-    The newest checkpoint that is used, or `base` if none is newer, supplies what belongs to no part. `total_layers`
-    is what the user believes the model to have. Raises RecipeError with every problem.
+    The newest checkpoint used, or `base` if none is newer, supplies what belongs to no part. `total_layers` is what the
+    user expects the model to have. Raises RecipeError with every problem.
     """
     number_of = {part: number for number, part in numbering(anatomy).items()}
     problems = _check_ids(lines, anatomy, name)
@@ -112,78 +127,30 @@ def assign_flags(
             problems.append(Problem("--base", what, "name a checkpoint that holds every part"))
 
     used = [*source_of.values(), *([base] if base is not None else [])]
-    chief = newest_resumable(used)
-    if chief is None and not problems:
+    newest_used = newest_resumable(used)
+    if newest_used is None and not problems:
         what = "none of the checkpoints that are used can be resumed from, so none can be the base"
         problems.append(Problem(name, what, "name a full checkpoint with --base"))
-    if problems or chief is None:
+    if problems or newest_used is None:
         raise RecipeError(dict.fromkeys(problems))
     in_order = {part: source_of[part] for part in anatomy.parts}
-    return Assignment(chief, in_order, reason, f"update log {name}, failure at step {failure_step}")
-
-
-class _Unreadable(Exception):
-    pass
-
-
-def _read_line(line: str, number: int) -> FlagLine:
-    try:
-        value = json.loads(line, object_pairs_hook=_no_twins)
-    except (ValueError, RecursionError) as error:
-        told = error.msg if isinstance(error, json.JSONDecodeError) else "a number or the nesting is too large"
-        raise _Unreadable(f"the line is no JSON: {told}") from error
-    if not isinstance(value, dict):
-        raise _Unreadable("the line is no JSON object")
-    if missing := [key for key in ("step", "flag") if key not in value]:
-        raise _Unreadable(f"{' and '.join(missing)} is missing" if len(missing) == 1 else "step and flag are missing")
-    wrong = []
-    if not _is_count(value["step"]):
-        wrong.append(f"step is {_short(value['step'])}, not a step number")
-    if not isinstance(value["flag"], list):
-        wrong.append(f"flag is {_short(value['flag'])}, not a list of numbers")
-    elif strange := [item for item in value["flag"] if not _is_count(item)]:
-        wrong.append(f"flag holds {_short(strange[0])}, which is not the number of a part")
-    if wrong:
-        raise _Unreadable("; ".join(wrong))
-    return FlagLine(value["step"], tuple(value["flag"]), number)
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _Unreadable("a key is there twice")
-    return found
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0  # bool is an int to isinstance
-
-
-def _short(value: object) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:  # what json.loads can nest, json.dumps need not
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return Assignment(newest_used, in_order, reason, f"update log {name}, failure at step {failure_step}")
 
 
 def _check_ids(lines: Iterable[FlagLine], anatomy: Anatomy, name: str) -> list[Problem]:
-    """Tell of lines with numbers of no part, also behind the failure: the log may be that of another model."""
+    """Find numbers of no part, after the failure too: the log may be that of another model."""
     valid = numbering(anatomy)
-    fix = f"{count_layers(anatomy.num_layers)}; {_told(valid)}" if valid else "the model has no part with a number"
+    layers = [number for number, part in valid.items() if layer_number(part) is not None]
+    meanings = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
+    meanings += [f"{number} is {part}" for number, part in valid.items() if number not in layers]
+    fix = f"{count_layers(anatomy.num_layers)}; {', '.join(meanings) or 'none of its parts has a number'}"
     problems = []
     for line in lines:
         if wrong := sorted(set(line.ids) - valid.keys()):
-            told = ", ".join(map(str, wrong))
-            what = f"{told} is not the number of a part" if len(wrong) == 1 else f"{told} are not numbers of parts"
+            numbers = ", ".join(map(str, wrong))
+            what = f"{numbers} {'is not the number of a part' if len(wrong) == 1 else 'are not numbers of parts'}"
             problems.append(Problem(f"{name}:{line.line}", what, fix))
     return problems
-
-
-def _told(valid: dict[int, str]) -> str:
-    layers = [number for number, part in valid.items() if part not in (NORM, HEAD, EMBED)]
-    told = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
-    return ", ".join(told + [f"{number} is {part}" for number, part in valid.items() if number not in layers])
 
 
 def _of_steps(

@@ -1,370 +1,310 @@
-"""YAML text to a tree that knows the line of every key and value. Nothing is constructed but text.
+"""The YAML of a recipe as a tree of values that know their location. Problems are collected, so that reading goes on.
 
-PyYAML's ``compose`` gives nodes, not objects, so no tag can run anything. Scalars stay as they were written: the
-grammar decides what is a number, because YAML 1.1 would read ``010`` as 8 and ``1:30`` as 90.
-
-Typed access to the YAML tree. Every wrong value becomes a flaw and None, so that reading goes on.
-
-Paths as a recipe writes them: relative to its folder, with ``~`` and environment variables.
+PyYAML's ``compose`` returns nodes, not objects, so no tag can run anything. Scalars stay text, because YAML 1.1 reads
+``010`` as 8 and ``1:30`` as 90. A value in a mapping has the line of its key.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn, TypeVar
 
 import yaml
 
-from llmtailor.errors import Problem
-from llmtailor.recipe.text import Misspelt, nearest, quote
+from llmtailor.errors import Problem, RecipeError
+from llmtailor.recipe.text import nearest, quote
 
 MAX_BYTES = 1 << 20
-MAX_NODES = 50_000
-"""After expanding aliases. A recipe of a 100-layer model, a slice per layer, has about 1,000."""
+MAX_VALUES = 50_000
+"""With aliases expanded. A recipe with a slice for each of 100 layers has about 1,000."""
 
-CORE_TAG = "tag:yaml.org,2002:"
-SCALAR_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-MEND = (
-    "check indentation and brackets; quote texts that begin with * ! & { % @ or contain ': ', "
-    'e.g. select: ["*.mlp.*", "!norm"]'
-)
+_CORE = "tag:yaml.org,2002:"
+_KINDS: Mapping[type[yaml.Node], tuple[str, ...]] = {
+    yaml.ScalarNode: ("str", "int", "float", "bool", "null", "timestamp", "merge", "value"),
+    yaml.SequenceNode: ("seq",),
+    yaml.MappingNode: ("map",),
+}
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,5})")
+_VARIABLE = re.compile(r"\$(?:(\$)|\{([^}]*)(\}?)|([A-Za-z_][A-Za-z0-9_]*))")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_T = TypeVar("_T")
+
+
+class Document:
+    """A recipe that is being read: its name, what its paths refer to, and the problems found so far."""
+
+    def __init__(self, name: str, folder: Path, environ: Mapping[str, str]) -> None:
+        self.name, self.folder, self.environ = name, folder, environ
+        self.notices: list[Problem] = []
+        self._refused: list[tuple[int, Problem]] = []
+
+    def place(self, line: int, path: str = "") -> str:
+        """Return a location as messages show it, e.g. ``recipe.yaml:12 slices[0].sources[0]``."""
+        return f"{self.name}:{line} {path}" if path else f"{self.name}:{line}"
+
+    def refuse(self, line: int, path: str, what: str, fix: str) -> None:
+        self._refused.append((line, Problem(self.place(line, path), what, fix)))
+
+    def fail(self, line: int, what: str, fix: str) -> NoReturn:
+        """Raise RecipeError with this problem, which makes the rest unreadable, and those found before."""
+        self.refuse(line, "", what, fix)
+        self.raise_problems()
+        raise AssertionError
+
+    def raise_problems(self) -> None:
+        """Raise RecipeError if there are problems, in the order of their lines."""
+        if self._refused:
+            in_order = sorted(self._refused, key=lambda pair: pair[0])
+            raise RecipeError(dict.fromkeys(problem for _, problem in in_order))
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
-    text: str
+class Value:
+    """A value of a recipe. Its methods return it as one type, or record a problem and return None."""
+
+    document: Document
+    line: int
+    path: str
+    """E.g. ``slices[0].sources``; empty for the recipe as a whole"""
     kind: str
-    """What YAML takes it for: ``str``, ``int``, ``float``, ``bool``, ``null`` or ``timestamp``"""
-    line: int
+    """``mapping``, ``list``, or YAML's type of the scalar: ``str``, ``int``, ``null``, ..."""
+    text: str = ""
+    """The scalar as written, without quotes"""
+    items: tuple[Value, ...] = ()
+    entries: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        return self.document.place(self.line, self.path)
+
+    @property
+    def is_null(self) -> bool:
+        """Whether the key has no value; mergekit writes keys that it does not use as ``null``."""
+        return self.kind == "null"
+
+    def refuse(self, what: str, fix: str) -> None:
+        self.document.refuse(self.line, self.path, what, fix)
+
+    def notice(self, what: str, fix: str) -> None:
+        self.document.notices.append(Problem(self.where, what, fix))
+
+    def read(self, key: str, how: Callable[[Value], _T]) -> _T | None:
+        """Read an entry of a mapping; None if there is none."""
+        return how(self.entries[key]) if key in self.entries else None
+
+    def drop_nulls(self, keys: Collection[str]) -> None:
+        """Remove entries without a value, as if the keys were not there."""
+        for key in [key for key, value in self.entries.items() if key in keys and value.is_null]:
+            del self.entries[key]
+
+    def mapping(
+        self,
+        keys: Sequence[str],
+        required: Sequence[str] = (),
+        no_effect: Mapping[str, str] = MappingProxyType({}),
+        refused: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> bool:
+        """Return whether this is a mapping; report unknown, refused and missing keys, and those without effect."""
+        if self.kind != "mapping":
+            self._expected(f"a mapping with {' and '.join(required or keys)}")
+            return False
+        for key, value in self.entries.items():
+            if key in keys or (value.is_null and (key in no_effect or key in refused)):
+                continue
+            if key in no_effect:
+                value.notice(f"{key} has no effect: {no_effect[key]}", f"leave {key} out")
+            elif key in refused:
+                value.refuse(f"{key} {refused[key][0]}", refused[key][1])
+            else:
+                value.refuse(f"unknown key {quote(key)}", nearest(key, keys))
+        for key in required:
+            if key not in self.entries:
+                self.refuse(f"{key} is missing", f"add {key}:")
+        return True
+
+    def list_of(self, what: str) -> tuple[Value, ...]:
+        """Return the items of a list, which must not be empty."""
+        if self.kind != "list":
+            self._expected(f"a list of {what}")
+        elif not self.items:
+            self.refuse("the list is empty", f"add {what}, or leave the key out")
+        return self.items
+
+    def word(self, expected: str) -> str | None:
+        """Return a scalar as it was written; quotes make no difference."""
+        if self.kind not in ("mapping", "list", "null") and self.text.strip():
+            return self.text
+        self._expected(expected)
+        return None
+
+    def integer(self) -> int | None:
+        """Return a plain decimal; YAML's other integers (octal, 1_000, 1:30) are refused."""
+        if self.kind == "int" and _INTEGER.fullmatch(self.text):
+            return int(self.text)
+        self._expected("a whole number in plain decimals")
+        return None
+
+    def folder(self) -> Path | None:
+        """Return a path with ``~``, ``$VAR`` and ``${VAR}`` expanded, below the document's folder if it is relative.
+
+        ``$$`` is a plain ``$``. Symlinks are not followed. An empty variable is refused like an undefined one, because
+        ``${RUN}/checkpoint-300`` would become ``/checkpoint-300``.
+        """
+        text = self.word("a path")
+        if text is None:
+            return None
+        home = text.partition("/")[0]
+        if "\0" in text:
+            self.refuse("the path contains a NUL byte", "write the path of a folder")
+            return None
+        if home.startswith("~") and home != "~":
+            self.refuse(f"{quote(home)} is not expanded", "write that home directory out, or ~/ for your own")
+            return None
+        text = f"$HOME{text[1:]}" if home == "~" else text
+        if False in [self._is_variable(match) for match in _VARIABLE.finditer(text)]:  # all are reported
+            return None
+        expanded = _VARIABLE.sub(lambda match: match[1] or self.document.environ[match[2] or match[4]], text)
+        return Path(os.path.normpath(self.document.folder / expanded))
+
+    def _is_variable(self, match: re.Match[str]) -> bool:
+        dollar, braced, closed, plain = match.groups()
+        name = braced or plain
+        is_name = plain or (closed and _NAME.fullmatch(braced))
+        if dollar or (is_name and self.document.environ.get(name)):
+            return True
+        if not is_name:
+            fix = "write ${NAME} or $NAME, without a default or other operators; write $$ for a plain $"
+            self.refuse(f"{quote(match[0])} is not a variable", fix)
+        else:
+            state = "empty" if name in self.document.environ else "not set"
+            self.refuse(f"the environment variable {name} is {state}", f"export {name}=..., or write the path out")
+        return False
+
+    def _expected(self, expected: str) -> None:
+        found = f"a {self.kind}"
+        if self.kind not in ("mapping", "list"):
+            found = "nothing" if self.is_null or not self.text.strip() else repr(self.text)
+            found += " in quotes" * (self.kind == "str" and _INTEGER.fullmatch(self.text) is not None)
+        self.refuse(f"{found} found where {expected} is expected", f"write {expected}")
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
-    items: tuple[Value, ...]
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    entries: dict[str, Value]
-    lines: dict[str, int]
-    """Of the keys."""
-    line: int
-
-
-Value = Scalar | Items | Table
-
-
-def is_null(value: Value | None) -> bool:
-    """Tell whether a key is there with nothing behind it; mergekit writes keys that it does not use as ``null``."""
-    return isinstance(value, Scalar) and value.kind == "null"
-
-
-@dataclass(frozen=True, slots=True)
-class Flaw:
-    """A problem with its line, so that problems can be sorted."""
-
-    line: int
-    problem: Problem
-
-
-def place(name: str, line: int, path: str = "") -> str:
-    """Return a recipe location, e.g. ``recipe.yaml:12 slices[0].sources[0]``."""
-    return f"{name}:{line} {path}" if path else f"{name}:{line}"
-
-
-class _TooMuch(Exception):
+class _TooMany(Exception):
     pass
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives up early on a text with far too many values; PyYAML takes seconds for a MiB of them."""
+    """Gives up early on a text with far too many values: PyYAML takes many seconds for 1 MiB of them."""
 
     num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.num_nodes += 1
-        if self.num_nodes > 2 * MAX_NODES:  # keys are nodes too
-            raise _TooMuch
+        if self.num_nodes > 2 * MAX_VALUES:  # keys are nodes too
+            raise _TooMany
         return super().compose_node(parent, index)
 
 
-def read_yaml(text: str, name: str) -> tuple[Table | None, list[Flaw]]:
-    """Read the text of one recipe; `name` is what messages call it.
+def read_yaml(text: str, document: Document) -> Value:
+    """Return the top-level mapping of a recipe.
 
-    Returns the top-level mapping, or None when there is none to go on with, and what is wrong: malformed YAML,
-    duplicate keys (the first one stays), keys that aren't text, tags, aliases that blow up or contain themselves.
+    Duplicate keys (the first one is kept), keys that are not text, tags, and aliases inside what they refer to are
+    recorded in the document. Raises RecipeError, with all problems, if the rest can't be read.
     """
+    fix = (
+        "check indentation and brackets; quote texts that begin with * ! & { % @ or contain ': ', "
+        'e.g. select: ["*.mlp.*", "!norm"]'
+    )
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
-        return None, [Flaw(1, Problem(name, "the recipe is larger than 1 MiB", "give the path of a recipe file"))]
+        document.fail(1, "the recipe is larger than 1 MiB", "give the path of a recipe file")
     try:
         root = yaml.compose(text, Loader=_Loader)
-        reader = _Reader(name)
-        value = reader.value(root, "", frozenset()) if root is not None else None
+        value = _Builder(document).value(root, 1, "") if root is not None else None
     except yaml.MarkedYAMLError as error:
-        return None, [_malformed(error, name)]
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        what = " ".join(filter(None, (error.context, error.problem)))
+        document.fail(line, f"malformed YAML at column {column}: {what}", fix)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         what = f"character U+{int(error.character):04X} is not allowed in YAML"
-        return None, [Flaw(line, Problem(place(name, line), what, "save the file as plain UTF-8 text"))]
-    except (ValueError, OverflowError):  # PyYAML's own, on "\\UFFFFFFFF" or a %YAML of five thousand digits
-        what = "malformed YAML: a number or a character in it is out of all bounds"
-        return None, [Flaw(1, Problem(name, what, MEND))]
+        document.fail(line, what, "save the file as plain UTF-8 text")
+    except (ValueError, OverflowError):  # from PyYAML, for "\\UFFFFFFFF" or a %YAML directive of five thousand digits
+        document.fail(1, "malformed YAML: a number or character is out of range", fix)
     except RecursionError:
-        return None, [Flaw(1, Problem(name, "the YAML is nested too deeply", "a recipe needs five levels"))]
-    except _TooMuch:
-        what = f"the recipe holds more than {MAX_NODES:,} values, counting each alias as what it stands for"
-        return None, [Flaw(1, Problem(name, what, "write it shorter, and without nested aliases"))]
-    if root is None or value is None:
-        return None, [Flaw(1, Problem(name, "the recipe is empty", "write at least base_model: and parts:"))]
-    if not isinstance(value, Table):
-        fix = "write keys, e.g. base_model: runs/a/checkpoint-300"
-        reader.flaw(root, "", "the recipe must be a mapping of keys to values", fix)
-        return None, reader.flaws
-    return value, reader.flaws
+        document.fail(1, "the YAML is nested too deeply", "a recipe needs five levels")
+    except _TooMany:
+        what = f"the recipe has more than {MAX_VALUES:,} values, with aliases expanded"
+        document.fail(1, what, "write it shorter, and without nested aliases")
+    if value is None:
+        document.fail(1, "the recipe is empty", "write at least base_model: and parts:")
+    if value.kind != "mapping":
+        document.fail(value.line, "the recipe must be a mapping", "write keys, e.g. base_model: runs/a/checkpoint-300")
+    return value
 
 
-def _malformed(error: yaml.MarkedYAMLError, name: str) -> Flaw:
-    mark = error.problem_mark or error.context_mark
-    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-    what = " ".join(filter(None, (error.context, error.problem)))
-    return Flaw(line, Problem(place(name, line), f"malformed YAML at column {column}: {what}", MEND))
+class _Builder:
+    """Turns nodes into values, with aliases and merge keys expanded."""
 
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.num_values = 0
 
-class _Reader:
-    """Turns nodes into values, and collects flaws."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.flaws: list[Flaw] = []
-        self.num_nodes = 0
-
-    def flaw(self, node: yaml.Node, path: str, what: str, fix: str) -> None:
-        line = node.start_mark.line + 1
-        self.flaws.append(Flaw(line, Problem(place(self.name, line, path), what, fix)))
-
-    def value(self, node: yaml.Node, path: str, above: frozenset[int]) -> Value:
-        self.num_nodes += 1
-        if self.num_nodes > MAX_NODES:
-            raise _TooMuch
-        line = node.start_mark.line + 1
-        kind = node.tag.removeprefix(CORE_TAG)
+    def value(self, node: yaml.Node, line: int, path: str, above: frozenset[int] = frozenset()) -> Value:
+        """Return the value of a node; `above` are the nodes that it is part of."""
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise _TooMany
+        kind, text = node.tag.removeprefix(_CORE), node.value
+        if not node.tag.startswith(_CORE) or kind not in _KINDS[type(node)]:
+            tag = node.tag.replace(_CORE, "!!")
+            fix = "leave the tag out" if tag[1:2] in ("", "!") else f'quote it if a negation is meant: "{tag}"'
+            self.document.refuse(line, path, f"the tag {tag} has no meaning in a recipe", fix)
+            kind, text = "str", node.value or tag  # the text that was meant, so that reading goes on
         if isinstance(node, yaml.ScalarNode):
-            if not node.tag.startswith(CORE_TAG) or kind not in SCALAR_TAGS:
-                self._unknown_tag(node, path)
-                return Scalar(node.value or node.tag, "str", line)  # the text that was meant, so that reading goes on
-            return Scalar(self._text(node, path), kind, line)
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                what = "an escape stands for half a character (U+D800 to U+DFFF)"
+                self.document.refuse(line, path, what, "write the character itself")
+            return Value(self.document, line, path, kind, text)
         if id(node) in above:
-            self.flaw(node, path, "an alias refers to what it is part of", "write the value out")
-            return Scalar("", "null", line)
+            self.document.refuse(line, path, "an alias refers to what it is part of", "write the value out")
+            return Value(self.document, line, path, "null")
         above |= {id(node)}
-        if kind not in ("seq", "map"):
-            self._unknown_tag(node, path)
         if isinstance(node, yaml.MappingNode):
-            return self._table(node, path, above)
-        return Items(tuple(self.value(item, f"{path}[{at}]", above) for at, item in enumerate(node.value)), line)
+            return Value(self.document, line, path, "mapping", entries=self._entries(node, path, above))
+        items = (self.value(item, _line(item), f"{path}[{at}]", above) for at, item in enumerate(node.value))
+        return Value(self.document, line, path, "list", items=tuple(items))
 
-    def _table(self, node: yaml.MappingNode, path: str, above: frozenset[int]) -> Table:
-        table = Table({}, {}, node.start_mark.line + 1)
-        merged: list[Table] = []
+    def _entries(self, node: yaml.MappingNode, path: str, above: frozenset[int]) -> dict[str, Value]:
+        entries: dict[str, Value] = {}
+        merged: dict[str, Value] = {}
         for key_node, value_node in node.value:
-            if key_node.tag == f"{CORE_TAG}merge":
-                merged += self._merged(value_node, path, above)
+            line = _line(key_node)
+            if key_node.tag == f"{_CORE}merge":
+                is_list = isinstance(value_node, yaml.SequenceNode)
+                for other in value_node.value if is_list else [value_node]:
+                    value = self.value(other, line, path, above)
+                    if value.kind != "mapping":
+                        self.document.refuse(line, path, "<< takes a mapping, or a list of them", "write <<: *anchor")
+                    merged = value.entries | merged  # the earlier one wins
                 continue
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{CORE_TAG}str":
-                self.flaw(key_node, path, "a key must be a plain text", "write key: value")
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_CORE}str":
+                self.document.refuse(line, path, "a key must be a plain text", "write key: value")
                 continue
-            key = self._text(key_node, path)
+            key = key_node.value
             inside = f"{path}.{key}" if path else key
-            if key in table.entries:
-                what = f"the key {quote(key)} is there twice, first in line {table.lines[key]}"
-                self.flaw(key_node, inside, what, "keep one of them")
-                continue
-            table.entries[key] = self.value(value_node, inside, above)
-            table.lines[key] = key_node.start_mark.line + 1
-        for other in merged:  # of several, the earlier one wins; what is written out wins over all
-            for key, value in other.entries.items():
-                if key not in table.entries:
-                    table.entries[key], table.lines[key] = value, other.lines[key]
-        return table
-
-    def _merged(self, node: yaml.Node, path: str, above: frozenset[int]) -> list[Table]:
-        value = self.value(node, f"{path}.<<" if path else "<<", above)
-        tables = value.items if isinstance(value, Items) else (value,)
-        if not all(isinstance(table, Table) for table in tables):
-            self.flaw(node, path, "<< takes a mapping, or a list of them", "write <<: *anchor")
-        return [table for table in tables if isinstance(table, Table)]
-
-    def _text(self, node: yaml.ScalarNode, path: str) -> str:
-        text: str = node.value
-        if text.isascii() or text.isprintable() or not any("\ud800" <= character <= "\udfff" for character in text):
-            return text
-        self.flaw(node, path, "an escape stands for half a character (U+D800 to U+DFFF)", "write the character itself")
-        return ""
-
-    def _unknown_tag(self, node: yaml.Node, path: str) -> None:
-        tag = node.tag.replace(CORE_TAG, "!!")
-        fix = f'quote it if a negation is meant: "{tag}"' if tag[1:2] not in ("!", "") else "leave the tag out"
-        self.flaw(node, path, f"the tag {tag} has no meaning in a recipe", fix)
-
-
-_VARIABLE = re.compile(r"\$(?:\{([^}]*)(\}?)|([A-Za-z_][A-Za-z0-9_]*))")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def expand(text: str, folder: Path, environ: Mapping[str, str]) -> Path:
-    """Expand ``~``, ``$VAR`` and ``${VAR}``, and make the path absolute if `folder` is. Raises Misspelt.
-
-    Symlinks stay: a path means what it meant to whoever wrote it. An empty variable is refused like an undefined one,
-    because ``${RUN}/checkpoint-300`` would turn into ``/checkpoint-300``.
-    """
-    if not text.strip() or "\0" in text:
-        raise Misspelt("the path is empty" if not text.strip() else "the path holds a NUL byte", "give a folder")
-    home = ""
-    if text == "~" or text.startswith("~/"):
-        home, text = _value("HOME", environ), text[1:]
-    elif text.startswith("~"):
-        raise Misspelt(
-            f"{quote(text.split('/')[0])} is not expanded", "write the home directory in full, or ~/ for your own"
-        )
-    expanded = home + _VARIABLE.sub(lambda match: _variable(match, environ), text)
-    return Path(os.path.normpath(folder / expanded))
-
-
-def _variable(match: re.Match[str], environ: Mapping[str, str]) -> str:
-    braced, closed, plain = match.groups()
-    name = plain or braced
-    if plain is None and not (closed and _NAME.fullmatch(braced)):
-        raise Misspelt(
-            f"{quote(match[0])} is not a variable", "write ${NAME} or $NAME; defaults and the like are not known"
-        )
-    return _value(name, environ)
-
-
-def _value(name: str, environ: Mapping[str, str]) -> str:
-    if name not in environ:
-        raise Misspelt(f"the environment variable {name} is not set", f"export {name}=..., or write the path out")
-    if not environ[name]:
-        raise Misspelt(f"the environment variable {name} is empty", f"export {name}=..., or write the path out")
-    return environ[name]
-
-
-_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,5})")
-
-
-class Reader:
-    """Reads values of one recipe and collects what is wrong with them."""
-
-    def __init__(self, name: str, folder: Path, environ: Mapping[str, str], flaws: Sequence[Flaw]) -> None:
-        self.name = name
-        self.folder = folder
-        self.environ = environ
-        self.flaws = list(flaws)
-        self.notices: list[Problem] = []
-
-    def where(self, value: Value, path: str) -> str:
-        return place(self.name, value.line, path)
-
-    def flaw(self, line: int, path: str, what: str, fix: str) -> None:
-        self.flaws.append(Flaw(line, Problem(place(self.name, line, path), what, fix)))
-
-    def table(
-        self,
-        value: Value,
-        path: str,
-        keys: Sequence[str],
-        required: Sequence[str] = (),
-        no_effect: Mapping[str, str] = MappingProxyType({}),
-        refused: Mapping[str, tuple[str, str]] = MappingProxyType({}),
-    ) -> Table | None:
-        """Return the value if it is a mapping; tell of unknown, refused, idle and missing keys."""
-        if not isinstance(value, Table):
-            self._wrong(value, path, f"a mapping with {' and '.join(required or keys)}")
-            return None
-        for key, line in value.lines.items():
-            inside = f"{path}.{key}" if path else key
-            if key in keys or (key in (*no_effect, *refused) and is_null(value.entries[key])):
-                continue
-            if key in no_effect:
-                what = f"{key} has no effect: {no_effect[key]}"
-                self.notices.append(Problem(place(self.name, line, inside), what, f"leave {key} out"))
-            elif key in refused:
-                why, fix = refused[key]
-                self.flaw(line, inside, f"{key} {why}", fix)
+            if key in entries:
+                what = f"the key {quote(key)} is repeated, first in line {entries[key].line}"
+                self.document.refuse(line, inside, what, "keep one of them")
             else:
-                self.flaw(line, inside, f"unknown key {quote(key)}", nearest(key, keys))
-        for key in required:
-            if key not in value.entries:
-                self.flaw(value.line, path, f"{key} is missing", f"add {key}:")
-        return value
+                entries[key] = self.value(value_node, line, inside, above)
+        return {**entries, **{key: value for key, value in merged.items() if key not in entries}}
 
-    def items(self, value: Value, path: str, of: str) -> list[tuple[Value, str]]:
-        """Return the items of a list, each with its path; an empty list is a flaw too."""
-        if isinstance(value, Items) and value.items:
-            return [(item, f"{path}[{at}]") for at, item in enumerate(value.items)]
-        if isinstance(value, Items):
-            self.flaw(value.line, path, "the list is empty", f"add {of}, or leave the key out")
-        else:
-            self._wrong(value, path, f"a list of {of}")
-        return []
 
-    def text(self, value: Value, path: str, wanted: str) -> str | None:
-        """Return a scalar as it was written; quoted or not makes no difference."""
-        if isinstance(value, Scalar) and not is_null(value) and value.text.strip():
-            return value.text
-        self._wrong(value, path, wanted)
-        return None
-
-    def integer(self, value: Value, path: str) -> int | None:
-        """Return a plain decimal; YAML's other spellings of integers (octal, 1_000, 1:30) are flaws."""
-        if isinstance(value, Scalar) and value.kind == "int" and _INTEGER.fullmatch(value.text):
-            return int(value.text)
-        self._wrong(value, path, "a whole number in plain decimals")
-        return None
-
-    def folder_of(self, value: Value, path: str) -> Path | None:
-        """Return a path, expanded."""
-        text = self.text(value, path, "a path")
-        if text is None:
-            return None
-        try:
-            return expand(text, self.folder, self.environ)
-        except Misspelt as error:
-            self.flaw(value.line, path, error.what, error.fix)
-            return None
-
-    def model(self, value: Value, path: str) -> Path | None:
-        """Return the checkpoint that a model reference names: a path, ``{path: ...}`` or ``{model: {path: ...}}``."""
-        if isinstance(value, Scalar) and "+" in value.text:
-            fix = "merge the LoRA into a checkpoint first; if + is part of the folder's name write {path: ...}"
-            self.flaw(
-                value.line, path, f"{quote(value.text)} adds a LoRA, which has no optimizer state of its own", fix
-            )
-            return None
-        if not isinstance(value, Table):
-            return self.folder_of(value, path)
-        no_effect = {"override_architecture": "the architecture is the checkpoint's own"}
-        refused = {
-            "lora": ("has no optimizer state of its own", "merge the LoRA into a checkpoint first"),
-            "revision": ("belongs to the Hugging Face Hub, but training checkpoints are folders", "leave it out"),
-        }
-        nested = isinstance(value, Table) and "model" in value.entries
-        key = "model" if nested else "path"
-        table = self.table(value, path, [key], [key], no_effect, refused)
-        if table is None or key not in table.entries:
-            return None
-        inner = table.entries[key]
-        return self.model(inner, f"{path}.model") if nested else self.folder_of(inner, f"{path}.path")
-
-    def _wrong(self, value: Value, path: str, wanted: str) -> None:
-        if isinstance(value, Scalar):
-            have = "nothing" if is_null(value) or not value.text.strip() else repr(value.text)
-            if value.kind == "str" and _INTEGER.fullmatch(value.text):
-                have += " in quotes"
-        else:
-            have = "a list" if isinstance(value, Items) else "a mapping"
-        self.flaw(value.line, path, f"{have} stands where {wanted} is expected", f"write {wanted}")
+def _line(node: yaml.Node) -> int:
+    line: int = node.start_mark.line + 1
+    return line

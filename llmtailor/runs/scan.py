@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
+from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions, assign
 from llmtailor.recipe.text import condense
-from llmtailor.recipe.update_log import assign_flags, numbering, read_flags
+from llmtailor.recipe.update_log import assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.verify.verify import verify_checkpoint
@@ -66,16 +68,6 @@ class UpdateLog:
     base: Path | None = None
     """The checkpoint that holds every part, for parts that the log does not name."""
     total_layers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecipe:
-    """A recipe that was chosen for a run's folder."""
-
-    text: str
-    """YAML"""
-    skipped: tuple[Problem, ...]
-    """Why the run's other checkpoints were not looked at"""
 
 
 def scan_run(
@@ -235,20 +227,20 @@ def recipe_for_run(
     run: Path,
     at: int | None,
     how: StrategyOptions | UpdateLog,
-    folder: Path | None,
+    folder: Path | None = None,
     *,
     trust_unrecorded: bool = False,
-) -> RunRecipe:
+) -> Recipe:
     """Choose a recipe for a run's folder, by a strategy or by LLMTailor's update log.
 
-    Nothing later than step ``at`` is used. Paths in it are relative to ``folder`` where that is close by.
+    Nothing later than step ``at`` is used. Paths in its text are relative to ``folder`` where that is close by.
     Raises RecipeError or SourceError with every problem found.
     """
-    run = Path(run).absolute()
+    name, run = f"the recipe for {run}", Path(os.path.abspath(run))
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
         scan = scan_run(run, at, only_newest=is_latest, trust_unrecorded=trust_unrecorded)
-        assignment, numbers = assign(scan.usable, scan.anatomy, how), None
+        assignment = assign(scan.usable, scan.anatomy, how)
     else:
         problems = Problems()
         lines = None
@@ -267,10 +259,9 @@ def recipe_for_run(
         assert lines is not None
         step = at if at is not None else scan.usable[-1].step
         assignment = assign_flags(lines, step, found, scan.usable, scan.anatomy, how.total_layers, how.name)
-        numbers = numbering(scan.anatomy)
     _log_choice(assignment)
-    text = write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment), numbers)
-    return RunRecipe(text, scan.skipped)
+    text = write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment))
+    return Recipe.of(assignment, name, text, scan.skipped)
 
 
 def _log_choice(assignment: Assignment) -> None:

@@ -9,7 +9,6 @@ The last check before anything is removed: can the step be composed from what st
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -30,8 +29,7 @@ from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.recipe import Recipe
 from llmtailor.runs.folder import (
     Kind,
     RunFolder,
@@ -253,10 +251,9 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, anatom
     if sources is None or base is None:
         raise VerificationError.at(run, f"step {step} could not be composed any more", _FIX)
     title = f"step {step} after thinning"
-    recipe = write_recipe(Assignment(base, sources, dict.fromkeys(sources, "newest"), title), anatomy, None)
+    recipe = Recipe.of(Assignment(base, sources, dict.fromkeys(sources, "newest"), title), title)
     try:
-        parsed = parse_recipe(recipe, name=title, folder=run, environ=os.environ)
-        plan_merge(parsed, run / f".checkpoint-{step}.llmtailor-never-written")
+        plan_merge(recipe, run / f".checkpoint-{step}.llmtailor-never-written")
     except Unanswered:
         raise
     except TailorError as error:

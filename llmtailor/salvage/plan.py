@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import State
 from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
@@ -191,8 +190,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
         reason={row.part: row.why or "intact" for row in choice.parts},
         title=f"salvage of {display_name(scan.run)}",
     )
-    text = write_recipe(assignment, anatomy, None)
-    recipe = replace(parse_recipe(text, name=assignment.title, folder=scan.run, environ=os.environ), is_ours=True)
+    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, anatomy))
     files, about_files = _replace_files(scan, base)
     cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = {
         state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import llmtailor
 from llmtailor.compose.report import Report
-from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.scan import recipe_for_run
 
 
 def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:
-    text = recipe_for_run(run, at, StrategyOptions("latest"), None).text
-    recipe = parse_recipe(text, name="run", folder=run.absolute(), environ={})
+    recipe = recipe_for_run(run, at, StrategyOptions("latest"))
     return llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks))

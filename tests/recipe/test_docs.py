@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtailor.recipe import grammar
+from llmtailor.recipe import parse
+from llmtailor.recipe.recipe import DTYPES
 from llmtailor.recipe.resolve import resolve
 from recipe.anatomies import llama, params_of, qwen_vl, read
 
@@ -58,7 +59,7 @@ def test_examples_do_what_the_text_says():
 
 def test_the_page_names_every_key():
     text = PAGE.read_text(encoding="utf-8")
-    for key in (*grammar.TOP_KEYS, *grammar.NO_EFFECT_IN_SLICE, *grammar.TOKENIZER_KEYS[1:], *grammar.CHAT_TEMPLATES):
+    for key in (*parse.TOP_KEYS, *parse.NO_EFFECT_IN_SLICE, *parse.TOKENIZER_KEYS[1:], *parse.CHAT_TEMPLATES):
         assert f"`{key}`" in text, key
-    for dtype in grammar.DTYPES:
+    for dtype in DTYPES:
         assert f"`{dtype}`" in text, dtype

@@ -127,7 +127,7 @@ def test_modules_that_contradict_each_other():
 @pytest.mark.parametrize(
     ("text", "known", "what", "fix"),
     [
-        (module("vision_tower"), False, "it can't be told which tensors belong to the module 'vision_tower'", "visual"),
+        (module("vision_tower"), False, "no tensors are known to belong to the module 'vision_tower'", "visual"),
         (module("vision_towr"), True, "the module 'vision_towr'", "did you mean 'vision_tower'?"),
         (module("audio", 0, 2), True, "the module 'audio'", "text_decoder"),
         (

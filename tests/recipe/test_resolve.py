@@ -163,7 +163,7 @@ def test_no_gaps_need_no_base():
         ("slices: [{sources: [{model: a, layer_range: [3, 3]}]}]", "slices[0].sources[0].layer_range",
          "[3, 3] is an empty layer range", "for layer 2 write [2, 3]; [0, 0] is norm, [5, 5] is lm_head"),
         ("slices: [{sources: [{model: a, layer_range: [7, 7]}]}]", "slices[0].sources[0].layer_range",
-         "[7, 7] is not the number of an auxiliary part", "[6, 6] is embed_tokens"),
+         "[7, 7] is not the number of a part", "[6, 6] is embed_tokens"),
         ("pre_weights: [{name: model.embed_token.weight, model: a}]", "pre_weights[0]",
          "no part or tensor 'model.embed_token.weight'", "did you mean 'model.embed_tokens.weight'"),
         ("post_weights: [{name: nrom, model: a}]", "post_weights[0]", "no part or tensor 'nrom'", "'norm'"),
@@ -185,7 +185,7 @@ def test_a_number_of_a_part_that_the_model_lacks():
     anatomy = Anatomy(names, headless.parts[:-1], 2, tied=False)
     text = "base_model: base\nslices: [{sources: [{model: a, layer_range: [3, 3]}]}]"
     (problem,) = problems_of(text, anatomy)
-    assert "[3, 3] means lm_head, which the model does not have" in problem.what
+    assert "[3, 3] is not the number of a part of this model" in problem.what
     assert "lm_head" not in problem.fix
 
 

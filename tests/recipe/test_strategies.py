@@ -152,22 +152,14 @@ def test_tied_embeddings_and_parts_that_are_no_layers():
 @pytest.mark.parametrize(
     ("strategy", "options", "where", "what", "fix"),
     [
-        ("partiy", {}, "--strategy", "'partiy'", "'parity'"),
         ("filter", {"every": 6}, "--every", "of 5 usable checkpoints (100, 200, 300, 400, 500)", "lower --every to 5"),
-        ("filter", {"every": 0}, "--every", "0 is too small", "1 or more"),
-        ("filter", {"first": -1}, "--first", "-1 is too small", "0 or more"),
-        ("filter", {"last": -2}, "--last", "-2 is too small", "0 or more"),
         ("filter", {"aux": ("nrom",)}, "--aux", "'nrom'", "'norm'"),
-        ("filter", {"aux": ("layer 1",)}, "--aux", "'layer 1' is not one of the parts that are no layers", "norm"),
+        ("filter", {"aux": ("layer 1",)}, "--aux", "'layer 1' is not a part other than a layer", "norm"),
         ("spread", {"over": 6}, "--over", "only 5 usable", "lower --over to 5"),
-        ("spread", {"over": 0}, "--over", "0 is too small", "1 or more"),
         ("explicit", {}, "--map", "needs a mapping", "write e.g."),
         ("explicit", {"mapping": {}}, "--map", "needs a mapping", "write e.g."),
         ("explicit", {"mapping": {"odd": 250}}, "--map 'odd'", "step 250", "100, 200, 300, 400, 500"),
         ("explicit", {"mapping": {"odd": "checkpoint-30"}}, "--map 'odd'", "'checkpoint-30'", "'checkpoint-300'"),
-        ("explicit", {"mapping": {"odd": True}}, "--map 'odd'", "True is neither", "write e.g."),
-        ("explicit", {"mapping": {"odd": None}}, "--map 'odd'", "None is neither", "write e.g."),
-        ("explicit", {"mapping": {"odd": 300.0}}, "--map 'odd'", "300.0 is neither", "write e.g."),
         ("explicit", {"mapping": {"nrom": 300}}, "--map 'nrom'", "'nrom'", "'norm'"),
         ("explicit", {"mapping": {"9": 300}}, "--map '9'", "out of range", "4 layers"),
         ("explicit", {"mapping": {"model.layers.[12].mlp.*": 300}}, "--map 'model.layers.[12].mlp.*'",
@@ -185,8 +177,6 @@ def test_runs_that_give_too_little():
     (problem,) = problems(RUN[:1], llama(2), "parity")
     assert "only step 100" in problem.what
     assert "latest" in problem.fix
-    (problem,) = problems([], llama(2), "latest")
-    assert "no usable checkpoint" in problem.what
     (problem,) = problems(
         [replace(full(100), resumable=False), replace(full(200), resumable=False)], llama(2), "latest"
     )
@@ -206,10 +196,8 @@ def test_explicit_means_that_checkpoint_and_no_other():
 
 
 def test_all_problems_at_once():
-    found = problems(RUN, llama(4), "filter", every=9, first=-1, last=-1, aux=("nrom", "nose"))
-    assert [problem.where for problem in found] == ["--first", "--last", "--aux", "--aux", "--every"]
-    found = problems([], llama(4), "filer")
-    assert [problem.where for problem in found] == ["--strategy", "checkpoints"]
+    found = problems(RUN, llama(4), "filter", every=9, aux=("nrom", "nose"))
+    assert [problem.where for problem in found] == ["--aux", "--aux", "--every"]
     found = problems(RUN, llama(4), "explicit", mapping={"odd": 250, "nrom": "checkpoint", "*.mlp.*": 100})
     assert [problem.where for problem in found] == [
         "--map 'odd'", "--map 'nrom'", "--map 'nrom'", "--map '*.mlp.*'",

@@ -16,7 +16,6 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.engine.pool import Stop
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import dissect_checkpoint, recipe_for_run
@@ -58,9 +57,7 @@ def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) ->
 
 def compose(run: Path, step: int, out: Path) -> Path:
     """Do what ``llmtailor merge --run RUN --at STEP OUT`` does."""
-    text = recipe_for_run(run, step, StrategyOptions("latest"), None).text
-    recipe = parse_recipe(text, name=f"step {step}", folder=run, environ={})
-    llmtailor.merge(recipe, out)
+    llmtailor.merge(recipe_for_run(run, step, StrategyOptions("latest")), out)
     return out
 
 
