@@ -39,11 +39,20 @@ def find_latest(
     *,
     trust_unrecorded: bool = False,
 ) -> Latest:
-    """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
+    """Find the newest ``checkpoint-N`` of a run that `verify_checkpoint` finds resumable.
 
-    Those of attempts that were given up are passed over, and so are, unless ``trust_unrecorded``, those that do not say
-    which attempt they are of. See `verify_checkpoint` for ``deep`` and ``observe``. Raises SourceError if there is no
-    such folder, and Interrupted on Ctrl-C.
+    Checkpoints of abandoned attempts are skipped.
+
+    Args:
+        run: the Trainer's ``output_dir``.
+        at: the highest N to consider; None for any.
+        deep: read every tensor, too.
+        observe: with ``deep``, called with a number of bytes read, from several threads.
+        trust_unrecorded: also consider checkpoints that do not say which attempt they belong to.
+
+    Raises:
+        SourceError: there is no such folder.
+        Interrupted: Ctrl-C or SIGTERM.
     """
     passed_over: list[Verdict] = []
     judge = Judge.of(run, at, trust_unrecorded)
