@@ -1,4 +1,4 @@
-"""The public API: its names, its types, and what an installed package holds."""
+"""The public API: its names and types."""
 
 from __future__ import annotations
 
