@@ -3,37 +3,60 @@
 >>> import llmtailor
 >>> report = llmtailor.merge(Path("recipe.yaml"), Path("runs/x/checkpoint-400-merged"))
 
-``plan_merge`` plans without writing, ``write`` writes a plan, ``inspect_checkpoint`` says what a folder holds,
-``verify_checkpoint`` whether a stock resume will take it, ``find_latest`` the newest of a run that it will take.
-Everything raised on purpose is an `errors.TailorError`.
+``plan_merge`` plans a merge without writing, and ``write`` carries a plan out. ``inspect_checkpoint`` describes a
+checkpoint, ``verify_checkpoint`` checks whether an unmodified Trainer or DeepSpeed resumes from it correctly, and
+``find_latest`` finds the newest checkpoint of a run that does. `llmtailor.saving` saves partial checkpoints.
+
+Every error raised on purpose is a `TailorError`; its ``problems`` each say where, what and how to fix it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmtailor.compose.plan import Composition as Composition
+    from llmtailor.compose.plan import Options as Options
+    from llmtailor.compose.plan import plan_merge as plan_merge
+    from llmtailor.compose.report import Report as Report
+    from llmtailor.compose.write import merge as merge
+    from llmtailor.compose.write import write as write
+    from llmtailor.errors import Problem as Problem
+    from llmtailor.errors import TailorError as TailorError
+    from llmtailor.findings import Finding as Finding
+    from llmtailor.runs.latest import Latest as Latest
+    from llmtailor.runs.latest import find_latest as find_latest
+    from llmtailor.training import layer_param_groups as layer_param_groups
+    from llmtailor.verify.inspect import inspect_checkpoint as inspect_checkpoint
+    from llmtailor.verify.verdict import Verdict as Verdict
+    from llmtailor.verify.verify import verify_checkpoint as verify_checkpoint
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Composition": "llmtailor.compose.plan",
+    "Finding": "llmtailor.findings",
+    "Latest": "llmtailor.runs.latest",
+    "Options": "llmtailor.compose.plan",
+    "Problem": "llmtailor.errors",
+    "Report": "llmtailor.compose.report",
+    "TailorError": "llmtailor.errors",
+    "Verdict": "llmtailor.verify.verdict",
+    "find_latest": "llmtailor.runs.latest",
+    "inspect_checkpoint": "llmtailor.verify.inspect",
+    "layer_param_groups": "llmtailor.training",
     "merge": "llmtailor.compose.write",
     "plan_merge": "llmtailor.compose.plan",
-    "write": "llmtailor.compose.write",
-    "Options": "llmtailor.compose.plan",
-    "inspect_checkpoint": "llmtailor.verify.inspect",
     "verify_checkpoint": "llmtailor.verify.verify",
-    "find_latest": "llmtailor.runs.latest",
-    "Verdict": "llmtailor.verify.verdict",
-    "Finding": "llmtailor.findings",
-    "TailorError": "llmtailor.errors",
-    "Problem": "llmtailor.errors",
+    "write": "llmtailor.compose.write",
 }
 __all__ = ["__version__", *_PUBLIC]
 
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that do not exist
 
-def __getattr__(name: str) -> Any:
-    """Import on first use: ``import llmtailor`` and ``llmtailor --help`` stay instant."""
-    if name in _PUBLIC:
-        from importlib import import_module
-
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'llmtailor' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import on first use: ``import llmtailor`` and ``llmtailor --help`` stay instant."""
+        if name in _PUBLIC:
+            return getattr(import_module(_PUBLIC[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,12 +23,16 @@ _GROUPING = {"params", "model", "optimizer_dict"}
 
 def layer_param_groups(
     model: nn.Module, weight_decay: float, decays: Collection[str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, list[nn.Parameter] | list[str] | float]]:
     """Return the param groups of a model for any torch optimizer: two for each layer and each part outside of them.
 
-    ``decays`` are the names of params that get weight decay; None takes the rule of the Trainer. Frozen params are
-    left out. Each group names its params under ``lt_params``, which an optimizer saves and restores verbatim: torch
-    itself only writes numbers.
+    Each group has ``params``, ``weight_decay`` and ``lt_params``, the names of its params, which a torch optimizer
+    saves and restores unchanged. Frozen params are left out.
+
+    Args:
+        model: whole, or partitioned by ZeRO-3.
+        weight_decay: of the params in ``decays``; all others get 0.
+        decays: names of params. None takes all but norms and biases, as the Trainer of transformers 5.23 does.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     decays = decaying_names(model) if decays is None else decays

@@ -4,18 +4,20 @@
 #   ./scripts/setup_venv.sh            make or update it
 #   source scripts/setup_venv.sh       the same, and put it first on PATH
 #
-#   LLMTAILOR_VENV   where it lies (default: .venv in the repository)
-#   PYTHON           the interpreter to make it with (default: python3; 3.10 or newer)
+#   LLMTAILOR_VENV          where it is (default: .venv in the repository)
+#   LLMTAILOR_CONSTRAINTS   the versions to install (default: scripts/constraints.txt)
+#   PYTHON                  the interpreter to make it with (default: python3; 3.10 or newer)
 #
 # Nothing is installed if nothing has changed since the last time. Without a GPU there is no need for
 # torch's CUDA packages; scripts/constraints.txt says how to get the small CPU build instead.
 set -euo pipefail
 
 _setup_venv() {
-  local root python venv stamp want
+  local root python venv constraints stamp want
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   python=${PYTHON:-python3}
   venv=${LLMTAILOR_VENV:-$root/.venv}
+  constraints=$(realpath "${LLMTAILOR_CONSTRAINTS:-$root/scripts/constraints.txt}")
   stamp=$venv/.llmtailor-installed
 
   if [[ ! -x $venv/bin/python ]]; then
@@ -35,13 +37,13 @@ _setup_venv() {
   want=$(
     cd "$root"
     printf '%s\n' "$root"
-    cat pyproject.toml scripts/constraints.txt
+    cat pyproject.toml "$constraints"
   )
   if [[ ! -f $stamp || $(<"$stamp") != "$want" ]]; then
     echo "Installing llmtailor and what it needs (the first time takes some minutes)" >&2
     rm -f "$stamp"
     DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      --constraint "$root/scripts/constraints.txt" --editable "${root}[dev]" </dev/null
+      --constraint "$constraints" --editable "${root}[dev]" </dev/null
     printf '%s\n' "$want" >"$stamp"
   fi
 

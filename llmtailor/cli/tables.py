@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtailor.compose.report import Report, fold_layers
 from llmtailor.errors import printable, ranges
@@ -13,6 +13,7 @@ from llmtailor.recipe.text import condense
 if TYPE_CHECKING:
     from llmtailor.runs.retention import Age, StepAge
     from llmtailor.salvage.plan import Salvage
+    from llmtailor.verify.inspect import Inspection
 
 
 def parts_text(report: Report) -> str:
@@ -70,7 +71,7 @@ def salvage_text(salvage: Salvage) -> str:
     return head + table(("part", "source", "step", "steps back", "why"), cells, right=(2, 3))
 
 
-def inspection_text(content: dict[str, Any]) -> str:
+def inspection_text(content: Inspection) -> str:
     """Return what `inspection.describe` found, in words."""
     is_adapter = any(file["path"] == ADAPTER for file in content["files"])
     unsaved = "those of an adapter" if is_adapter else "not saved"

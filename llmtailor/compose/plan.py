@@ -46,29 +46,29 @@ SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a merge is told beside the recipe."""
+    """What to merge into, beyond the recipe."""
 
     world_size: int | None = None
-    """How many ranks the output is for; None takes the base's."""
+    """The number of ranks the output is for; None keeps the base's."""
     groups: str = "keep"
     """Param groups of the output: ``keep``, ``layer`` or ``default``."""
     stage: int | None = None
-    """ZeRO stage of the output, 0 for the plain Trainer's form without DeepSpeed; None keeps the base's."""
+    """ZeRO stage of the output, 0 for a Trainer's checkpoint without DeepSpeed; None keeps the base's."""
     replace: bool = False
-    """Whether the output may be a checkpoint that is there; it is replaced once the new one is complete."""
+    """Whether to replace an existing checkpoint, once the new one is complete."""
     reuse: bool = False
-    """Whether an output that is there is looked at: the same merge's is kept, and beside another one the output gets a
-    number; see `continuing.settle_output`."""
+    """Whether an existing output is kept if this merge wrote it; otherwise the new one gets a numbered name."""
     copy_tokenizer: bool = True
+    """Whether to copy the base's tokenizer files."""
     step: str = "base"
-    """Of a flat id whose params bring different steps: ``base`` keeps the base's and the moments as they are,
-    ``rebase`` scales the moments, ``source`` refuses."""
+    """Adam's step, where params of one group come with different ones: ``base`` keeps the base's and leaves the moments
+    as they are, ``rebase`` scales the moments to it, ``source`` refuses."""
     allow_split: bool = False
-    """Whether weights and optimizer states of a part may come from different checkpoints."""
+    """Whether the weights and optimizer states of a part may come from different checkpoints."""
     restart: bool = False
-    """Whether to throw away what an interrupted merge into the same output has left."""
+    """Whether to discard an unfinished merge in the output and start over."""
     checksum: bool = False
-    """Whether to digest every file of the output, and every file that was read for it."""
+    """Whether to compute a digest of every output file and of every source file that was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,16 @@ class Composition:
 def plan_merge(
     recipe: Recipe | Path, out: Path | None = None, options: Options | None = None, opened: Opened | None = None
 ) -> Composition:
-    """Plan the composite that a recipe, or a recipe file, describes.
+    """Plan the composite that a recipe describes. Nothing is written, and no tensor is read.
 
-    ``out`` goes before the recipe's ``output``; without both it is ``<base>-merged`` beside the base, or the run's
-    ``checkpoint-STEP`` if the base is one of its partial checkpoints.
-    Sources are opened here unless they are ``opened`` already.
-    Raises a TailorError with every problem found; its class is that of the earliest stage that failed.
+    Args:
+        recipe: a parsed recipe, or the path of a YAML file.
+        out: the folder to write. None takes the recipe's ``output``, or else ``<base>-merged`` beside the base, or the
+            run's ``checkpoint-STEP`` if the base is one of its partial checkpoints.
+        options: see `Options`.
+        opened: sources that are open already.
+
+    Raises a `TailorError` with every problem found. Its class is that of the earliest stage that failed.
     """
     options = options or Options()
     read = [recipe] if isinstance(recipe, Path) else []

@@ -37,7 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
-    """Plan and write in one call; see `compose.plan_merge` and `write`."""
+    """Plan a merge, write it, and return the report of what was written. See `plan_merge` and `write`.
+
+    Args:
+        recipe: a parsed recipe, or the path of a YAML file.
+        out: the folder to write. It must not exist, unless ``options.replace`` or ``options.reuse`` is set.
+        options: see `Options`.
+    """
     composition = plan_merge(recipe, out, options)
     write(composition)
     return composition.report
@@ -60,13 +66,22 @@ def write(
     observe: Callable[[int], None] = lambda num_bytes: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write a planned composite and publish it, complete, by one rename; first see whether there is space for it.
+    """Write a planned composite, verify it, and publish it by one rename.
 
-    What an interrupted merge has left is gone on with, if it was the same. ``observe`` is told the size of each run of
-    bytes moved, from several threads; ``tell`` gets a sentence now and then. Raises TargetError if the output is being
-    written by someone else or what is there is of another recipe, StorageError, SourceError (also if a source changed
-    meanwhile), VerificationError or Interrupted; whatever happens, the output is absent (or the old one) until it is
-    complete. After StorageError, Unanswered and Interrupted the same call goes on where it ended.
+    The output is absent, or the old one, until the new one is complete. An interrupted merge of the same plan resumes:
+    after StorageError, Unanswered and Interrupted, make the same call again.
+
+    Args:
+        composition: from `plan_merge`.
+        observe: called with a number of bytes moved, from several threads.
+        tell: called with a sentence for the user.
+
+    Raises:
+        TargetError: another process writes the output, or it holds an unfinished merge of another recipe.
+        StorageError: there is not enough space, or the operating system refused to read or write.
+        SourceError: a source is damaged, or changed in the meantime.
+        VerificationError: what was written does not read back as planned.
+        Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
     with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:

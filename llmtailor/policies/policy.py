@@ -77,7 +77,7 @@ class Policy(Protocol):
         """
         ...
 
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Return the options, ready for JSON, for manifest and log."""
         ...
 
@@ -86,7 +86,7 @@ class Policy(Protocol):
 class Stateful(Protocol):
     """A policy that remembers more than a `Situation` tells. The state travels in every checkpoint."""
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, object]:
         """Return the state, ready for JSON."""
         ...
 
@@ -151,7 +151,7 @@ class Configured:
         """Return what is wrong with options that are fine one by one."""
         return []
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return name and options; `make_policy` makes the same policy of them."""
         return {"name": self.name} | {one.name: getattr(self, one.name) for one in fields(self)}
 

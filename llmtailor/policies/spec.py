@@ -18,11 +18,14 @@ MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
 """What `Policy` asks of an object."""
 
 
-def make_policy(spec: object) -> Policy:
-    """Return the policy that a spec means. Raises UsageError with every problem.
+def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
+    """Return the policy that a spec means.
 
-    A spec is a name, ``parity``; a name with options, ``filter:first=2,last=2`` (a value without a name is that of the
-    first option: ``round_robin:4``); a mapping ``{"name": "filter", "first": 2}``; or an object that follows `Policy`.
+    A spec is a name, ``parity``; a name with options, ``filter:first=2,last=2`` (a value without a name sets the first
+    option: ``round_robin:4``); a mapping, ``{"name": "filter", "first": 2}``; or an object that follows `Policy`.
+
+    Raises UsageError, with all problems, for an unknown name or option, a value out of range, or an object that is no
+    policy.
     """
     if isinstance(spec, str):
         name, _, text = spec.partition(":")
@@ -39,8 +42,7 @@ def make_policy(spec: object) -> Policy:
     if lacking := [member for member in MEMBERS if not hasattr(spec, member)]:
         what = f"{spec!r} is no policy: it has no {', '.join(lacking)}"
         raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
-    policy: Any = spec
-    return policy  # type: ignore[no-any-return]
+    return spec
 
 
 def _split(word: str) -> tuple[str | None, object]:

@@ -39,11 +39,20 @@ def find_latest(
     *,
     trust_unrecorded: bool = False,
 ) -> Latest:
-    """Return the newest ``checkpoint-N`` of a run, with N up to ``at``, that verifies as resumable.
+    """Find the newest ``checkpoint-N`` of a run that `verify_checkpoint` finds resumable.
 
-    Checkpoints of attempts that were given up are passed over. Unless ``trust_unrecorded``, so are those that don't
-    state their attempt where attempts are recorded. See `verify_checkpoint` for ``deep`` and ``on_progress``. Raises
-    SourceError if there is no such folder, and Interrupted on Ctrl-C.
+    Checkpoints of abandoned attempts are skipped.
+
+    Args:
+        run: the Trainer's ``output_dir``.
+        at: the highest N to consider; None for any.
+        deep: read every tensor, too.
+        on_progress: with ``deep``, called with a number of bytes read, from several threads.
+        trust_unrecorded: also consider checkpoints that do not say which attempt they belong to.
+
+    Raises:
+        SourceError: there is no such folder.
+        Interrupted: Ctrl-C or SIGTERM.
     """
     folder = RunFolder(run)
     judge = Judge.of(folder, at, trust_unrecorded)

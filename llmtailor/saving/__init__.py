@@ -1,4 +1,4 @@
-"""For training scripts: save part of the model at each save, and still be able to resume from any of them.
+"""For training scripts: save part of the model at each save, and resume from any of them.
 
 >>> from llmtailor.saving import attach
 >>> attach(trainer, policy="parity", save_steps=50)
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmtailor.policies import Filter as Filter
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmtailor.policies import RoundRobin as RoundRobin
     from llmtailor.policies import Situation as Situation
     from llmtailor.policies import Update as Update
+    from llmtailor.policies import make_policy as make_policy
     from llmtailor.saving.loop import saver_for as saver_for
     from llmtailor.saving.report import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
@@ -25,19 +26,27 @@ if TYPE_CHECKING:
     from llmtailor.saving.trainer_callback import attach as attach
 
 _PUBLIC = {
-    "attach": "trainer_callback",
-    "PartialSaving": "trainer_callback",
-    "saver_for": "loop",
-    "PartialSaver": "saver",
-    "SaveFailed": "saver",
-    "SaveReport": "report",
-    **dict.fromkeys(("Filter", "Full", "Parity", "Policy", "RoundRobin", "Situation", "Update"), "policies"),
+    "Filter": "llmtailor.policies",
+    "Full": "llmtailor.policies",
+    "Parity": "llmtailor.policies",
+    "PartialSaver": "llmtailor.saving.saver",
+    "PartialSaving": "llmtailor.saving.trainer_callback",
+    "Policy": "llmtailor.policies",
+    "RoundRobin": "llmtailor.policies",
+    "SaveFailed": "llmtailor.saving.saver",
+    "SaveReport": "llmtailor.saving.report",
+    "Situation": "llmtailor.policies",
+    "Update": "llmtailor.policies",
+    "attach": "llmtailor.saving.trainer_callback",
+    "make_policy": "llmtailor.policies",
+    "saver_for": "llmtailor.saving.loop",
 }
 __all__ = [*_PUBLIC]
 
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that do not exist
 
-def __getattr__(name: str) -> Any:
-    """Import torch for those who save, and transformers for those who use its Trainer; policies need neither."""
-    if name in _PUBLIC:
-        return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import on first use: policies need no torch, and only `attach` needs transformers."""
+        if name in _PUBLIC:
+            return getattr(import_module(_PUBLIC[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

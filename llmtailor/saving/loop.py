@@ -1,40 +1,58 @@
-"""For training loops of one's own: a saver for a DeepSpeed engine, or for a torch model and its optimizer."""
+"""For training loops without a Trainer: a saver for a DeepSpeed engine, or for a torch model and its optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from llmtailor.errors import UsageError
+from llmtailor.policies import Policy
 from llmtailor.saving.plain import PlainTraining, unwrap
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.training import Training
+from llmtailor.saving.training import HasState, Pretrained, Training
 from llmtailor.saving.writing import owners_of
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 def saver_for(
     output_dir: str | Path,
     *,
-    engine: Any = None,
-    model: Any = None,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    tokenizer: Any = None,
-    **options: Any,
+    engine: DeepSpeedEngine | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    scaler: HasState | None = None,
+    tokenizer: Pretrained | None = None,
+    policy: str | Mapping[str, object] | Policy = "parity",
+    max_staleness: int | None = None,
+    keep_composable: int | None = None,
 ) -> PartialSaver:
-    """Return a saver for a loop; ``options`` are those of `PartialSaver`.
-
-    Give either a DeepSpeedEngine, or a model (bare, or inside DistributedDataParallel) with its torch optimizer. Then,
-    on every rank, between two steps::
+    """Return a saver for a training loop without a Trainer. Call it, and the saver, on every rank::
 
         saver = saver_for("runs/x", engine=engine, policy="parity")
         saver.start(step)                   # 0, or the step that the loop resumed from
         ...
-        if step % 50 == 0:
-            saver.save(step)                # raises SaveFailed where the disk is full: catch it to go on
+        if step % 50 == 0:                  # between two optimizer steps
+            saver.save(step)                # raises SaveFailed if the disk is full: catch it to continue
 
-    Raises UsageError for neither or both, or a model without a scheduler, and what `PartialSaver` raises.
+    Args:
+        output_dir: the run's folder; partial checkpoints go to ``<output_dir>/partial``.
+        engine: from ``deepspeed.initialize``, with ZeRO-1, 2 or 3; leave out ``model`` and ``optimizer`` then.
+        model: without DeepSpeed: bare, compiled, or inside DistributedDataParallel.
+        optimizer: without DeepSpeed: the model's, with state elementwise of each param, such as AdamW.
+        scheduler: the learning rate scheduler; required without DeepSpeed, and left out if the engine has it.
+        scaler: the GradScaler of fp16 training without DeepSpeed.
+        tokenizer: anything with ``save_pretrained``, saved beside the model's config.
+        policy, max_staleness, keep_composable: see `PartialSaver`.
+
+    Raises:
+        UsageError: neither or both of engine and model with optimizer are given, or a model without a scheduler.
+        Also what `PartialSaver` raises.
     """
     if (engine is None) == (model is None or optimizer is None):
         raise UsageError.at(
@@ -44,18 +62,32 @@ def saver_for(
         what = "it needs a scheduler: the Trainer's checkpoints have one, and drop the optimizer's states without it"
         fix = "for a constant learning rate, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) will do"
         raise UsageError.at("saver_for", what, fix)
-    return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, **options)
+    return make_saver(
+        output_dir,
+        engine,
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        tokenizer,
+        policy=policy,
+        max_staleness=max_staleness,
+        keep_composable=keep_composable,
+    )
 
 
 def make_saver(
     output_dir: str | Path,
-    engine: Any,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    scaler: Any,
-    tokenizer: Any,
-    **options: Any,
+    engine: DeepSpeedEngine | None,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: HasState | None,
+    scaler: HasState | None,
+    tokenizer: Pretrained | None,
+    *,
+    policy: str | Mapping[str, object] | Policy,
+    max_staleness: int | None,
+    keep_composable: int | None,
 ) -> PartialSaver:
     training: Training
     if engine is not None:
@@ -65,6 +97,15 @@ def make_saver(
         # DeepSpeed saves a scheduler of its own among the model states
         scheduler = None if scheduler is engine.lr_scheduler else scheduler
     else:
+        assert model is not None and optimizer is not None, "without an engine"
         training = PlainTraining(unwrap(model), optimizer, scaler)
     carried = owners_of(training.model, tokenizer)
-    return PartialSaver(output_dir, training, scheduler=scheduler, carried=carried, **options)
+    return PartialSaver(
+        output_dir,
+        training,
+        policy,
+        scheduler=scheduler,
+        max_staleness=max_staleness,
+        keep_composable=keep_composable,
+        carried=carried,
+    )

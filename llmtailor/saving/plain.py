@@ -17,7 +17,7 @@ from llmtailor.model.params import Param
 from llmtailor.model.states import MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import Fragment, Left, describe, dominant, persistent_buffers, tied_names
+from llmtailor.saving.training import Fragment, HasState, Left, describe, dominant, persistent_buffers, tied_names
 
 _WHERE, _PEFT = "the optimizer", "PEFT"
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -31,7 +31,9 @@ class PlainTraining:
     stage = 0
     tag = "plain"
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: HasState | None = None
+    ) -> None:
         self.model = unwrap(model)
         self.optimizer = innermost(optimizer)
         self.scaler = scaler

@@ -25,18 +25,20 @@ class SaveReport:
 
     step: int
     parts: Mapping[str, str]
-    """The chosen parts, and why each was"""
+    """Saved part -> why it was chosen"""
     num_bytes: int
-    """Of all ranks' files; frozen params count though they may be links"""
+    """Size of all ranks' files, in bytes. Frozen params count even where they are hard links to an earlier save."""
     stall_s: float
-    """How long training stood still on this rank, all included"""
+    """Seconds that the save stopped training on this rank"""
     drift: Mapping[str, float]
     """Part -> relative change since its own last save, measured before this one"""
     steps_behind: Mapping[str, int]
-    """Part -> how many training steps its newest save lies back, after this save"""
+    """Part -> optimizer steps since its newest save, after this one"""
     path: Path
+    """The partial checkpoint"""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
+        """Return the save as a line of ``saves.jsonl``."""
         return {
             "step": self.step,
             "parts": dict(self.parts),

@@ -33,7 +33,7 @@ from llmtailor.saving.model import dissect_training, weigh
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.report import SaveReport, append
 from llmtailor.saving.resuming import resume
-from llmtailor.saving.training import Training, rng_tree
+from llmtailor.saving.training import HasState, Training, rng_tree
 from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, publish, write_frozen, write_rank
 
 logger = logging.getLogger("llmtailor.saving")
@@ -44,27 +44,37 @@ class SaveFailed(StorageError):
 
 
 class PartialSaver:
-    """Writes partial checkpoints of a training below ``<output_dir>/partial``. All ranks make the same calls.
+    """Writes partial checkpoints of a training to ``<output_dir>/partial``. All ranks make the same calls.
 
-    ``policy`` is a name (``parity``), a name with options (``filter:first=2,last=2``) or an object; no part becomes
-    older than ``max_staleness`` saves. With ``keep_composable`` partial checkpoints that the newest so many composable
-    steps no longer need are deleted. ``carried`` have ``save_pretrained``: config, tokenizer.
+    `saver_for` makes one.
 
-    Raises UsageError for a policy that can't guarantee that any step is composable or options that make no sense,
-    UnsupportedCheckpoint for a training whose states can't be saved in parts, TargetError if another run saves into
-    the same folder; the same on every rank.
+    Args:
+        output_dir: the run's folder, on a file system that all ranks share.
+        training: the live model and optimizer.
+        policy: which parts each save holds; see `make_policy`.
+        scheduler: the learning rate scheduler, unless the engine saves it.
+        max_staleness: the oldest a part may become, in saves. What the policy leaves out for longer is added. None
+            takes what the policy promises.
+        keep_composable: after each save, delete partial checkpoints that the newest so many composable steps do not
+            need. None keeps all.
+        carried: objects whose ``save_pretrained`` is called at the first save: config, tokenizer.
+
+    Raises, the same on every rank:
+        UsageError: the policy cannot guarantee that every saved step is composable, or an option is out of range.
+        UnsupportedCheckpoint: the training's states cannot be saved in parts.
+        TargetError: another run saves into the same folder.
     """
 
     def __init__(
         self,
         output_dir: str | Path,
         training: Training,
-        policy: str | Mapping[str, Any] | Policy = "parity",
+        policy: str | Mapping[str, object] | Policy = "parity",
         *,
-        scheduler: Any = None,
+        scheduler: HasState | None = None,
         max_staleness: int | None = None,
         keep_composable: int | None = None,
-        carried: Iterable[Any] = (),
+        carried: Iterable[object] = (),
     ) -> None:
         check_keep(keep_composable)
         self.folder = RunFolder(Path(output_dir).absolute())
@@ -86,16 +96,20 @@ class PartialSaver:
         self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
 
-    def start(self, step: int, resumed_from: str | Path | Mapping[str, Any] | None = None) -> bool:
-        """Begin an attempt at the step that training resumes from, 0 for a training from scratch; call it once.
+    def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
+        """Begin an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
 
-        ``resumed_from`` is the checkpoint, or the content of its ``trainer_state.json``; left out it is the run's
-        newest state of that step. The record of saves is taken up where there is one. Without it, or where the model is
-        trained otherwise than before, the next save is a complete base. What the run has saved at later steps is given
-        up: partial checkpoints and composites move aside. Returns whether there was a record.
+        Without such a record, or if other params are trained than before, the next save holds every part. Checkpoints
+        of later steps belong to an abandoned attempt: partial checkpoints and composites of them are moved aside.
 
-        Raises TargetError if training starts from scratch where another run has saved, SourceError or StorageError for
-        a record of attempts that can't be read or written; the same on every rank.
+        Args:
+            step: the optimizer step that training resumes from, 0 for a training from scratch.
+            resumed_from: the checkpoint, or the content of its ``trainer_state.json``. None means the run's newest
+                checkpoint of that step.
+
+        Raises, the same on every rank:
+            TargetError: training starts from scratch in a folder where another run has saved.
+            SourceError, StorageError: the record of attempts cannot be read or written.
         """
         lineage = self._new_id()
         resumed = self.ranks.on_first(
@@ -110,20 +124,27 @@ class PartialSaver:
         return True
 
     def has_state(self) -> bool:
-        """Whether the optimizer has made a step, on all ranks, so that there are moments to save.
+        """Return whether the optimizer has made a step on all ranks, so that there are moments to save.
 
-        Raises UnsupportedCheckpoint, on every rank, if they can't be saved; so it is worth asking after the first step.
+        Call it after the first step to find out early: it raises UnsupportedCheckpoint, on every rank, if they cannot
+        be saved.
         """
         return all(self.ranks.together(self._has_state))
 
     def save(
-        self, step: int, write_state: Callable[[Path], None] | None = None, rng: Mapping[str, Any] | None = None
+        self, step: int, write_state: Callable[[Path], None] | None = None, rng: Mapping[str, object] | None = None
     ) -> SaveReport | None:
-        """Save what the policy chooses.
+        """Save the parts that the policy chooses. Call it between two optimizer steps, on every rank.
 
-        ``write_state`` is called on rank 0 to write ``trainer_state.json``; ``rng`` are the random number states to
-        save if not those of now (see `rng_tree`). Returns None, with a warning, while the optimizer has not made a
-        step. Raises SaveFailed, on every rank, whatever goes wrong: nothing is left of the save then.
+        Returns None, with a warning, if the optimizer has not made a step yet.
+
+        Args:
+            step: the number of optimizer steps made so far.
+            write_state: called on rank 0 with the folder, to write ``trainer_state.json`` into it.
+            rng: random number states to save; None takes the current ones of this process.
+
+        Raises:
+            SaveFailed: on every rank, whatever went wrong. Nothing of the save remains, and training can continue.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
         try:
@@ -145,7 +166,7 @@ class PartialSaver:
         return report
 
     def _save(
-        self, step: int, write_state: Callable[[Path], None] | None, rng: Mapping[str, Any] | None, began: float
+        self, step: int, write_state: Callable[[Path], None] | None, rng: Mapping[str, object] | None, began: float
     ) -> SaveReport | None:
         if any(self.ranks.together(self.training.look_again)):
             self._forget()
@@ -177,7 +198,7 @@ class PartialSaver:
         )
 
     def close(self) -> None:
-        """Let another run save here."""
+        """Release the lock on the folder, so that another run can save there."""
         self.folder.unlock()
 
     def _new_id(self) -> str:
@@ -222,7 +243,7 @@ class PartialSaver:
             logger.warning("%s", problem)
         return dict(choice.parts)
 
-    def _trees(self, rng: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the object trees of all stock files that this rank would write."""
         path = "rng_state.pth" if self.ranks.world_size == 1 else f"rng_state_{self.ranks.rank}.pth"
         trees = {**self.training.trees(), path: rng_tree() if rng is None else rng}
@@ -231,7 +252,7 @@ class PartialSaver:
         return trees
 
     def _write(
-        self, folder: Path, save: SaveId, chosen: Iterable[str], rng: Mapping[str, Any] | None
+        self, folder: Path, save: SaveId, chosen: Iterable[str], rng: Mapping[str, object] | None
     ) -> tuple[BundleFact, BundleFact | None]:
         params = [name for part in chosen for name in self.model.params_of[part]]
         bundle = write_rank(folder, save, self.training, params, self._trees(rng), self.ranks)
@@ -273,7 +294,7 @@ class PartialSaver:
             logger.warning("old partial checkpoints could not be deleted: %s", error)
 
 
-def _trainer_state(resumed_from: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _trainer_state(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
     if resumed_from is None or isinstance(resumed_from, Mapping):
         return resumed_from
     path = Path(resumed_from) / TRAINER_STATE

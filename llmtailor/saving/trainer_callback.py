@@ -12,10 +12,11 @@ next one that is, before which neither model nor optimizer changes, and gets the
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import transformers
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
@@ -24,7 +25,7 @@ from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageE
 from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
-from llmtailor.policies import make_policy
+from llmtailor.policies import Policy, make_policy
 from llmtailor.runs.retention import check_keep
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
@@ -37,34 +38,41 @@ _WHERE = "attach"
 
 
 def attach(
-    trainer: transformers.Trainer,
-    policy: Any = "parity",
+    trainer: Trainer,
+    policy: str | Mapping[str, object] | Policy = "parity",
     save_steps: int | None = None,
     *,
     max_staleness: int | None = None,
     keep_composable: int | None = None,
-) -> Any:
-    """Have a Trainer save partial checkpoints instead of full ones; return the callback that does it.
+) -> PartialSaving:
+    """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
 
-    ``save_steps`` is how many steps lie between two saves; None keeps what the training arguments say (steps or
-    epochs). For ``policy``, ``max_staleness`` and ``keep_composable`` see `PartialSaver`. Call it on every rank, before
-    ``train()``. A failed save costs a warning, not the training.
+    Call it on every rank, before ``trainer.train()``. A save that fails logs a warning; training continues.
 
-    Raises UsageError, with every reason, for a policy that can't guarantee that any step is composable, or training
-    arguments that contradict partial checkpoints; UnsupportedCheckpoint for FSDP.
+    Args:
+        trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process or DDP).
+        policy: which parts each save holds; see `make_policy`.
+        save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``.
+        max_staleness: the oldest a part may become, in saves; see `PartialSaver`.
+        keep_composable: how many steps stay composable; see `PartialSaver`.
+
+    Raises:
+        UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments
+            contradict partial checkpoints. All reasons are reported together.
+        UnsupportedCheckpoint: the training uses FSDP.
     """
     callback = PartialSaving(trainer, policy, save_steps, max_staleness=max_staleness, keep_composable=keep_composable)
     trainer.add_callback(callback)
     return callback
 
 
-class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
-    """The callback that `attach` adds."""
+class PartialSaving(TrainerCallback):  # type: ignore[misc]
+    """The callback that `attach` adds. ``saver`` is None until training begins."""
 
     def __init__(
         self,
-        trainer: transformers.Trainer,
-        policy: Any = "parity",
+        trainer: Trainer,
+        policy: str | Mapping[str, object] | Policy = "parity",
         save_steps: int | None = None,
         *,
         max_staleness: int | None = None,
@@ -82,7 +90,9 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
         self._saved_step = -1
         self._has_state = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         trainer = self.trainer
         if self.saver is not None:  # of a training that ended with an error
             self.saver.close()
@@ -105,13 +115,15 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
         self._mark(state)
         self._saved_step = state.global_step
 
-    def _mark(self, state: Any) -> None:
+    def _mark(self, state: TrainerState) -> None:
         """Have whatever the Trainer saves now state the attempt that it is of."""
         assert self.saver is not None
         ledger = self.saver.ledger
         state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._mark(state)
         if self.saver is not None and not self._has_state:
             self._has_state = self.saver.has_state()  # refuses an optimizer now, and not at the first save
@@ -123,36 +135,55 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
         if by_steps and (state.global_step % every == 0 or is_last):
             self._take(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._settle()
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = False
             if self.save_steps is None:
                 self._take(control)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if logs is None:
+            return
         if "train_loss" in logs:  # the entry at the end, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle()
         elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self._pending_rng is not None:
             self._pending_rng = rng_tree()  # there may be another data set to come
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._settle()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._settle()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._settle()
         if self.saver is not None:
             self.saver.close()
 
-    def _take(self, control: Any) -> None:
+    def _take(self, control: TrainerControl) -> None:
         self._pending_rng = rng_tree()
         if not (control.should_log or control.should_evaluate):
             self._settle()
@@ -192,7 +223,7 @@ class PartialSaving(transformers.TrainerCallback):  # type: ignore[misc]
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
 
 
-def _check(trainer: transformers.Trainer, save_steps: int | None) -> None:
+def _check(trainer: Trainer, save_steps: int | None) -> None:
     args, problems = trainer.args, []
     if save_steps is not None and (type(save_steps) is not int or save_steps < 1):
         problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", "give a number of steps, 1 or more"))

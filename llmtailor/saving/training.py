@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +41,18 @@ class Left:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+class HasState(Protocol):
+    """A scheduler or GradScaler of any library."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+class Pretrained(Protocol):
+    """A tokenizer, processor or config of transformers, or anything that saves itself into a folder."""
+
+    def save_pretrained(self, save_directory: Path, /) -> object: ...
 
 
 class Training(Protocol):

@@ -5,26 +5,86 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.formats.registry import absent_parts, dissect_checkpoint, index_checkpoint
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT
 
 _FEW = 8
-_HYPER = ("lr", "weight_decay", "betas", "eps")
+_HYPER: tuple[Literal["lr", "weight_decay", "betas", "eps"], ...] = ("lr", "weight_decay", "betas", "eps")
 
 
-def inspect_checkpoint(root: Path) -> dict[str, Any]:
-    """Describe a checkpoint as JSON data; the keys are stable within a schema version.
+class GroupFacts(TypedDict, total=False):
+    """A param group of the optimizer. Hyperparameters that the file does not have are missing."""
+
+    flat_ids: list[int]
+    num_params: int
+    lr: object
+    weight_decay: object
+    betas: object
+    eps: object
+
+
+class PartFacts(TypedDict):
+    """A part of the model."""
+
+    part: str
+    num_tensors: int
+    step: int
+    """Global step at which it was saved"""
+    optimizer_steps: list[float]
+    num_bytes: int
+    num_bytes_by_kind: dict[str, int]
+    held: bool
+    """Whether a partial checkpoint holds it"""
+
+
+class StoredFile(TypedDict):
+    path: str
+    num_bytes: int
+
+
+class Inspection(TypedDict):
+    """What a checkpoint is, ready for JSON. The keys are stable within a schema version."""
+
+    schema: str
+    name: str
+    format: str
+    zero_stage: int
+    """0 without DeepSpeed"""
+    world_size: int
+    global_step: int
+    skipped_steps: int
+    tag: str
+    """DeepSpeed's name for the folder of shards"""
+    precision: str
+    weights_dtype: list[str]
+    optimizer: str | None
+    num_layers: int
+    tied: dict[str, str]
+    num_params: int
+    num_trainable_params: int
+    num_tensors: dict[str, int]
+    """Role (trainable, frozen, buffer) -> count"""
+    param_groups: list[GroupFacts]
+    optimizer_steps: list[float]
+    parts: list[PartFacts]
+    num_bytes: int
+    files: list[StoredFile]
+    findings: list[dict[str, str | None]]
+
+
+def inspect_checkpoint(root: Path) -> Inspection:
+    """Describe a checkpoint without loading a tensor.
 
     Raises SourceError with everything that is damaged or missing, or UnsupportedCheckpoint.
     """
     return describe(index_checkpoint(root))
 
 
-def describe(index: CheckpointIndex) -> dict[str, Any]:
-    """Describe an index: format, counters, param groups, parts with their bytes, files, and what is odd."""
+def describe(index: CheckpointIndex) -> Inspection:
+    """Describe an index: format, counters, param groups, parts with their bytes, files, and findings."""
     anatomy = dissect_checkpoint(index)
     steps = index.steps()
     by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -51,26 +111,32 @@ def describe(index: CheckpointIndex) -> dict[str, Any]:
         "num_params": sum(param.numel for param in index.params.values() if param.role != "buffer"),
         "num_trainable_params": sum(param.numel for param in index.params.values() if param.role == "trainable"),
         "num_tensors": {role: roles.count(role) for role in ("trainable", "frozen", "buffer")},
-        "param_groups": [
-            {
-                "flat_ids": index.layout.of_group(number),
-                "num_params": len(group.params),
-                **{key: _plain(group.hyper[key]) for key in _HYPER if key in group.hyper},
-            }
-            for number, group in enumerate(index.groups)
-        ],
+        "param_groups": [_group(index, number) for number in range(len(index.groups))],
         "optimizer_steps": sorted({one.step for one in index.sub_groups}),
         "parts": [
-            {
-                **_part(part, anatomy.names(part), by_kind[part], steps, index.part_steps.get(part, index.global_step)),
-                "held": part not in absent,
-            }
+            _part(
+                part,
+                anatomy.names(part),
+                by_kind[part],
+                steps,
+                index.part_steps.get(part, index.global_step),
+                part not in absent,
+            )
             for part in anatomy.parts
         ],
         "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
         "files": [{"path": path, "num_bytes": fact.num_bytes} for path, fact in index.files.items()],
         "findings": [finding.to_json() for finding in index.findings],
     }
+
+
+def _group(index: CheckpointIndex, number: int) -> GroupFacts:
+    group = index.groups[number]
+    facts: GroupFacts = {"flat_ids": index.layout.of_group(number), "num_params": len(group.params)}
+    for key in _HYPER:
+        if key in group.hyper:
+            facts[key] = _plain(group.hyper[key])
+    return facts
 
 
 def _plain(value: Any) -> Any:
@@ -81,8 +147,8 @@ def _plain(value: Any) -> Any:
 
 
 def _part(
-    part: str, names: list[str], kinds: Mapping[str, int], steps: Mapping[str, float], saved: int
-) -> dict[str, Any]:
+    part: str, names: list[str], kinds: Mapping[str, int], steps: Mapping[str, float], saved: int, held: bool
+) -> PartFacts:
     return {
         "part": part,
         "num_tensors": len(names),
@@ -90,6 +156,7 @@ def _part(
         "optimizer_steps": sorted({steps[name] for name in names if name in steps}),
         "num_bytes": sum(kinds.values()),
         "num_bytes_by_kind": dict(kinds),
+        "held": held,
     }
 
 

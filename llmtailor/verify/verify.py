@@ -84,14 +84,20 @@ def verify_checkpoint(
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
 ) -> Verdict:
-    """Check whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly, and what is damaged in it.
+    """Check whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly, and find what is damaged.
 
-    A partial checkpoint is judged by whether a composite can be made with it.
+    A partial checkpoint is checked for whether composites can be made from it.
 
-    Headers and pickles are read, which takes seconds for any size. With ``deep`` so is every tensor, in parallel;
-    ``on_progress`` then gets the number of bytes read, from several threads. Messages call the checkpoint ``name``.
-    Raises UnsupportedCheckpoint for a kind that can't be judged, SourceError for a folder that is no checkpoint, and
-    Interrupted on Ctrl-C.
+    Args:
+        path: the checkpoint's folder.
+        deep: read every tensor, in parallel. Otherwise only headers and pickles are read: seconds for any size.
+        on_progress: with ``deep``, called with a number of bytes read, from several threads.
+        name: what messages call the checkpoint; None takes its path.
+
+    Raises:
+        UnsupportedCheckpoint: a kind of checkpoint that cannot be judged.
+        SourceError: the folder is not a checkpoint.
+        Interrupted: Ctrl-C or SIGTERM.
     """
     root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
     survey = survey_checkpoint(root, name)

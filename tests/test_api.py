@@ -1,0 +1,170 @@
+"""The public API: its names and types."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = ("llmtailor", "llmtailor.saving")
+TRAINER_CALLS = re.compile(r"on_\w+")
+"""Methods of a TrainerCallback, whose signature is the Trainer's"""
+
+
+def exported(module: str) -> dict[str, object]:
+    """Return the public objects of a module, by name."""
+    loaded = importlib.import_module(module)
+    return {name: getattr(loaded, name) for name in loaded.__all__ if name != "__version__"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_type_checkers_see_the_names_that_exist(module):
+    path = ROOT / module.replace(".", "/") / "__init__.py"
+    typed = {
+        (alias.asname, node.module)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("llmtailor")
+        for alias in node.names
+    }
+    assert typed == set(importlib.import_module(module)._PUBLIC.items())
+    assert exported(module)
+    with pytest.raises(AttributeError, match="nonsense"):
+        importlib.import_module(module).nonsense  # noqa: B018
+
+
+def annotations(public: object) -> dict[str, str]:
+    """Return the annotations of a public function, or of a class's fields and public methods, as written."""
+    callables = {"": public}
+    found = {}
+    if inspect.isclass(public):
+        found = {name: str(text) for name, text in vars(public).get("__annotations__", {}).items() if name[0] != "_"}
+        callables = {
+            name: getattr(member, "fget", None) or getattr(member, "__func__", member)
+            for name, member in vars(public).items()
+            if name == "__init__" or (name[0] != "_" and (callable(member) or isinstance(member, property)))
+        }
+    for name, function in callables.items():
+        if inspect.isfunction(function) and not TRAINER_CALLS.fullmatch(name):
+            found |= {f"{name}({one})": str(text) for one, text in function.__annotations__.items()}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_public_annotation_is_any(module):
+    found = {
+        f"{name}.{where}": text for name, one in exported(module).items() for where, text in annotations(one).items()
+    }
+    assert len(found) > 50
+    assert not {where: text for where, text in found.items() if re.search(r"\bAny\b", text)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_everything_public_has_a_docstring(module):
+    assert not [name for name, one in exported(module).items() if not inspect.getdoc(one)]
+
+
+SCRIPT = """
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedTokenizerBase, Trainer
+
+import llmtailor
+from llmtailor import saving
+
+
+class Mine:
+    name = "mine"
+    needs_drift = False
+
+    def choose(self, situation: saving.Situation) -> dict[str, str]:
+        return {situation.parts[0]: "first"}
+
+    def worst_staleness(self, anatomy: object, parts: object) -> None:
+        return None
+
+    def settings(self) -> dict[str, object]:
+        return {"name": self.name}
+
+
+def compose(recipe: Path, out: Path, run: Path) -> None:
+    options = llmtailor.Options(world_size=8, stage=3)
+    composition = llmtailor.plan_merge(recipe, out, options)
+    llmtailor.write(composition)
+    report = llmtailor.merge(recipe, out)
+    reveal_type(report.parts)
+    reveal_type(composition.report.notices)
+    inspection = llmtailor.inspect_checkpoint(out)
+    reveal_type(inspection["parts"][0]["num_bytes"])
+    verdict = llmtailor.verify_checkpoint(out, deep=True)
+    reveal_type(verdict.findings)
+    latest = llmtailor.find_latest(run)
+    reveal_type(latest.path)
+    try:
+        llmtailor.merge(recipe)
+    except llmtailor.TailorError as error:
+        reveal_type(error.problems)
+
+
+def train(
+    trainer: Trainer, engine: DeepSpeedEngine, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    reveal_type(saving.attach(trainer, policy=Mine(), save_steps=50, keep_composable=2))
+    reveal_type(saving.saver_for("runs/x", engine=engine, policy={"name": "parity"}, tokenizer=tokenizer))
+    optimizer = torch.optim.AdamW(llmtailor.layer_param_groups(model, 0.1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    saver = saving.saver_for(
+        "runs/x", model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, policy=saving.Parity()
+    )
+    reveal_type(saver.start(0, resumed_from=Path("runs/x/checkpoint-400")))
+    reveal_type(saver.save(50))
+    try:
+        saver.save(100)
+    except saving.SaveFailed as failed:
+        reveal_type(failed.problems[0].fix)
+"""
+"""Typical use, all of which must type-check"""
+WRONG = {
+    "llmtailor.nonsense": "attr-defined",
+    'llmtailor.Options(world_size="8")': "arg-type",
+    "saving.attach(None)": "arg-type",
+    'saving.saver_for("runs/x", modle=None)': "call-arg",
+}
+"""Mistakes that must not pass, and mypy's codes for them"""
+STUB = "import torch\n\nclass DeepSpeedEngine(torch.nn.Module): ...\n"
+"""DeepSpeed has no type hints of its own, so a type checker takes its classes for Any."""
+
+
+@pytest.mark.long
+def test_a_user_of_every_public_name_under_mypy_strict(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.pyi").write_text(STUB)
+    names = [f"{module.removeprefix('llmtailor.')}.{name}" for module in MODULES for name in exported(module)]
+    lines = [*SCRIPT.splitlines(), *(f"reveal_type({name})" for name in names)]
+    wrong = {len(lines) + number: code for number, code in enumerate(WRONG.values(), 1)}
+    (tmp_path / "user.py").write_text("\n".join([*lines, *WRONG, ""]))
+    options = ["--strict", "--config-file=", "--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache' / 'user'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "user.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+    )
+    revealed = dict(re.findall(r'^user.py:(\d+): note: Revealed type is "(.*)"$', done.stdout, re.MULTILINE))
+    errors = {
+        int(line): code for line, code in re.findall(r"^user.py:(\d+): error: .* \[([\w-]+)\]$", done.stdout, re.M)
+    }
+    assert errors == wrong, done.stdout + done.stderr
+    assert len(revealed) == "\n".join(lines).count("reveal_type(")
+    assert not {lines[int(line) - 1]: text for line, text in revealed.items() if re.search(r"\bAny\b", text)}
