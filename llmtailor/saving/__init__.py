@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from llmtailor.saving.saver import SaveFailed as SaveFailed
 
 _PUBLIC = {
-    "attach": "hooks",
-    "PartialSaving": "hooks",
-    "saver_for": "loop",
-    "PartialSaver": "saver",
-    "SaveFailed": "saver",
-    "SaveReport": "log",
-    **dict.fromkeys(("Filter", "Full", "Parity", "Policy", "RoundRobin", "Situation", "Update"), "policies"),
+    "attach": "llmtailor.saving.hooks",
+    "PartialSaving": "llmtailor.saving.hooks",
+    "saver_for": "llmtailor.saving.loop",
+    "PartialSaver": "llmtailor.saving.saver",
+    "SaveFailed": "llmtailor.saving.saver",
+    "SaveReport": "llmtailor.saving.log",
+    **dict.fromkeys(("Filter", "Full", "Parity", "Policy", "RoundRobin", "Situation", "Update"), "llmtailor.policies"),
 }
 __all__ = [*_PUBLIC]
 
@@ -39,5 +39,5 @@ __all__ = [*_PUBLIC]
 def __getattr__(name: str) -> Any:
     """Import torch for those who save, and transformers for those who use its Trainer; policies need neither."""
     if name in _PUBLIC:
-        return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
