@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 import llmtailor
 import oracle.any
 from helpers.checkpoints import SMALL, make
+from helpers.commands import run_here
 from helpers.strategies import shapes
 from llmtailor.core.recipe import Recipe
 from llmtailor.core.states import MASTER
@@ -187,8 +187,8 @@ def test_rebase_keeps_the_bias_corrected_moments(two):
     assert changed > 10
 
 
-def call(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "llmtailor", *arguments], cwd=cwd, capture_output=True, text=True)
+def call(cwd: Path, *arguments: str) -> CompletedProcess[str]:
+    return run_here(*arguments, cwd=cwd)
 
 
 def test_the_source_policy_refuses_what_it_cannot_do(two):
