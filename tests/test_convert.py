@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 import llmtailor
 import oracle.any
+from helpers.asking import answers_from_a_fork  # noqa: F401
+from helpers.cases import examples
 from helpers.checkpoints import SMALL, make
 from helpers.commands import run_here
 from helpers.strategies import shapes
@@ -70,7 +72,7 @@ def chains(draw):
 
 
 @given(chains())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_chain_of_stages_world_sizes_and_groups_leads_back(tmp_path_factory, case):
     layout, hops = case
     root = tmp_path_factory.mktemp("chain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,3 +29,8 @@ def diagonal(forms: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
         for at, case in enumerate(cases)
         for number, form in enumerate(listed)
     ]
+
+
+def examples(short: int, long: int) -> int:
+    """Return how many examples hypothesis, or a loop of random trials, shall try: more with ``--all``."""
+    return long if "--all" in sys.argv else short

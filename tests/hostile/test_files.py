@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import make, model_states, optim_states
+from helpers.commands import run_here
 from llmtailor.compose import plan_merge
 from llmtailor.core.layout import FileLayout
 from llmtailor.core.recipe import Recipe
@@ -232,9 +231,9 @@ def test_names_for_a_terminal(copy_of, tmp_path):
     (checkpoint / odd).write_bytes(b"x")
     for command in (["inspect", "checkpoint-100"], ["convert", "checkpoint-100", "out", "--dry-run"],
                     ["convert", "checkpoint-100", "out"]):  # fmt: skip
-        result = subprocess.run([sys.executable, "-m", "llmtailor", *command], cwd=tmp_path, capture_output=True)
+        result = run_here(*command, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-        assert b"\x1b" not in result.stdout + result.stderr
+        assert "\x1b" not in result.stdout + result.stderr
     assert (tmp_path / "out" / odd).is_file()
     assert (tmp_path / "out" / "llmtailor.json").is_file()
 

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from faults.driver import Request, Server
+from helpers.cases import diagonal
 from helpers.checkpoints import make, optim_states
 from salvage.damage import truncate
 from thin.scene import contents, folders
@@ -56,8 +57,9 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("damage", [lose_a_rank, lose_the_schedule, lose_two])
+@pytest.mark.parametrize(
+    ("can_exchange", "damage"), diagonal([True, False], [lose_a_rank, lose_the_schedule, lose_two])
+)
 def test_replace(
     server: Server, whole: Path, tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool
 ) -> None:
