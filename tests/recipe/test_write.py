@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.core.anatomy import Anatomy
 from llmtailor.core.recipe import Recipe
 from llmtailor.core.run import Assignment, RunCheckpoint
@@ -281,7 +282,7 @@ def assignments(draw: st.DrawFn) -> tuple[Anatomy, Assignment]:
     return anatomy, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 @given(
     case=assignments(), folder=st.sampled_from([None, "/w", "/w/a", "/w/b/c", "/far/away/from"]), numbers=st.booleans()
 )

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from faults.driver import Request, Server
-from helpers.cases import diagonal
+from helpers.cases import diagonal, examples
 from helpers.checkpoints import make, optim_states
 from salvage.damage import truncate
 from thin.scene import contents, folders
@@ -23,7 +23,7 @@ COMMAND = ["salvage", "run", "--fragments", "--replace"]
 CHANGES = ("open", "mkdir", "unlink", "rename", "renameat2")
 MOMENTS = int(os.environ.get("LLMTAILOR_KILLS", "3"))
 """Of those before the renames; 1000 kills it before every single change."""
-LAST = 12
+LAST = examples(5, 12)
 """Changes before the end that are all tried: the last of the merge, and the renames."""
 
 

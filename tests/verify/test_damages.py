@@ -14,7 +14,12 @@ from llmtailor.verify.judging import verify_checkpoint
 from verify.damages import CASES, OTHER_STEP, STEP
 
 DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
-WITH_RUN = [pytest.param(case, run, id=f"{case.title}-{run}") for case in CASES for run in case.runs]
+WITH_RUN = [
+    pytest.param(case, run, id=f"{case.title}-{run}", marks=() if at % len(case.runs) == number else pytest.mark.long)
+    for at, case in enumerate(CASES)
+    for number, run in enumerate(case.runs)
+]
+"""The short suite tries each damage on one run, and the runs take turns"""
 
 
 @pytest.mark.parametrize(("case", "run"), WITH_RUN)
