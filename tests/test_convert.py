@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -17,7 +16,10 @@ from safetensors.torch import load_file
 
 import llmtailor
 import oracle.any
+from helpers.asking import answers_from_a_fork  # noqa: F401
+from helpers.cases import examples
 from helpers.checkpoints import SMALL, make
+from helpers.commands import run_here
 from helpers.strategies import shapes
 from llmtailor.model.states import MASTER
 from llmtailor.recipe.recipe import Recipe
@@ -70,7 +72,7 @@ def chains(draw):
 
 
 @given(chains())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_chain_of_stages_world_sizes_and_groups_leads_back(tmp_path_factory, case):
     layout, hops = case
     root = tmp_path_factory.mktemp("chain")
@@ -187,8 +189,8 @@ def test_rebase_keeps_the_bias_corrected_moments(two):
     assert changed > 10
 
 
-def call(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "llmtailor", *arguments], cwd=cwd, capture_output=True, text=True)
+def call(cwd: Path, *arguments: str) -> CompletedProcess[str]:
+    return run_here(*arguments, cwd=cwd)
 
 
 def test_the_source_policy_refuses_what_it_cannot_do(two):

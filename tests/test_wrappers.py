@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.cases import mostly_long
 from helpers.checkpoints import SMALL, make
 from llmtailor.formats.registry import display_name
 
@@ -78,7 +79,7 @@ def test_a_recipe(run, tmp_path):
     assert (out / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("config", [None, "made recipe.yaml"])
+@pytest.mark.parametrize("config", mostly_long([None, "made recipe.yaml"], "made recipe.yaml"))
 def test_the_update_log(run, tmp_path, config):
     out = tmp_path / "out"
     variables = {"CONFIG_YML": tmp_path / config} if config else {}

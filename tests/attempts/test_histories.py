@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from attempts import campaign
 from attempts.world import World, step_of
+from helpers.cases import mostly_long
 
 
 def roll_back(world):
@@ -87,7 +88,7 @@ def play(world, moves, actions=ACTIONS):
     world.stop()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", mostly_long(range(8), 0, 1))
 def test_no_composite_mixes_attempts(tmp_path, seed):
     world = World(tmp_path / "run", seed)
     play(world, 24)
@@ -95,7 +96,7 @@ def test_no_composite_mixes_attempts(tmp_path, seed):
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", mostly_long(range(100, 104), 100))
 def test_nothing_promised_is_lost_whatever_is_done_to_the_folder(tmp_path, seed):
     world = World(tmp_path / "run", seed)
     play(world, 24, ACTIONS | campaign.ACTIONS)

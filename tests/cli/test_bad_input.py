@@ -15,6 +15,7 @@ import torch
 
 import llmtailor
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
+from helpers.commands import run_here
 from llmtailor.recipe.recipe import Recipe
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
@@ -37,8 +38,7 @@ def run(pristine, tmp_path):
 
 def merge(run: Path, recipe: str = RECIPE, *options: str) -> subprocess.CompletedProcess[str]:
     (run / "recipe.yaml").write_text(recipe)
-    command = [sys.executable, "-m", "llmtailor", "merge", "recipe.yaml", "out", *options]
-    return subprocess.run(command, cwd=run, capture_output=True, text=True)
+    return run_here("merge", "recipe.yaml", "out", *options, cwd=run)
 
 
 def refused(run: Path, code: int, *told: str, recipe: str = RECIPE, options: tuple[str, ...] = ()) -> str:
@@ -63,7 +63,10 @@ def refused(run: Path, code: int, *told: str, recipe: str = RECIPE, options: tup
 
 
 def test_the_undamaged_case_works(run):
-    result = merge(run)
+    """In a process of its own, as users have it; all others run here."""
+    (run / "recipe.yaml").write_text(RECIPE)
+    command = [sys.executable, "-m", "llmtailor", "merge", "recipe.yaml", "out"]
+    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "wrote out" in result.stdout
     assert (run / "out" / "llmtailor.json").is_file()
@@ -98,9 +101,7 @@ def test_recipes(run, recipe, told):
 
 
 def test_a_missing_recipe(run):
-    result = subprocess.run(
-        [sys.executable, "-m", "llmtailor", "merge", "nowhere.yaml"], cwd=run, capture_output=True, text=True
-    )
+    result = run_here("merge", "nowhere.yaml", cwd=run)
     assert result.returncode == 3
     assert "nowhere.yaml" in result.stderr
     assert "Traceback" not in result.stderr
@@ -412,9 +413,7 @@ def test_everything_is_said_at_once(run):
 @pytest.mark.parametrize(("debug", "wanted"), [("1", True), ("0", False), ("", False)])
 def test_a_traceback_only_on_demand(run, debug, wanted):
     """With all causes, and the message as ever."""
-    command = [sys.executable, "-m", "llmtailor", "merge", "nowhere.yaml"]
-    environ = {**os.environ, "LLMTAILOR_DEBUG": debug}
-    result = subprocess.run(command, cwd=run, env=environ, capture_output=True, text=True)
+    result = run_here("merge", "nowhere.yaml", cwd=run, env={"LLMTAILOR_DEBUG": debug})
     assert result.returncode == 3
     assert ("Traceback" in result.stderr) is wanted
     assert ("FileNotFoundError: [Errno 2]" in result.stderr) is wanted
@@ -433,8 +432,6 @@ def test_a_reader_that_has_gone(run, arguments):
 
 def test_usage(run):
     for arguments in (["merge"], ["nonsense"], ["merge", "a", "--num-gpu", "none"], ["merge", "a", "b", "c"]):
-        result = subprocess.run(
-            [sys.executable, "-m", "llmtailor", *arguments], cwd=run, capture_output=True, text=True
-        )
+        result = run_here(*arguments, cwd=run)
         assert result.returncode == 2
         assert "Traceback" not in result.stderr

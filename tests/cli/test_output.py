@@ -12,6 +12,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
+from helpers.commands import run_here
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 PLAN_KEYS = {
@@ -39,8 +40,7 @@ def run(tmp_path):
 
 
 def call(run, *arguments):
-    command = [sys.executable, "-m", "llmtailor", *arguments]
-    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
+    result = run_here(*arguments, cwd=run)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -145,9 +145,7 @@ def test_inspect_says_what_is_odd(run):
 
 
 def test_a_checkpoint_that_cannot_be_read_has_its_own_exit_code(run):
-    result = subprocess.run(
-        [sys.executable, "-m", "llmtailor", "inspect", "nowhere"], cwd=run, capture_output=True, text=True
-    )
+    result = run_here("inspect", "nowhere", cwd=run)
     assert result.returncode == 4
     assert "nowhere: there is no such checkpoint folder" in result.stderr
     assert "checkpoint-100" in result.stderr

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make, optim_states
+from helpers.commands import run_here
 
 STEPS = (100, 110, 120, 130, 140)
 PARTS = ["embed_tokens", "layer 0", "layer 1", "layer 2", "layer 3", "norm", "lm_head"]
@@ -34,9 +34,8 @@ def run(pristine, tmp_path):
     return tmp_path / "run"
 
 
-def call(cwd: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llmtailor", *arguments]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+def call(cwd: Path, *arguments: str, code: int = 0) -> CompletedProcess[str]:
+    result = run_here(*arguments, cwd=cwd)
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     return result

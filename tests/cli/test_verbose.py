@@ -15,6 +15,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
+from helpers.commands import run_here
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 LINE = re.compile(r"\d\d:\d\d:\d\d (.*)")
@@ -34,8 +35,7 @@ def run(tmp_path):
 
 
 def call(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llmtailor", *arguments]
-    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
+    result = run_here(*arguments, cwd=run)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -143,8 +143,7 @@ def test_twice_says_more(run, verbose):
     shards = sorted((run / "checkpoint-100").glob("*/*optim_states.pt"))
     shards[1].write_bytes(shards[1].read_bytes()[:-100])
     for arguments, wanted in ((["verify", "-v"], False), (verbose, True)):
-        command = [sys.executable, "-m", "llmtailor", *arguments, "checkpoint-100"]
-        lines = told(subprocess.run(command, cwd=run, capture_output=True, text=True).stderr)
+        lines = told(run_here(*arguments, "checkpoint-100", cwd=run).stderr)
         assert any(line.startswith("damaged file: global_step100/") for line in lines)
         assert any(line.startswith("damaged state: ") for line in lines) is wanted
 

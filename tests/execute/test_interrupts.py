@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from faults.scene import RECIPE, contents
+from helpers.cases import mostly_long
 from helpers.checkpoints import make
 from llmtailor.engine.staging import peek
 from scripts.synthetic import SHAPES
@@ -74,7 +75,7 @@ def go_on(run: Path, wanted: dict[str, str], *options: str) -> str:
     return again.stderr
 
 
-@pytest.mark.parametrize("num_bytes", [0, 20 << 20, 120 << 20])
+@pytest.mark.parametrize("num_bytes", mostly_long([0, 20 << 20, 120 << 20], 120 << 20))
 def test_kill_9_leaves_no_output_and_the_next_run_goes_on(run, wanted, num_bytes):
     before = contents(run / "checkpoint-100"), contents(run / "checkpoint-200")
     code, _ = interrupt(run, signal.SIGKILL, num_bytes)
@@ -88,7 +89,7 @@ def test_kill_9_leaves_no_output_and_the_next_run_goes_on(run, wanted, num_bytes
     assert (contents(run / "checkpoint-100"), contents(run / "checkpoint-200")) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", mostly_long([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_polite_signal_says_how_to_go_on(run, wanted, number):
     code, stderr = interrupt(run, number, 100 << 20)
     assert code == 130
@@ -99,6 +100,7 @@ def test_a_polite_signal_says_how_to_go_on(run, wanted, number):
     assert "going on" in go_on(run, wanted)
 
 
+@pytest.mark.long
 def test_kill_9_while_replacing_keeps_the_old_output(run, wanted):
     (run / "out").mkdir()
     (run / "out" / "trainer_state.json").write_text("old")

@@ -20,9 +20,11 @@ import pytest
 from faults.driver import Server
 from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
+from helpers.cases import diagonal, mostly_long
 from scripts.faults import ERRORS, errors, kills, large_scene, power, races, steps
 
 COMMANDS_TO_TRY = sorted(COMMANDS)
+SHORT_ERRORS = [fault for fault in ERRORS if fault["fault"] in ("ENOSPC", "SIGTERM") or fault == {"fault": "EIO"}]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def some(count: int, *, ends: int = 2):
     return points
 
 
-@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
+@pytest.mark.parametrize("kind", mostly_long(COMMANDS_TO_TRY, "merge", "force"))
 def test_killed_at_any_operation(scenes, kind):
     scene = scenes(kind)
     counts = steps(scene, some(3, ends=6))
@@ -64,14 +66,15 @@ def test_killed_at_any_operation(scenes, kind):
     steps(scene, some(0, ends=5), no_exchange=True)
 
 
-@pytest.mark.parametrize("fault", ERRORS, ids=lambda fault: "-".join(map(str, fault.values())))
+@pytest.mark.parametrize(
+    "fault", mostly_long(ERRORS, *SHORT_ERRORS), ids=lambda fault: "-".join(map(str, fault.values()))
+)
 def test_an_operation_fails(scenes, fault):
     counts = errors(scenes("merge"), some(3), fault)
     assert any(outcome.endswith("went on") for outcome in counts)
 
 
-@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
-@pytest.mark.parametrize("fault", ["short", "EINTR"])
+@pytest.mark.parametrize(("fault", "kind"), diagonal(["short", "EINTR"], COMMANDS_TO_TRY))
 def test_calls_that_do_less_than_was_asked_are_no_fault(scenes, kind, fault):
     scene = scenes(kind)
     assert scene.run(fault=fault) == 0, scene.said.read_text()
@@ -79,15 +82,13 @@ def test_calls_that_do_less_than_was_asked_are_no_fault(scenes, kind, fault):
     scene.reset()
 
 
-@pytest.mark.parametrize("no_exchange", [False, True])
-@pytest.mark.parametrize("kind", ["merge", "force"])
+@pytest.mark.parametrize(("no_exchange", "kind"), diagonal([False, True], ["merge", "force"]))
 def test_the_power_is_cut(scenes, kind, no_exchange):
     counts = power(scenes(kind), some(3, ends=9), no_exchange=no_exchange)
     assert len({outcome.split(":")[0] for outcome in counts}) == 3
 
 
-@pytest.mark.parametrize("no_exchange", [False, True])
-@pytest.mark.parametrize("kind", COMMANDS_TO_TRY)
+@pytest.mark.parametrize(("no_exchange", "kind"), diagonal([False, True], COMMANDS_TO_TRY))
 def test_everything_is_durable_before_the_rename_and_the_rename_afterwards(scenes, kind, no_exchange):
     """Every file and folder of the output, and before that all that the journal vouches for."""
     scene = scenes(kind)
@@ -150,6 +151,7 @@ def test_the_trace_misses_nothing(scenes, tmp_path):
     assert last["fsync"][str(scene.root)] > published > 0
 
 
+@pytest.mark.long  # tests/execute/test_interrupts.py has a short form of it
 @pytest.mark.parametrize(
     ("kind", "numbers"), [("merge", [signal.SIGKILL] * 3), ("convert", [signal.SIGTERM, signal.SIGKILL])]
 )
@@ -158,4 +160,4 @@ def test_processes_killed_at_random_moments(server, tmp_path, kind, numbers):
 
 
 def test_several_processes_race_for_one_output(server, tmp_path):
-    races(large_scene(server, tmp_path, "merge", 64), 2, 3, random.Random(0))
+    races(large_scene(server, tmp_path, "merge", 32), 2, 2, random.Random(0))

@@ -39,6 +39,7 @@ def place(tmp_path):
     return tmp_path / "small"
 
 
+@pytest.mark.long
 def test_too_small_from_the_begin(scene, place):
     """Nothing is written, and nothing is left."""
     script = f'code=0; {OURS} || code=$?; ls -A "$2"; echo "code $code"'
@@ -82,6 +83,7 @@ def test_filled_up_meanwhile(scene, place):
     assert [line for line in lines[3:] if line[0] not in "<>-" and not line[0].isdigit()] == ["out"], result
 
 
+@pytest.mark.long
 def test_no_room_for_another_file(scene, place):
     """The bytes would fit, but the file system has run out of inodes."""
     script = f"""

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from helpers.asking import answers_from_a_fork, in_a_fresh_process  # noqa: F401
 from helpers.checkpoints import SMALL, make
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
@@ -196,7 +197,7 @@ def test_remote_code_is_never_run(pristine, tmp_path):
     (root / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     evil = {"model_type": "evil", "auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"}}
     edit_json(root / "config.json", lambda config: config.update(evil))
-    with pytest.raises(SourceError, match="transformers can't build the model"):
+    with in_a_fresh_process(), pytest.raises(SourceError, match="transformers can't build the model"):
         index_checkpoint(root, "ckpt")
     assert not (tmp_path / "ran").exists()
 

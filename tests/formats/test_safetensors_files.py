@@ -22,10 +22,11 @@ from llmtailor.containers.safetensors import (
 from llmtailor.errors import SourceError
 from llmtailor.model.states import WEIGHT, State
 
+SEEDED = torch.Generator().manual_seed(0)
 TENSORS = {
-    "b": torch.randn(3, 5).bfloat16(),
-    "a": torch.randn(4),
-    "half": torch.randn(2, 2).half(),
+    "b": torch.randn(3, 5, generator=SEEDED).bfloat16(),
+    "a": torch.randn(4, generator=SEEDED),
+    "half": torch.randn(2, 2, generator=SEEDED).half(),
     "ids": torch.arange(3),
     "mask": torch.tensor([True, False, True]),
     "scalar": torch.tensor(2.0),

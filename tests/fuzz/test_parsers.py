@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from helpers.cases import examples
 from llmtailor.errors import SourceError
 from scripts import fuzz
 
-INPUTS = {"checkpoint": 60, "partial checkpoint": 70, "trainer_state.json": 70, "latest": 150, "recipe": 1000}
-"""Per parser; those that read a whole checkpoint are slower."""
+INPUTS = {
+    "checkpoint": 60,
+    "partial checkpoint": 70,
+    "trainer_state.json": 70,
+    "latest": examples(70, 150),
+    "recipe": examples(300, 1000),
+}
+"""Per parser; those that read a whole checkpoint are slower, and have many seeds, which come first."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +30,7 @@ def sound(tmp_path_factory):
 
 @pytest.mark.parametrize("parser", fuzz.PARSERS)
 def test_damaged_input_is_parsed_or_refused(sound, parser):
-    wanted = INPUTS.get(parser, 600)
+    wanted = INPUTS.get(parser, examples(200, 600))
     tally = fuzz.fuzz(parser, sound, random.Random(parser), lambda count: count < wanted)
     assert not tally.findings, tally.findings[0]
     assert tally.accepted  # or the seeds were no good
@@ -52,6 +59,7 @@ def test_what_ends_otherwise_is_a_finding(sound):
     assert fuzz.try_input(fuzz.Parser(lambda sound: [], bare), b"", sound) == (None, "")
 
 
+@pytest.mark.long
 def test_the_script_runs_and_replays(tmp_path):
     script = Path(fuzz.__file__).parent
     command = [

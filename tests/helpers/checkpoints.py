@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,26 @@ def make(
     sub_group_size: int = 10**9,
     shard_bytes: int = 10**9,
 ) -> Path:
-    """Make ``root/checkpoint-STEP``."""
-    path = root / f"checkpoint-{step}"
-    make_checkpoint(path, shape, lay_out(shape, world_size, groups, sub_group_size), step, shard_bytes=shard_bytes)
+    """Make ``root/checkpoint-STEP``: a copy, unless it is large, as most tests want the same few."""
+    path, layout = root / f"checkpoint-{step}", (shape, world_size, groups, sub_group_size)
+    if shape.vocab_size * shape.hidden_size > 10_000:
+        make_checkpoint(path, shape, lay_out(*layout), step, shard_bytes=shard_bytes)
+    else:
+        shutil.copytree(_made(layout, step, shard_bytes), path, copy_function=shutil.copyfile)
     return path
+
+
+@cache
+def _made(layout: tuple[Shape, int, str, int], step: int, shard_bytes: int) -> Path:
+    path = Path(tempfile.mkdtemp(dir=_folder().name)) / "checkpoint"
+    make_checkpoint(path, layout[0], lay_out(*layout), step, shard_bytes=shard_bytes)
+    return path
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed when this process ends"""
+    return tempfile.TemporaryDirectory(prefix="llmtailor-tests-")
 
 
 def optim_states(checkpoint: Path, rank: int = 0) -> Path:

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 import llmtailor  # noqa: E402
+from helpers.cases import diagonal  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import RecipeError, SourceError, TailorError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
@@ -45,7 +46,7 @@ from partial.scene import (  # noqa: E402
 from plain.composing import read  # noqa: E402
 from thin.scene import compose  # noqa: E402
 
-ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "30"))
+ROUNDS = [10, pytest.param(int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "30")), marks=pytest.mark.long)]
 FORMS = ("zero3", "saver")
 HUGE = 10**40
 VALUES: tuple[Any, ...] = (
@@ -60,14 +61,18 @@ Path_ = tuple[Any, ...]
 class Scene:
     """A run, and what merges of it must yield: with its newest partial checkpoint, or without."""
 
-    def __init__(self, pristine: Path, run: Path) -> None:
+    def __init__(self, pristine: Path, run: Path, right: tuple[States, ...] | None) -> None:
         self.run, self.out = run, run.parent / "out"
         shutil.copytree(pristine, run)
         self.newest = partials(run)[-1]
-        self.right = [self.compose()]
-        aside = self.newest.rename(run.parent / "aside")
-        self.right.append(self.compose())
+        self.right = right or self.both()
+
+    def both(self) -> tuple[States, States]:
+        with_it = self.compose()
+        aside = self.newest.rename(self.run.parent / "aside")
+        without = self.compose()
         aside.rename(self.newest)
+        return with_it, without
 
     def compose(self) -> States:
         """Do what ``llmtailor merge --run`` does, and read the states."""
@@ -111,9 +116,24 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {form: make_run(form, root / form) for form in FORMS}
 
 
+@pytest.fixture(scope="module")
+def right() -> dict[str, tuple[States, ...]]:
+    """Form -> what its merges must yield, once it is known."""
+    return {}
+
+
 @pytest.fixture(params=FORMS)
-def scene(request: pytest.FixtureRequest, pristine: dict[str, Path], tmp_path: Path) -> Scene:
-    return Scene(pristine[request.param], tmp_path / "run")
+def scene(
+    request: pytest.FixtureRequest, pristine: dict[str, Path], tmp_path: Path, right: dict[str, tuple[States, ...]]
+) -> Scene:
+    made = Scene(pristine[request.param], tmp_path / "run", right.get(request.param))
+    right[request.param] = made.right
+    return made
+
+
+def on_each(name: str, cases: Iterable[Any]) -> Any:
+    """Try all cases on all forms; see `diagonal`."""
+    return pytest.mark.parametrize(("scene", name), diagonal(FORMS, cases), indirect=["scene"])
 
 
 def places(data: Any, path: Path_ = ()) -> Iterator[Path_]:
@@ -141,13 +161,13 @@ def changed(data: Any, path: Path_, value: Any) -> Any:
     return top
 
 
-def changes(data: Any, rng: random.Random) -> Iterator[Any]:
+def changes(data: Any, rng: random.Random, rounds: int) -> Iterator[Any]:
     """Yield copies of JSON data with one change each. Places of one kind are as likely as any other."""
     kinds: dict[Path_, list[Path_]] = {}
     for path in places(data):
         kind = tuple("*" if isinstance(key, int) or "." in key else key for key in path)
         kinds.setdefault(kind, []).append(path)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         path = rng.choice(kinds[rng.choice(list(kinds))])
         yield changed(data, path, rng.choice([*VALUES, *([...] if path else [])]))
 
@@ -156,24 +176,28 @@ def test_untouched(scene):
     assert scene.check()
 
 
-def test_any_value_of_the_manifest(scene):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_any_value_of_the_manifest(scene, rounds):
     path = scene.newest / "manifest.json"
     content = json.loads(path.read_text())
     outcomes = set()
-    for new in changes(content, random.Random(1)):
+    for new in changes(content, random.Random(1), rounds):
         path.write_text(json.dumps(new))
         outcomes.add(scene.check())
     assert outcomes == {True, False}
 
 
-def test_any_value_of_the_trees(scene):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_any_value_of_the_trees(scene, rounds):
     bundle = bundles(scene.newest)[0]
     raw, listed = bundle.read_bytes(), (scene.newest / "manifest.json").read_bytes()
     rng, outcomes = random.Random(2), set()
     metadata: dict[str, str] = {}
     edit_header(bundle, lambda header: metadata.update(header["__metadata__"]))
     trees = [key for key in metadata if key == "begin" or key.startswith("tree:")]
-    for round_, changing in enumerate(zip(*(changes(json.loads(metadata[key]), rng) for key in trees), strict=True)):
+    for round_, changing in enumerate(
+        zip(*(changes(json.loads(metadata[key]), rng, rounds) for key in trees), strict=True)
+    ):
         key = trees[round_ % len(trees)]
         bundle.write_bytes(raw)
         (scene.newest / "manifest.json").write_bytes(listed)
@@ -183,7 +207,7 @@ def test_any_value_of_the_trees(scene):
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999])
+@on_each("share", [0.0, 0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999])
 def test_a_manifest_cut_short(scene, share):
     path = scene.newest / "manifest.json"
     text = path.read_bytes()
@@ -191,13 +215,12 @@ def test_a_manifest_cut_short(scene, share):
     assert not scene.check()
 
 
-@pytest.mark.parametrize(
+@on_each(
     "text",
     [
         *(b"null", b"[]", b"{}", b'"x"', b"\xff\xfe", b"\0" * 100, b"[" * 100_000, b'{"a":' * 100_000),
         *(b"1" * 100_000, b"NaN", b'{"schema": "llmtailor.partial/2"}'),
     ],
-    ids=lambda text: repr(text[:20]),
 )
 def test_a_manifest_that_is_none(scene, text):
     (scene.newest / "manifest.json").write_bytes(text)
@@ -215,7 +238,7 @@ def test_a_key_that_is_there_twice(scene):
     assert not scene.check()
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "config.json", "rank-00007-of-00002.safetensors"])
+@on_each("name", ["../x.safetensors", "/etc/passwd", "config.json", "rank-00007-of-00002.safetensors"])
 def test_names_of_bundles(scene, name):
     shutil.copy(bundles(scene.newest)[0], scene.run / "partial" / "x.safetensors")
     edit_manifest(scene.newest, lambda manifest: manifest["bundles"][0].update(path=name))
@@ -302,7 +325,7 @@ def plant(header: dict[str, Any], node: Any) -> None:
             header["__metadata__"][key] = json.dumps({**json.loads(text), "planted": node})
 
 
-@pytest.mark.parametrize(
+@on_each(
     "change",
     [
         *(overlap, gap, extra, unknown_kind, dtype, shape, swapped, outside),
@@ -314,7 +337,7 @@ def test_a_bundle_that_makes_no_sense(scene, change):
     assert not scene.check()
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nowhere", "link to a device", "empty"])
+@on_each("kind", ["folder", "pipe", "link to nowhere", "link to a device", "empty"])
 def test_a_bundle_that_is_something_else(scene, kind):
     path = bundles(scene.newest)[0]
     path.unlink()
@@ -365,7 +388,7 @@ COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("title", DAMAGES)
+@on_each("title", DAMAGES)
 def test_no_command_trips_over_it(scene, title):
     kept = {path.name for path in partials(scene.run)[:-1]}
     DAMAGES[title](scene.newest)

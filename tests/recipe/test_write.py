@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import Anatomy
@@ -262,7 +263,7 @@ def assignments(draw: st.DrawFn) -> tuple[Anatomy, Assignment]:
     return anatomy, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 @given(case=assignments(), folder=st.sampled_from([None, "/w", "/w/a", "/w/b/c", "/far/away/from"]))
 def test_the_recipe_of_an_assignment_and_its_text_mean_the_same(case, folder):
     anatomy, assignment = case

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 pytest.importorskip("torch")
 
 from helpers.checkpoints import edit, make, model_states, optim_states
+from helpers.commands import run_here
 from llmtailor.compose.write import write
 from llmtailor.errors import StorageError, TargetError
 from llmtailor.runs.latest import find_latest
@@ -39,10 +40,8 @@ def run(whole: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def llmtailor(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "llmtailor", *map(str, words)], capture_output=True, text=True, check=False
-    )
+def llmtailor(*words: object) -> CompletedProcess[str]:
+    return run_here(*words)
 
 
 def contents(run: Path) -> dict[str, bytes]:

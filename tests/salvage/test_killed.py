@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from faults.driver import Request, Server
+from helpers.cases import diagonal, examples
 from helpers.checkpoints import make, optim_states
 from salvage.damage import truncate
 from thin.scene import contents, folders
@@ -22,7 +23,7 @@ COMMAND = ["salvage", "run", "--fragments", "--replace"]
 CHANGES = ("open", "mkdir", "unlink", "rename", "renameat2")
 MOMENTS = int(os.environ.get("LLMTAILOR_KILLS", "3"))
 """Of those before the renames; 1000 kills it before every single change."""
-LAST = 12
+LAST = examples(5, 12)
 """Changes before the end that are all tried: the last of the merge, and the renames."""
 
 
@@ -56,8 +57,9 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("damage", [lose_a_rank, lose_the_schedule, lose_two])
+@pytest.mark.parametrize(
+    ("can_exchange", "damage"), diagonal([True, False], [lose_a_rank, lose_the_schedule, lose_two])
+)
 def test_replace(
     server: Server, whole: Path, tmp_path: Path, damage: Callable[[Path], None], can_exchange: bool
 ) -> None:

@@ -14,6 +14,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources
 from llmtailor.policies import Situation, check_policy, choose, make_policy
 from llmtailor.runs.retention import deletable
@@ -49,7 +50,7 @@ def plans(draw: st.DrawFn) -> list[tuple[str, str, int]]:
     return events
 
 
-@settings(deadline=None)  # checking a policy takes a while, the first time
+@settings(max_examples=examples(40, 100), deadline=None)  # checking a policy takes a while, the first time
 @given(plans(), st.integers(1, 6), st.integers(1, 3), st.sampled_from([None, 9, 30]), st.integers(0, 2**32))
 def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, keep, given_staleness, seed):
     anatomy = llama(num_layers)

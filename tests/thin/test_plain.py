@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 import torch
 from safetensors.torch import load_file
 
+from helpers.asking import answers_from_a_fork  # noqa: F401
+from helpers.cases import mostly_long
 from helpers.indexes import make_index
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.write import check_can_be_partial
@@ -30,7 +32,7 @@ def load(checkpoint: Path, file: str) -> Any:
     return torch.load(checkpoint / file, weights_only=False)
 
 
-@pytest.mark.parametrize("kind", ["tied", "frozen-bf16"])
+@pytest.mark.parametrize("kind", mostly_long(["tied", "frozen-bf16"], "frozen-bf16"))
 def test_every_step_is_composed_as_from_full_checkpoints(kind: str, tmp_path: Path) -> None:
     if kind == "tied":
         trained = train(tmp_path / "trained", tied=True, steps=6)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+from helpers.cases import examples
 from helpers.checkpoints import make
 from helpers.strategies import shapes
 from llmtailor.checkpoint.lineage import Ledger
@@ -80,7 +81,7 @@ def check(run: Path, step: int, snapshots: dict[str, zero3.Snapshot], out: Path)
 
 
 @given(cases())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4, 16), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_promised_step_is_composed_bit_for_bit(tmp_path_factory, case):
     root = tmp_path_factory.mktemp("runs")
     run, ledger = root / "run", Ledger("saver")

@@ -57,7 +57,7 @@ add(
     "error",
     "module lacks",
     on_models(lambda tree: tree["module"].pop(tree["buffer_names"][0])),
-    runs=("llama-extras", "zero2-extras"),
+    runs=("zero2-extras", "llama-extras"),
 )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import edit, make, optim_states
+from helpers.commands import run_here
 
 VERIFY_KEYS = {
     *(
@@ -46,9 +47,7 @@ def folder(pristine, tmp_path):
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "llmtailor", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
-    )
+    done = run_here(*arguments, cwd=folder)
     assert "Traceback" not in done.stderr
     return done
 

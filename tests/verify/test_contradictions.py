@@ -13,10 +13,10 @@ from verify.contradictions import DAMAGES
 from verify.damages import OTHER_STEP, STEP
 
 CASES = [
-    pytest.param(row, damage, run, id=f"{row.title}-{number}-{run}")
+    pytest.param(row, damage, run, id=f"{row.title}-{number}-{run}", marks=pytest.mark.long if at else ())
     for row in CONTRADICTIONS
     for number, (runs, damage) in enumerate(DAMAGES[row.title])
-    for run in runs
+    for at, run in enumerate(runs)
 ]
 
 

@@ -1,0 +1,48 @@
+"""The command line in this process: a command takes milliseconds here, and a second in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
+
+from llmtailor.cli.main import main
+
+
+def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    """Do what ``python -m llmtailor WORDS`` does, down to its exit code. ``env`` is added to the environment."""
+    command = ["llmtailor", *map(str, words)]
+    out, err = (TextIOWrapper(BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    code = 0
+    with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command), _as_it_was(cwd, env):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    told = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    return CompletedProcess(command, code, *told)
+
+
+@contextmanager
+def _as_it_was(cwd: Path | None, env: Mapping[str, str] | None) -> Iterator[None]:
+    """Put back what a command changes in its process: the folder, the environment, a signal's handler, the log."""
+    before, on_sigterm = Path.cwd(), signal.getsignal(signal.SIGTERM)
+    logger = logging.getLogger("llmtailor")
+    level, handlers = logger.level, list(logger.handlers)
+    try:
+        with mock.patch.dict(os.environ, env or {}):
+            if cwd is not None:
+                os.chdir(cwd)
+            yield
+    finally:
+        os.chdir(before)
+        signal.signal(signal.SIGTERM, on_sigterm)
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
