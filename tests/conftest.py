@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import settings
 
-from real.harness import Run, Runs, Train, TrainingFailed, missing, torchrun
+from real import harness
+from real.harness import Run, Runs, Train, TrainingFailed, missing
 from real.spec import Spec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
@@ -25,14 +26,22 @@ settings.register_profile("random")
 settings.load_profile(os.environ.get("LLMTAILOR_HYPOTHESIS", "same"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked long too")
+
+
 def pytest_configure() -> None:
     """Take Ctrl-C, which tests send, again: shells let what they run in the background ignore it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     absent = missing()
+    if not config.getoption("--all"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
     for item in items:
         if TRAINING & set(getattr(item, "fixturenames", ())):
             item.add_marker("real")
@@ -48,11 +57,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """``train(specs, ranks)`` trains them in one torchrun. Starting it costs 15 s, a spec 1 s: collect them."""
+    """``train(specs, ranks)`` trains them one after another in one set of ranks."""
 
-    def start(specs: Iterable[Spec], ranks: int, program: str = "train.py") -> dict[str, Run]:
+    def start(specs: Iterable[Spec], ranks: int, program: str = "real.train") -> dict[str, Run]:
         try:
-            return torchrun(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
+            return harness.train(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
         except TrainingFailed as error:
             pytest.fail(str(error), pytrace=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -11,7 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,12 +94,12 @@ class Runs:
         specs = batch(ranks, without=frozenset() if compiler() else frozenset({"cpu_adam"}))
         cache = os.environ.get("LLMTAILOR_TEST_CACHE")
         if not cache:
-            return torchrun(specs.values(), ranks, self._make_folder(f"{ranks}-ranks"))
+            return train(specs.values(), ranks, self._make_folder(f"{ranks}-ranks"))
         folder = Path(cache).resolve() / f"{ranks}-ranks-{fingerprint(specs)}"
         if not folder.exists():
             making = folder.with_name(f"{folder.name}.{os.getpid()}")
             making.mkdir(parents=True)
-            torchrun(specs.values(), ranks, making)
+            train(specs.values(), ranks, making)
             try:
                 making.rename(folder)
             except OSError:  # another session was faster
@@ -105,35 +108,101 @@ class Runs:
 
 
 class TrainingFailed(Exception):
-    """A torchrun died or hung; says what it last said."""
+    """A rank died or hung; says what the ranks last said."""
 
 
-def torchrun(
-    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str | Path = "train.py"
+def train(
+    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str = "real.train"
 ) -> dict[str, Run]:
     """Train one spec after another in one set of processes."""
     specs = list(specs)
     (folder / "specs.json").write_text(json.dumps([spec.to_json() for spec in specs], indent=1))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(HERE / program), str(folder / "specs.json"), str(folder)]
-    log = folder / "torchrun.log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-            problem = f"torchrun ended with code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            problem = f"torchrun hung: not done after {timeout_s:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if problem:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-        raise TrainingFailed(f"{problem}; the end of {log}:\n{tail}")
+    start_ranks(program, [folder / "specs.json", folder], ranks, folder, timeout_s)
     return {spec.name: Run(spec, folder / spec.name) for spec in specs}
+
+
+def start_ranks(
+    module: str, arguments: Iterable[object], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Call ``main(*arguments)`` of a module, with paths as arguments, in so many ranks at once."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = True
+    environments = [{key: str(value) for key, value in {**common, "RANK": at, "LOCAL_RANK": at}.items()}
+                    for at in range(ranks)]  # fmt: skip
+    log = folder / "ranks.log"
+    failed = SERVER.answer(
+        {
+            "module": module,
+            "arguments": [str(each) for each in arguments],
+            "environments": environments,
+            "folder": str(folder),
+            "log": str(log),
+            "timeout_s": timeout_s,
+        }
+    )
+    if failed:
+        rank, code = failed
+        problem = f"not done after {timeout_s:.0f} s" if rank < 0 else f"rank {rank} ended with code {code}"
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.exists() else ""
+        raise TrainingFailed(f"{problem}; the end of {log}:\n{tail}")
+
+
+class Server:
+    """A fork server (forkserver.py), started when it is first needed, and again after it had to be killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the session)
+
+    def answer(self, order: Mapping[str, object]) -> tuple[int, int] | None:
+        """Have an order carried out; return the first rank that failed and its exit code."""
+        answered = False
+        try:
+            process = self._process or self._start()
+            assert process.stdin
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+            failed = self._reply(process)
+            answered = True
+        finally:
+            if not answered:  # Ctrl-C, or a test's timeout
+                self.stop()
+        return failed
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "real.forkserver"],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        atexit.register(self.stop)
+        self._reply(self._process)  # it is ready
+        return self._process
+
+    def _reply(self, process: subprocess.Popen[bytes]) -> Any:
+        assert process.stdout
+        if line := process.stdout.readline():
+            return json.loads(line)
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").splitlines()
+        raise TrainingFailed("\n".join(["the fork server ended:", *said[-TAIL_LINES:]]))
+
+    def stop(self) -> None:
+        """Kill the server and all of its ranks."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+
+SERVER = Server()
 
 
 def environment() -> dict[str, str]:

@@ -33,7 +33,7 @@ from real.test_merge import part_of
 
 pytestmark = pytest.mark.real
 
-PROGRAM = "train_more.py"
+PROGRAM = "real.train_more"
 ADAPTER = "adapter_model.safetensors"
 NOISE = 5e-4
 """Of the loss in bf16, with another stage of ZeRO"""
