@@ -1,11 +1,12 @@
 """A process that has imported torch, transformers and DeepSpeed, and forks the ranks of one training after another.
 
-Importing them takes ten seconds of CPU time for each rank; a tiny training takes one. What a rank finds is what torchrun
-would give it, but for one thing: all ranks share the server's hash seed.
+Importing them takes ten seconds of CPU time for each rank; a tiny training takes one. What a rank finds is what
+torchrun would give it, but for one thing: all ranks share the server's hash seed.
 
-It says ``null`` when it is ready. Each line of standard input is an order, a JSON object: ``module``, which has ``main(specs_file, folder)``; ``arguments``
-of it; ``environments``, one for each rank; ``folder`` to work in; ``log`` for what the ranks print; ``timeout_s``.
-Each line of standard output answers one: null, or the rank that failed first and its exit code; rank -1 if they hung.
+The server says ``null`` when it is ready. Each line of standard input is an order, a JSON object: ``module``, which has
+a function ``main``; ``arguments``, paths to call it with; ``environments``, one for each rank; ``folder`` to work in;
+``log`` for what the ranks print; ``timeout_s``. Each line of standard output answers one: null, or the rank that failed
+first and its exit code; rank -1 if they hung.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def warm_up() -> None:
     """Import what trainings import, also what they import late."""
     import deepspeed
     import peft
+    import torch
     import transformers
 
     from real.models import CONFIGS, build
@@ -42,6 +44,7 @@ def warm_up() -> None:
     for name in LATE:
         with suppress(ImportError):
             importlib.import_module(f"deepspeed.runtime.zero.{name}")
+    torch.set_printoptions(threshold=0, edgeitems=0)  # DeepSpeed formats tensors all the time, to print none of them
     for arch in CONFIGS:
         build(arch, 1, tied=False)
     gc.collect()

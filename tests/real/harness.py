@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,10 +71,14 @@ Train = Callable[..., dict[str, Run]]
 
 
 class Runs:
-    """The runs of runs.py by name. The first access to one trains all of the same world size."""
+    """The runs of runs.py by name. The first access to one trains all of the same world size, or finds them trained.
 
-    def __init__(self, make_folder: Callable[[str], Path]) -> None:
-        self._make_folder = make_folder
+    They are kept between sessions, in ``$LLMTAILOR_TEST_CACHE`` or the user's cache folder, under a name that changes
+    with the versions of the packages and with the training scripts.
+    """
+
+    def __init__(self, everything: bool) -> None:
+        self._everything = everything
         self._batches: dict[int, dict[str, Run] | str] = {}
 
     def __getitem__(self, name: str) -> Run:
@@ -81,30 +87,39 @@ class Runs:
         if spec.optimizer == "cpu_adam" and not compiler():
             pytest.skip("DeepSpeedCPUAdam cannot be built: no C++ compiler or no ninja")
         if ranks not in self._batches:
+            specs = batch(ranks, self._everything, frozenset() if compiler() else frozenset({"cpu_adam"}))
             try:
-                self._batches[ranks] = self._train(ranks)
+                self._batches[ranks] = train_once(specs, ranks)
             except TrainingFailed as error:
                 self._batches[ranks] = str(error)
         found = self._batches[ranks]
         if isinstance(found, str):
             pytest.fail(found, pytrace=False)
+        assert name in found, f"{name} is trained with --all only: mark this test long"
         return found[name]
 
-    def _train(self, ranks: int) -> dict[str, Run]:
-        specs = batch(ranks, without=frozenset() if compiler() else frozenset({"cpu_adam"}))
-        cache = os.environ.get("LLMTAILOR_TEST_CACHE")
-        if not cache:
-            return train(specs.values(), ranks, self._make_folder(f"{ranks}-ranks"))
-        folder = Path(cache).resolve() / f"{ranks}-ranks-{fingerprint(specs)}"
+
+def train_once(specs: Mapping[str, Spec], ranks: int) -> dict[str, Run]:
+    """Train, or find what another session or process has trained, or wait for the one that does."""
+    kept = Path(os.environ.get("LLMTAILOR_TEST_CACHE") or caches() / "runs").resolve()
+    kept.mkdir(parents=True, exist_ok=True)
+    folder = kept / f"{ranks}-ranks-{fingerprint(specs)}"
+    with (kept / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            making = folder.with_name(f"{folder.name}.{os.getpid()}")
-            making.mkdir(parents=True)
+            forget_old(kept)
+            making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=kept))
             train(specs.values(), ranks, making)
-            try:
-                making.rename(folder)
-            except OSError:  # another session was faster
-                shutil.rmtree(making)
-        return {name: Run(spec, folder / name) for name, spec in specs.items()}
+            making.rename(folder)
+        os.utime(folder)
+    return {name: Run(spec, folder / name) for name, spec in specs.items()}
+
+
+def forget_old(kept: Path) -> None:
+    """Remove what no session has used for a month."""
+    for path in kept.glob("[0-9]*-ranks-*"):
+        if path.stat().st_mtime < time.time() - 30 * 24 * 3600:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 class TrainingFailed(Exception):
@@ -211,9 +226,12 @@ def environment() -> dict[str, str]:
     env |= {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [env.get("PYTHONPATH")])])
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # ninja, when pip installed it
-    caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    env.setdefault("TORCH_EXTENSIONS_DIR", str(caches / "llmtailor-tests" / digest(versions())))
+    env.setdefault("TORCH_EXTENSIONS_DIR", str(caches() / digest(versions())))
     return env
+
+
+def caches() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmtailor-tests"
 
 
 def compiler() -> bool:

@@ -27,6 +27,7 @@ INEXACT = {"llama-cpu-adam"}
 """DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_stock_resume_repeats_the_straight_run(runs: Runs, name: str) -> None:
     straight, resumed = runs[name], runs[f"{name}+resume"]
@@ -44,6 +45,7 @@ def test_stock_resume_repeats_the_straight_run(runs: Runs, name: str) -> None:
     assert_same(again, once)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_deepspeed_loads_what_the_oracle_reads(runs: Runs, name: str) -> None:
     run = runs[name]
@@ -150,14 +152,14 @@ def test_torchrun_trains_the_same(runs: Runs, tmp_path: Path) -> None:
 def test_a_hung_training_is_killed_and_tells_its_log(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"not done after 2 s(.|\n)*rank 0 hangs"):
         start_ranks("real.unlucky", [tmp_path / "nothing"], 2, tmp_path, timeout_s=2)
-    assert all_gone(tmp_path)
+    wait_for_the_end_of_both_ranks(tmp_path)
 
 
 def test_a_killed_rank_takes_the_others_along(tmp_path: Path) -> None:
     (tmp_path / "kill").touch()
     with pytest.raises(TrainingFailed, match=r"rank 1 ended with code -9(.|\n)*rank 0 hangs"):
         start_ranks("real.unlucky", [tmp_path / "kill"], 2, tmp_path)
-    assert all_gone(tmp_path)
+    wait_for_the_end_of_both_ranks(tmp_path)
 
 
 def test_a_failed_training_tells_why(tmp_path: Path) -> None:
@@ -165,15 +167,19 @@ def test_a_failed_training_tells_why(tmp_path: Path) -> None:
         train([Spec("failed", "no-such-model")], 2, tmp_path)
 
 
-def all_gone(folder: Path) -> bool:
-    """Whether the ranks that have written down their ids have ended, or do so soon."""
-    status = [Path("/proc", path.name, "status") for path in folder.glob("[0-9]*")]
-    assert len(status) == 2
-    for _ in range(1000):
-        if not any(path.exists() and "State:\tZ" not in path.read_text() for path in status):
-            return True
+def wait_for_the_end_of_both_ranks(folder: Path) -> None:
+    """Of those that have written down their process ids; a test that hangs here has left one behind."""
+    ranks = [path.name for path in folder.glob("[0-9]*")]
+    assert len(ranks) == 2
+    while any(is_running(rank) for rank in ranks):
         time.sleep(0.01)
-    return False
+
+
+def is_running(rank: str) -> bool:
+    try:
+        return "State:\tZ" not in Path("/proc", rank, "status").read_text()
+    except OSError:
+        return False
 
 
 def test_bits_are_compared_not_values() -> None:

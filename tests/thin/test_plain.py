@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from safetensors.torch import load_file
 
+from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.indexes import make_index
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.write import check_can_be_partial
