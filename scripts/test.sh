@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run every check, on a fresh machine too: formatting, lint, types, shell scripts, tests.
 #
-#   ./scripts/test.sh                  everything
+#   ./scripts/test.sh                  every feature once, some minutes on two cores: what CI runs
+#   ./scripts/test.sh --all            everything: every combination, and the campaigns of scripts/; hours
 #   ./scripts/test.sh -m 'not real'    arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,19 +24,8 @@ if ((${#failed[@]})); then
   exit 1
 fi
 
-# Last, so that the closing line is pytest's summary.
+# Last, so that the closing line is pytest's summary. Whole files are dealt out to as many processes as there are cores;
+# more than four would only import the same libraries again.
 echo "== pytest"
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
-if (($#)); then
-  exec pytest "$@"
-fi
-# In two processes: what stands on trainings waits a lot, and most of the rest uses one core.
-log=$(mktemp)
-trap 'kill "${others:-}" 2>/dev/null || true; rm -f "$log"' EXIT
-pytest -m 'not real' >"$log" 2>&1 &
-others=$!
-code=0
-pytest -m real || code=$?
-wait "$others" || code=$?
-cat "$log"
-exit "$code"
+exec pytest --numprocesses logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder "$@"

@@ -1,23 +1,28 @@
 """Fixtures for tests that need real training. They are lazy: a session that asks for no run trains nothing.
 
-``LLMTAILOR_TEST_CACHE=DIR`` keeps the runs (not what tests resume) for the next session.
+Tests marked ``long`` run only with ``--all``, and so do those parametrized with the name of a training that is long.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from real.harness import Run, Runs, Train, TrainingFailed, missing, torchrun
+from partial.runs import LONG_JOBS
+from real import harness
+from real.harness import Run, Runs, Train, TrainingFailed, missing
+from real.runs import LONG
 from real.spec import Spec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
 
-TRAINING = {"runs", "train"}
+TRAINING = {"runs", "train", "trained"}
 
 # The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones.
 settings.register_profile("same", derandomize=True)
@@ -25,35 +30,79 @@ settings.register_profile("random")
 settings.load_profile(os.environ.get("LLMTAILOR_HYPOTHESIS", "same"))
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked long too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Take Ctrl-C, which tests send, again: shells let what they run in the background ignore it."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        sys.argv = config.workerinput["mainargv"]
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     absent = missing()
     for item in items:
-        if TRAINING & set(getattr(item, "fixturenames", ())):
+        fixtures = TRAINING & set(getattr(item, "fixturenames", ()))
+        if fixtures:
             item.add_marker("real")
+            params = getattr(item, "callspec", None)
+            if (LONG | LONG_JOBS) & set(names_in(params and params.params)):
+                item.add_marker("long")
         if absent and item.get_closest_marker("real"):
             item.add_marker(pytest.mark.skip(reason=f"real training needs {', '.join(absent)}"))
+        if config.pluginmanager.hasplugin("xdist"):  # a worker gets whole files, and one all that share `trained`
+            shared = "trained" in fixtures and item.path.parent.name == "partial"
+            item.add_marker(pytest.mark.xdist_group("trained" if shared else str(item.path)))
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    # Files that train go first, so that no worker of pytest-xdist waits for another at the end.
+    training = {item.path for item in items if TRAINING & set(getattr(item, "fixturenames", ()))}
+    items.sort(key=lambda item: item.path not in training)
+
+
+def names_in(value: object) -> Iterator[str]:
+    """All strings in the values of an item's parameters."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from names_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from names_in(each)
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(pytestconfig: pytest.Config) -> Runs:
     """``runs["llama"]`` is a finished training of real/runs.py. Never write into its folder."""
-    return Runs(tmp_path_factory.mktemp)
+    return Runs(pytestconfig.getoption("--all"))
 
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """``train(specs, ranks)`` trains them in one torchrun. Starting it costs 15 s, a spec 1 s: collect them."""
+    """``train(specs, ranks)`` trains them one after another in one set of ranks."""
 
-    def start(specs: Iterable[Spec], ranks: int, program: str = "train.py") -> dict[str, Run]:
+    def start(specs: Iterable[Spec], ranks: int, program: str = "real.train") -> dict[str, Run]:
         try:
-            return torchrun(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
+            return harness.train(specs, ranks, tmp_path_factory.mktemp("train"), program=program)
         except TrainingFailed as error:
             pytest.fail(str(error), pytrace=False)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> set[Any]:
+    """The first parameters, and the pairs of the first two, of the tests of this module that use ``resumed`` and run.
+
+    That fixture trains for all of them at once, and leaves out what nobody asks for.
+    """
+    found: set[Any] = set()
+    for item in request.session.items:
+        if item.path == request.path and "resumed" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+            values = tuple(item.callspec.params.values())
+            found |= {values[0], values[:2]}
+    return found

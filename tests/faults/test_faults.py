@@ -46,14 +46,14 @@ def scenes(server, tmp_path_factory):
 
 
 def some(count: int, *, ends: int = 2):
-    """Choose one in the midst, others at random, and the last ones, where the output is published.
+    """Choose some all over, one late, and the last ones, where the output is published.
 
-    The same ones every time; ``scripts/faults.py`` goes through all of them.
+    ``scripts/faults.py`` goes through all of them.
     """
 
     def points(total: int) -> set[int]:
-        first = random.Random(total).sample(range(1, total + 1 - ends), min(count, total - ends))
-        return {total * 2 // 3, *first, *range(total + 1 - ends, total + 1)}
+        spread = (1 + total * number // (count + 1) for number in range(count))
+        return {total * 2 // 3, *spread, *range(total + 1 - ends, total + 1)}
 
     return points
 

@@ -34,7 +34,7 @@ from scripts import fuzz
 
 ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "25"))
 STEP = 4
-REAL = {"zero3": "zero3", "zero3-frozen": "llama-extras-layer", "zero2": "zero2-extras", "zero1": "zero1"}
+REAL = {"zero3": "llama", "zero3-frozen": "llama-extras-layer", "zero2": "zero2-extras", "zero1": "zero1"}
 
 
 def merge(checkpoint: Path, out: Path, **options: Any) -> Path:
@@ -283,7 +283,7 @@ def take(pattern: str, *, run: bool = False) -> Exchange:
 def test_files_of_another_step_or_run(runs, sound, copy_of, tmp_path, form, exchange, told):
     """Of another step it is told, where a file says its step. What torch can't tell either is taken as it is."""
     damaged = copy_of(form)
-    seeds = {"zero3": "zero3-b", "zero2": "zero2-fp32-grads"}
+    seeds = {"zero3": "llama-b", "zero2": "zero2"}
     exchange(damaged, runs[REAL[form]].checkpoint(2), runs[seeds[form]].checkpoint(STEP))
     if told:
         with pytest.raises(SourceError, match=told):

@@ -1,4 +1,4 @@
-"""Train jobs one after another in one process group: ``torchrun driver.py JOBS.json FOLDER``.
+"""Train jobs one after another in one process group.
 
 Like real/train.py, with the saver attached. While it trains, a job writes down the truth about each save in two ways
 that share no code with the saver: what DeepSpeed's own functions (or the live tensors) say, and a checkpoint of the
@@ -7,7 +7,6 @@ Trainer's own at the very moment when it would have been saved.
 
 from __future__ import annotations
 
-import ctypes
 import fnmatch
 import gc
 import json
@@ -15,7 +14,6 @@ import logging
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -44,7 +42,7 @@ from llmtailor.saving import attach
 from partial.composing import compose
 from partial.jobs import Job, from_json
 from real.models import add_extras, build, tokenizer
-from real.train import DECAY, PR_SET_PDEATHSIG, RATE, LayerGroups, Tokens, deepspeed_config, end
+from real.train import DECAY, RATE, LayerGroups, Tokens, deepspeed_config
 from real.train_more import LORA
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -272,19 +270,11 @@ def train(job: Job, root: Path) -> None:
         print(f"=== {job.name}: done in {time.monotonic() - began:.1f} s", flush=True)
 
 
-def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun puts us out of reach of its process group
-    root = Path(sys.argv[2])
-    jobs = [from_json(data) for data in json.loads(Path(sys.argv[1]).read_text())]
+def main(jobs_file: Path, root: Path) -> None:
     get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
-    for job in jobs:
+    for job in map(from_json, json.loads(jobs_file.read_text())):
         print(f"=== {job.name}", flush=True)
         train(job, root)
         gc.collect()  # engines are full of cycles
         gc.freeze()  # what is left are modules: not to be searched again, which takes as long as the training
-    end()
-
-
-if __name__ == "__main__":
-    main()
+    torch.distributed.barrier()

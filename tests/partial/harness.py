@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partial.jobs import Job
-from real.harness import torchrun
-
-SCRIPT = Path(__file__).parent / "driver.py"
+from real.harness import train
 
 
 @dataclass(frozen=True)
@@ -65,5 +63,5 @@ def without_saver(log: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_jobs(jobs: Iterable[Job], ranks: int, folder: Path) -> dict[str, Done]:
-    runs = torchrun(jobs, ranks, folder, program=SCRIPT)
+    runs = train(jobs, ranks, folder, program="partial.driver")
     return {name: Done(run.spec, run.folder, ranks) for name, run in runs.items()}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The trainings that the proofs stand on: one torchrun for each number of ranks."""
+"""The trainings that the proofs stand on: one set of ranks for each number of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHECKED_2 = [
 
 CHECKED_3 = [
     Job("z3-w3", "mixtral"),
-    Job("z3-extras-w3", extras=True, frozen=FROZEN, groups="layer"),
+    Job("z3-extras-w3", extras=True, frozen=FROZEN, groups="layer", tokenizer=True),
     Job("z2-rr-w3", stage=2, round_robin=True),
     Job("z1-bf16opt-w3", stage=1, grad_accum_dtype="fp32"),
 ]
@@ -118,14 +118,27 @@ def without_saver(job: Job) -> Job:
     return replace(job, name=f"{job.name}-alone", policy=None, truth=False)
 
 
-def jobs_for(ranks: int, before: Path | None = None) -> list[Job]:
+def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) -> list[Job]:
     """Return all jobs of a world size; ``before`` is the folder of those on 2 ranks."""
     if ranks == 3:
         moved = [
             Job("z3-on-3", goes_on=str(before and before / "z3"), at=4, steps=8),
             Job("z3-full-on-3", goes_on=str(before and before / "z3-full"), at=4, policy="full", steps=8),
         ]
-        return [*CHECKED_3, *stock_resumes(CHECKED_3), *moved]
-    alone = [without_saver(job) for job in LIVELY]
-    resumed = stock_resumes([*CHECKED_2, *LIVELY])
-    return [*CHECKED_2, *LIVELY, *alone, *resumed, *GOING_ON, UPDATE, *DISTURBED, *REFUSED]
+        jobs = [*CHECKED_3, *stock_resumes(CHECKED_3), *moved]
+    else:
+        alone = [without_saver(job) for job in LIVELY]
+        resumed = stock_resumes([*CHECKED_2, *LIVELY])
+        jobs = [*CHECKED_2, *LIVELY, *alone, *resumed, *GOING_ON, UPDATE, *DISTURBED, *REFUSED]
+    return jobs if everything else [job for job in jobs if job.name not in LONG_JOBS]
+
+
+SHORT = {
+    *("z3", "z3-full", "z3-sub", "z3-fp16", "z2", "z2-rr", "z2-lora", "z1", "z1-bf16opt", "z1-extras"),
+    *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3", "z2-rr-w3", "z3-full-on-3"),
+    *("lively-0", "lively-0-alone", "lively-2", "lively-2-alone", "z3-again", "z3-full-again", "z2-update"),
+    *("full-1", "frozen-2", "frozen-3", "locked", "anew", "sgd-2", "adafactor-3"),
+    *("z3@2", "z3-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-0@2", "lively-2@2", "z3-extras-w3@2"),
+}
+"""What is trained without --all"""
+LONG_JOBS = {job.name for ranks in (2, 3) for job in jobs_for(ranks)} - SHORT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -11,7 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,10 +71,14 @@ Train = Callable[..., dict[str, Run]]
 
 
 class Runs:
-    """The runs of runs.py by name. The first access to one trains all of the same world size."""
+    """The runs of runs.py by name. The first access to one trains all of the same world size, or finds them trained.
 
-    def __init__(self, make_folder: Callable[[str], Path]) -> None:
-        self._make_folder = make_folder
+    They are kept between sessions, in ``$LLMTAILOR_TEST_CACHE`` or the user's cache folder, under a name that changes
+    with the versions of the packages and with the training scripts.
+    """
+
+    def __init__(self, everything: bool) -> None:
+        self._everything = everything
         self._batches: dict[int, dict[str, Run] | str] = {}
 
     def __getitem__(self, name: str) -> Run:
@@ -78,62 +87,137 @@ class Runs:
         if spec.optimizer == "cpu_adam" and not compiler():
             pytest.skip("DeepSpeedCPUAdam cannot be built: no C++ compiler or no ninja")
         if ranks not in self._batches:
+            specs = batch(ranks, self._everything, frozenset() if compiler() else frozenset({"cpu_adam"}))
             try:
-                self._batches[ranks] = self._train(ranks)
+                self._batches[ranks] = train_once(specs, ranks)
             except TrainingFailed as error:
                 self._batches[ranks] = str(error)
         found = self._batches[ranks]
         if isinstance(found, str):
             pytest.fail(found, pytrace=False)
+        assert name in found, f"{name} is trained with --all only: mark this test long"
         return found[name]
 
-    def _train(self, ranks: int) -> dict[str, Run]:
-        specs = batch(ranks, without=frozenset() if compiler() else frozenset({"cpu_adam"}))
-        cache = os.environ.get("LLMTAILOR_TEST_CACHE")
-        if not cache:
-            return torchrun(specs.values(), ranks, self._make_folder(f"{ranks}-ranks"))
-        folder = Path(cache).resolve() / f"{ranks}-ranks-{fingerprint(specs)}"
+
+def train_once(specs: Mapping[str, Spec], ranks: int) -> dict[str, Run]:
+    """Train, or find what another session or process has trained, or wait for the one that does."""
+    kept = Path(os.environ.get("LLMTAILOR_TEST_CACHE") or caches() / "runs").resolve()
+    kept.mkdir(parents=True, exist_ok=True)
+    folder = kept / f"{ranks}-ranks-{fingerprint(specs)}"
+    with (kept / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            making = folder.with_name(f"{folder.name}.{os.getpid()}")
-            making.mkdir(parents=True)
-            torchrun(specs.values(), ranks, making)
-            try:
-                making.rename(folder)
-            except OSError:  # another session was faster
-                shutil.rmtree(making)
-        return {name: Run(spec, folder / name) for name, spec in specs.items()}
+            forget_old(kept)
+            making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=kept))
+            train(specs.values(), ranks, making)
+            making.rename(folder)
+        os.utime(folder)
+    return {name: Run(spec, folder / name) for name, spec in specs.items()}
+
+
+def forget_old(kept: Path) -> None:
+    """Remove what no session has used for a month."""
+    for path in kept.glob("[0-9]*-ranks-*"):
+        if path.stat().st_mtime < time.time() - 30 * 24 * 3600:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 class TrainingFailed(Exception):
-    """A torchrun died or hung; says what it last said."""
+    """A rank died or hung; says what the ranks last said."""
 
 
-def torchrun(
-    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str | Path = "train.py"
+def train(
+    specs: Iterable[Spec], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S, program: str = "real.train"
 ) -> dict[str, Run]:
     """Train one spec after another in one set of processes."""
     specs = list(specs)
     (folder / "specs.json").write_text(json.dumps([spec.to_json() for spec in specs], indent=1))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(HERE / program), str(folder / "specs.json"), str(folder)]
-    log = folder / "torchrun.log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-            problem = f"torchrun ended with code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            problem = f"torchrun hung: not done after {timeout_s:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if problem:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-        raise TrainingFailed(f"{problem}; the end of {log}:\n{tail}")
+    start_ranks(program, [folder / "specs.json", folder], ranks, folder, timeout_s)
     return {spec.name: Run(spec, folder / spec.name) for spec in specs}
+
+
+def start_ranks(
+    module: str, arguments: Iterable[object], ranks: int, folder: Path, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Call ``main(*arguments)`` of a module, with paths as arguments, in so many ranks at once."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = True
+    environments = [{key: str(value) for key, value in {**common, "RANK": at, "LOCAL_RANK": at}.items()}
+                    for at in range(ranks)]  # fmt: skip
+    log = folder / "ranks.log"
+    failed = SERVER.answer(
+        {
+            "module": module,
+            "arguments": [str(each) for each in arguments],
+            "environments": environments,
+            "folder": str(folder),
+            "log": str(log),
+            "timeout_s": timeout_s,
+        }
+    )
+    if failed:
+        rank, code = failed
+        problem = f"not done after {timeout_s:.0f} s" if rank < 0 else f"rank {rank} ended with code {code}"
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.exists() else ""
+        raise TrainingFailed(f"{problem}; the end of {log}:\n{tail}")
+
+
+class Server:
+    """A fork server (forkserver.py), started when it is first needed, and again after it had to be killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the session)
+
+    def answer(self, order: Mapping[str, object]) -> tuple[int, int] | None:
+        """Have an order carried out; return the first rank that failed and its exit code."""
+        answered = False
+        try:
+            process = self._process or self._start()
+            assert process.stdin
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+            failed = self._reply(process)
+            answered = True
+        finally:
+            if not answered:  # Ctrl-C, or a test's timeout
+                self.stop()
+        return failed
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "real.forkserver"],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        atexit.register(self.stop)
+        self._reply(self._process)  # it is ready
+        return self._process
+
+    def _reply(self, process: subprocess.Popen[bytes]) -> Any:
+        assert process.stdout
+        if line := process.stdout.readline():
+            return json.loads(line)
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").splitlines()
+        raise TrainingFailed("\n".join(["the fork server ended:", *said[-TAIL_LINES:]]))
+
+    def stop(self) -> None:
+        """Kill the server and all of its ranks."""
+        if self._process:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+
+SERVER = Server()
 
 
 def environment() -> dict[str, str]:
@@ -142,9 +226,12 @@ def environment() -> dict[str, str]:
     env |= {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [env.get("PYTHONPATH")])])
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # ninja, when pip installed it
-    caches = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    env.setdefault("TORCH_EXTENSIONS_DIR", str(caches / "llmtailor-tests" / digest(versions())))
+    env.setdefault("TORCH_EXTENSIONS_DIR", str(caches() / digest(versions())))
     return env
+
+
+def caches() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmtailor-tests"
 
 
 def compiler() -> bool:

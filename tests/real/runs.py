@@ -1,6 +1,11 @@
-"""The trainings that the tests stand on: one torchrun for each world size. A run costs a second or two."""
+"""The trainings that the tests stand on, one set of ranks for each world size. A run costs a second."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 
 from real.spec import Spec, by_name
 
@@ -109,10 +114,30 @@ RESUMED_ANY = [name for name, spec in (TWO_RANKS_ANY | THREE_RANKS_ANY).items() 
 
 BATCHES = {2: TWO_RANKS | TWO_RANKS_ANY, 3: THREE_RANKS | THREE_RANKS_ANY}
 
+SHORT = {
+    *("llama", "llama-b", "llama-layer", "llama-tied", "llama-fp16", "llama-ds-both", "llama-frozen"),
+    *("llama-extras-layer", "llama-no-gather", "llama-sharded", "gpt-neox", "mixtral"),
+    *("zero1", "zero1-bf16opt", "zero1-extras-layer", "zero2", "zero2-rr", "zero2-aligned", "zero2-fp16"),
+    *("zero2-tied", "zero2-extras", "zero2-elastic"),
+    *("llama-w3", "llama-sub-w3", "gpt2-w3", "zero2-w3", "zero2-rr-w3"),
+}
+"""What is trained without --all: every feature, and every pair of features that has code of its own"""
+LONG = {name for batch in BATCHES.values() for name in batch} - SHORT
+"""conftest.py marks what is parametrized with one of these as long."""
 
-def batch(ranks: int, without: frozenset[str] = frozenset()) -> dict[str, Spec]:
+
+def long_but(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return the cases, those marked long that are not among the short ones."""
+    long = pytest.mark.long
+    split = [(case, [case] if isinstance(case, str) else case) for case in cases]
+    return [case if case in short else pytest.param(*values, marks=long) for case, values in split]
+
+
+def batch(ranks: int, everything: bool = True, without: frozenset[str] = frozenset()) -> dict[str, Spec]:
     """Return the straight runs of a world size and their stock resumes, leaving out some optimizers."""
     straight = [spec for spec in BATCHES[ranks].values() if spec.optimizer not in without]
+    if not everything:
+        return by_name(spec for spec in straight if spec.name in SHORT)
     resumed = [
         spec.resumed(f"{spec.name}/checkpoint-{MIDDLE}", f"{spec.name}+resume", save_steps=spec.steps)
         for spec in straight

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +17,9 @@ from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import as_saved
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
-from real.harness import Runs, Train, TrainingFailed, torchrun
+from real.harness import HERE, TIMEOUT_S, Run, Runs, TrainingFailed, environment, start_ranks, train
 from real.runs import MIDDLE, RESUMED, THREE_RANKS, TWO_RANKS
+from real.spec import Spec
 
 ALL = TWO_RANKS | THREE_RANKS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -22,6 +27,7 @@ INEXACT = {"llama-cpu-adam"}
 """DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_stock_resume_repeats_the_straight_run(runs: Runs, name: str) -> None:
     straight, resumed = runs[name], runs[f"{name}+resume"]
@@ -39,6 +45,7 @@ def test_stock_resume_repeats_the_straight_run(runs: Runs, name: str) -> None:
     assert_same(again, once)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_deepspeed_loads_what_the_oracle_reads(runs: Runs, name: str) -> None:
     run = runs[name]
@@ -128,15 +135,51 @@ def test_compose_keeps_the_bases_step_in_a_mixed_flat_id(runs: Runs) -> None:
     assert set(compose(sources, base="4", choose=lambda param: "2").steps.values()) == {2.0}
 
 
-def test_a_resume_in_a_fresh_process_is_exact_too(runs: Runs, train: Train) -> None:
+@pytest.mark.long
+def test_torchrun_trains_the_same(runs: Runs, tmp_path: Path) -> None:
+    """A resume in processes of its own, and by the usual launcher, is exact too."""
     straight = runs["llama-layer"]
-    resumed = train([straight.spec.resumed(straight.checkpoint(2), "again")], 2)["again"]
-    assert resumed.losses == {step: loss for step, loss in straight.losses.items() if step > 2}
+    spec = straight.spec.resumed(straight.checkpoint(2), "again")
+    (tmp_path / "specs.json").write_text(json.dumps([spec.to_json()]))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(HERE / "train.py"), str(tmp_path / "specs.json"), str(tmp_path)]
+    done = subprocess.run([*launch, *words], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert not done.returncode, done.stdout + done.stderr
+    again = Run(spec, tmp_path / "again")
+    assert again.losses == {step: loss for step, loss in straight.losses.items() if step > 2}
 
 
 def test_a_hung_training_is_killed_and_tells_its_log(tmp_path: Path) -> None:
-    with pytest.raises(TrainingFailed, match="not done after 0 s"):
-        torchrun([TWO_RANKS["llama"]], 2, tmp_path, timeout_s=0.1)
+    with pytest.raises(TrainingFailed, match=r"not done after 2 s(.|\n)*rank 0 hangs"):
+        start_ranks("real.unlucky", [tmp_path / "nothing"], 2, tmp_path, timeout_s=2)
+    wait_for_the_end_of_both_ranks(tmp_path)
+
+
+def test_a_killed_rank_takes_the_others_along(tmp_path: Path) -> None:
+    (tmp_path / "kill").touch()
+    with pytest.raises(TrainingFailed, match=r"rank 1 ended with code -9(.|\n)*rank 0 hangs"):
+        start_ranks("real.unlucky", [tmp_path / "kill"], 2, tmp_path)
+    wait_for_the_end_of_both_ranks(tmp_path)
+
+
+def test_a_failed_training_tells_why(tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match=r"rank \d ended with code 1(.|\n)*KeyError: 'no-such-model'"):
+        train([Spec("failed", "no-such-model")], 2, tmp_path)
+
+
+def wait_for_the_end_of_both_ranks(folder: Path) -> None:
+    """Of those that have written down their process ids; a test that hangs here has left one behind."""
+    ranks = [path.name for path in folder.glob("[0-9]*")]
+    assert len(ranks) == 2
+    while any(is_running(rank) for rank in ranks):
+        time.sleep(0.01)
+
+
+def is_running(rank: str) -> bool:
+    try:
+        return "State:\tZ" not in Path("/proc", rank, "status").read_text()
+    except OSError:
+        return False
 
 
 def test_bits_are_compared_not_values() -> None:

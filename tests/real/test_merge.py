@@ -20,7 +20,7 @@ from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_
 from oracle.weights import EXPERTS, with_weights
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load
 from real.harness import Run, Runs, Train
-from real.runs import MIDDLE, THREE_RANKS, TWO_RANKS
+from real.runs import MIDDLE, THREE_RANKS, TWO_RANKS, long_but
 from real.spec import Spec
 
 ALL = TWO_RANKS | THREE_RANKS
@@ -145,40 +145,38 @@ def test_deepspeeds_own_tools_read_the_same_out_of_a_composite(runs: Runs, name:
 
 RESUMED = [
     *("llama", "llama-layer", "llama-sub", "llama-tied", "llama-fp16", "llama-fp32", "llama-ds-adamw", "llama-ds-both"),
-    *(
-        "llama-offload",
-        "llama-no-gather",
-        "llama-sharded",
-        "llama-frozen",
-        "llama-extras-layer",
-        "qwen2",
-        "qwen3-layer",
-    ),
-    *("mistral", "gemma", "gpt2", "gpt-neox", "mixtral", "qwen3-moe", "llama-w3", "llama-layer-w3", "mixtral-w3"),
+    *("llama-offload", "llama-no-gather", "llama-sharded", "llama-frozen", "llama-extras-layer"),
+    *("qwen2", "qwen3-layer", "mistral", "gemma", "gpt2", "gpt-neox", "mixtral", "qwen3-moe"),
+    *("llama-w3", "llama-layer-w3", "mixtral-w3"),
 ]
+MIXTURES = [f"{name} mixed" for name in RESUMED]
+SHORT_RESUMED = {"llama-fp16", "llama-ds-both"}
+SHORT_MIXTURES = {"llama-layer mixed", "llama-extras-layer mixed", "llama-w3 mixed"}
 
 
 @pytest.fixture(scope="module")
-def resumed(runs: Runs, train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def resumed(runs: Runs, train: Train, selected: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Stock resumes, at `MIDDLE`, from a composite of two copies of one checkpoint (``NAME``) and, at 6 and for two
     steps more, from the mixed composite (``NAME mixed``)."""
     root = tmp_path_factory.mktemp("composites")
     done: dict[str, Run] = {}
     for ranks, names in ((2, TWO_RANKS), (3, THREE_RANKS)):
         specs = []
-        for name in (name for name in RESUMED if name in names):
+        for name in (name for name in RESUMED if name in names and name in selected):
             run, folder = runs[name], root / name
             shutil.copytree(run.checkpoint(MIDDLE), folder / "copy")
             taken: dict[str | int, Path] = {"odd": folder / "copy", "norm": folder / "copy"}
             same = merge(run.checkpoint(MIDDLE), taken, folder / f"checkpoint-{MIDDLE}", ranks)
             specs.append(run.spec.resumed(same, name, save_steps=run.spec.steps))
-            composite, _ = mixed(run, folder / "checkpoint-6")
-            specs.append(run.spec.resumed(composite, f"{name} mixed", steps=8, save_steps=8))
-        done |= train(specs, ranks)
+        for name in (name for name in RESUMED if name in names and f"{name} mixed" in selected):
+            (root / f"{name} mixed").mkdir()
+            composite, _ = mixed(runs[name], root / f"{name} mixed" / "checkpoint-6")
+            specs.append(runs[name].spec.resumed(composite, f"{name} mixed", steps=8, save_steps=8))
+        done |= train(specs, ranks) if specs else {}
     return done
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", long_but(SHORT_RESUMED, RESUMED))
 def test_a_stock_resume_from_one_step_repeats_the_straight_run(resumed: dict[str, Run], runs: Runs, name: str) -> None:
     straight = {step: loss for step, loss in runs[name].losses.items() if step > MIDDLE}
     assert len(straight) == 2
@@ -188,10 +186,10 @@ def test_a_stock_resume_from_one_step_repeats_the_straight_run(resumed: dict[str
     ]
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_stock_deepspeed_holds_what_was_planned(resumed: dict[str, Run], runs: Runs, name: str) -> None:
+@pytest.mark.parametrize("mixture", long_but(SHORT_MIXTURES, MIXTURES))
+def test_stock_deepspeed_holds_what_was_planned(resumed: dict[str, Run], runs: Runs, mixture: str) -> None:
     """Before the first step after the resume, the engine's states are those of the oracle's composite."""
-    run, echo = runs[name], resumed[f"{name} mixed"].echo
+    run, echo = runs[mixture.split()[0]], resumed[mixture].echo
     tied = load(run.checkpoint(6)).rest["tied"]
     steps = {part: step for part, step in MIXED.items() if not (run.spec.tied and part == "lm_head")}
     wanted = compose(snapshots(run), "6", lambda name: str(steps.get(part_of(tied.get(name, name)), 6)))
@@ -204,13 +202,13 @@ def test_stock_deepspeed_holds_what_was_planned(resumed: dict[str, Run], runs: R
         assert not differ(echo["weight"][param], tensor), param
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("mixture", long_but(SHORT_MIXTURES, MIXTURES))
 def test_a_stock_resume_from_a_mixed_composite_stays_near_the_straight_run(
-    resumed: dict[str, Run], runs: Runs, name: str
+    resumed: dict[str, Run], runs: Runs, mixture: str
 ) -> None:
     """Some parts are two and four steps back, of six: the loss must lie in the range that the run has gone through."""
-    straight, after = runs[name].losses, resumed[f"{name} mixed"].losses
-    print(f"{name}: straight {show(straight)}; resumed {show(after)}", file=os.sys.stderr)
+    straight, after = runs[mixture.split()[0]].losses, resumed[mixture].losses
+    print(f"{mixture}: straight {show(straight)}; resumed {show(after)}", file=os.sys.stderr)
     assert sorted(after) == [7, 8]
     spread = max(straight.values()) - min(straight.values())
     for loss in after.values():
@@ -221,9 +219,10 @@ def show(losses: Mapping[int, float]) -> str:
     return " ".join(f"{step}:{loss:.4f}" for step, loss in losses.items())
 
 
-def test_steps_travel_with_layers_through_a_stock_resume(resumed: dict[str, Run]) -> None:
+@pytest.mark.parametrize("mixture", ["llama-layer mixed"])
+def test_steps_travel_with_layers_through_a_stock_resume(resumed: dict[str, Run], mixture: str) -> None:
     """Layer-aligned groups: what is saved after the resume has counted on from each layer's own step."""
-    after = load(resumed["llama-layer mixed"].checkpoint(8))
+    after = load(resumed[mixture].checkpoint(8))
     assert after.steps["model.layers.1.mlp.up_proj.weight"] == 4 + 2
     assert after.steps["model.embed_tokens.weight"] == 2 + 2
     assert after.steps["model.layers.0.mlp.up_proj.weight"] == 6 + 2

@@ -18,6 +18,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import llmtailor
+from helpers.asking import answers_from_a_fork  # noqa: F401
 from llmtailor.compose.report import Report
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
@@ -33,7 +34,7 @@ from real.test_merge import part_of
 
 pytestmark = pytest.mark.real
 
-PROGRAM = "train_more.py"
+PROGRAM = "real.train_more"
 ADAPTER = "adapter_model.safetensors"
 NOISE = 5e-4
 """Of the loss in bf16, with another stage of ZeRO"""

@@ -1,4 +1,4 @@
-"""Run trainings one after another in one process group: ``torchrun train.py SPECS.json FOLDER``.
+"""Run trainings one after another in one process group: ``torchrun train.py SPECS.json FOLDER``, or see forkserver.py.
 
 The Trainer, DeepSpeed and the models are the stock ones. Importing them takes far longer than a tiny training,
 hence the batch. Each run leaves ``<FOLDER>/<name>/result.json``, written last.
@@ -6,12 +6,10 @@ hence the batch. Each run leaves ``<FOLDER>/<name>/result.json``, written last.
 
 from __future__ import annotations
 
-import ctypes
 import fnmatch
 import gc
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,11 +23,11 @@ from deepspeed.accelerator import get_accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
 from real.echo import Echo
+from real.forkserver import die_with_parent
 from real.models import VOCAB, add_extras, build, layer_groups, tokenizer
 from real.spec import Spec, from_json
 
 RATE, DECAY = 5e-3, 0.1
-PR_SET_PDEATHSIG = 1
 
 
 class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -158,27 +156,19 @@ def train(spec: Spec, folder: Path) -> None:
         print(f"=== {spec.name}: done in {time.monotonic() - began:.1f} s, losses {told}", flush=True)
 
 
-def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun puts us out of reach of its process group
-    folder = Path(sys.argv[2])
-    specs = [from_json(data) for data in json.loads(Path(sys.argv[1]).read_text())]
+def main(specs_file: Path, folder: Path) -> None:
     get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
-    for spec in specs:
+    for spec in map(from_json, json.loads(specs_file.read_text())):
         print(f"=== {spec.name}", flush=True)
         train(spec, folder)
         gc.collect()  # engines are full of cycles
         gc.freeze()  # what is left are modules: not to be searched again, which takes as long as the training
-    end()
-
-
-def end() -> None:
-    """Leave without the interpreter's teardown: a gloo thread that wakes up in it aborts the process now and then."""
     torch.distributed.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent()  # torchrun puts us out of reach of its process group
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
+    main(*map(Path, sys.argv[1:]))
+    sys.stdout.flush()
+    os._exit(0)  # no teardown of the interpreter: a gloo thread that wakes up in it aborts the process now and then

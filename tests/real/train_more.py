@@ -6,6 +6,7 @@ Of a Spec, ``arch`` may end in ``+lora`` (the head is trained whole) or ``+dropo
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,6 @@ def deepspeed_config(spec: Spec) -> dict[str, Any] | None:
     return stock_config(spec) if spec.stage else None
 
 
-if __name__ == "__main__":
+def main(specs_file: Path, folder: Path) -> None:
     train.build, train.deepspeed_config = build, deepspeed_config  # type: ignore[assignment]
-    train.main()
+    train.main(specs_file, folder)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +15,11 @@ from llmtailor.checkpoint.regroup import DEFAULT, LAYER, find_decaying, regroup
 from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
 from llmtailor.model.params import Param
 from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
-from real.harness import environment
+from real.harness import start_ranks
 from real.models import CONFIGS, build
+from training import layered
 
-DECAY = 0.1
-RATE = 5e-3
+DECAY = layered.DECAY
 
 
 def named(groups):
@@ -112,69 +109,14 @@ def test_a_config_with_an_optimizer_is_refused():
         Layered({"optimizer": {"type": "AdamW"}})
 
 
-TRAIN = f"""
-import json, os, sys, torch
-from pathlib import Path
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
-from llmtailor.training import LayerGroupsMixin
-
-class LayerTrainer(LayerGroupsMixin, Trainer):
-    pass
-
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-    def __getitem__(self, at):
-        tokens = (at + torch.arange(8)) % 61
-        return {{"input_ids": tokens, "labels": tokens}}
-
-def start(out, stage, resume=None, steps=2):
-    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
-    config = {{**auto, "zero_optimization": {{"stage": stage}}, "bf16": {{"enabled": True}},
-              "zero_force_ds_cpu_optimizer": False}}
-    args = TrainingArguments(output_dir=str(out), deepspeed=config if stage else None, bf16=bool(stage), use_cpu=True,
-        per_device_train_batch_size=2, max_steps=steps, save_strategy="steps", save_steps=1, report_to=[], seed=0,
-        learning_rate={RATE}, weight_decay={DECAY}, disable_tqdm=True, dataloader_pin_memory=False)
-    # Loaded while the arguments exist, a model is partitioned at once under ZeRO-3: all its params are empty.
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model", dtype=torch.float32)
-    assert (stage == 3) == all(param.numel() == 0 for param in model.parameters())
-    trainer = LayerTrainer(model=model, args=args, train_dataset=Tokens(),
-        data_collator=default_data_collator)
-    trainer.train(resume_from_checkpoint=resume)
-
-def main():
-    if "deepspeed" in sys.argv:
-        import deepspeed
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo")
-    for stage in (3, 2) if "deepspeed" in sys.argv else (0,):
-        out = Path(sys.argv[1]) / f"stage{{stage}}"
-        start(out, stage)
-        start(out, stage, str(out / "checkpoint-2"), 3)
-
-main()
-sys.stdout.flush()
-os._exit(0)  # no teardown of the interpreter, in which gloo's threads now and then abort
-"""
-
-
-def train(folder: Path, *words: str) -> None:
-    script = folder / "train.py"
-    script.write_text(TRAIN)
-    build("qwen2", 2, True).save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launch = [*command, str(script)] if words else [sys.executable, str(script)]
-    done = subprocess.run([*launch, str(folder), *words], env=environment(), cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def expected():
     return layer_param_groups(build("qwen2", 2, True), DECAY)
 
 
 @pytest.mark.real
 def test_the_groups_get_through_a_plain_trainer(tmp_path):
-    train(tmp_path)
+    build("qwen2", 2, True).save_pretrained(tmp_path / "model")
+    layered.plain(tmp_path)
     for step in (2, 3):  # 3 is from the resumed run
         saved = torch.load(tmp_path / f"stage0/checkpoint-{step}/optimizer.pt", weights_only=True)["param_groups"]
         assert named(saved) == named(expected())
@@ -184,7 +126,8 @@ def test_the_groups_get_through_a_plain_trainer(tmp_path):
 
 @pytest.mark.real
 def test_the_groups_get_through_deepspeed(tmp_path):
-    train(tmp_path, "deepspeed")
+    build("qwen2", 2, True).save_pretrained(tmp_path / "model")
+    start_ranks("training.layered", [tmp_path], 2, tmp_path)
     for stage in (3, 2):
         for step in (2, 3):
             index = index_checkpoint(tmp_path / f"stage{stage}/checkpoint-{step}")

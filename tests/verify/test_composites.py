@@ -44,7 +44,9 @@ def test_conversions_verify(runs, tmp_path, name, world_size, stage):
 
 @pytest.mark.parametrize(("stage", "world_size"), [(None, 1), (None, 3), (2, 3)])
 def test_buffers_of_other_ranks_verify(runs, tmp_path, stage, world_size):
-    assert_clean(convert(runs["llama-extras"].checkpoint(4), tmp_path / "out", stage=stage, world_size=world_size))
+    assert_clean(
+        convert(runs["llama-extras-layer"].checkpoint(4), tmp_path / "out", stage=stage, world_size=world_size)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-fp16", "zero2-fp16"])
