@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
-from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Piece, Plan, Zeros
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.pool import Stop, num_workers, run_all
@@ -48,7 +48,7 @@ class Run:
 class FileResult:
     """What was written."""
 
-    plan: FilePlan
+    plan: FileLayout
     crc: int
     crcs: tuple[int, ...]
     """CRC-32 of every piece."""
@@ -65,8 +65,8 @@ class FileResult:
 
     def runs(self) -> Iterator[Run]:
         for piece, crc in zip(self.plan.pieces, self.crcs, strict=True):
-            if isinstance(piece, (Copy, Convert)) and piece.state is not None:
-                yield Run(piece.state, piece.begin, piece.stop - piece.start, crc)
+            if isinstance(piece, (Copy, Cast)) and piece.state is not None:
+                yield Run(piece.state, piece.begin, piece.num_bytes, crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
 
 def _write_file(
     plan: Plan,
-    file: FilePlan,
+    file: FileLayout,
     facts: Mapping[str, FileFact],
     staging: Path,
     context: Context,
@@ -146,9 +146,9 @@ def _write_file(
 class _Filled:
     """What is known of the pieces that a file has so far."""
 
-    def __init__(self, plan: FilePlan):
+    def __init__(self, plan: FileLayout):
         self.plan = plan
-        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Checksum))
+        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
         self.crc = 0
         self.crcs: list[int] = []
         self.at = 0
@@ -157,22 +157,21 @@ class _Filled:
         return self.plan.pieces[len(self.crcs) :]
 
     def add(self, piece: Piece, crc: int) -> None:
-        length = piece.stop - piece.start
-        self.ranges.add(piece.start, crc, length)
-        self.crc = combine(self.crc, crc, length)
+        self.ranges.add(self.at, crc, piece.num_bytes)
+        self.crc = combine(self.crc, crc, piece.num_bytes)
         self.crcs.append(crc)
-        self.at = piece.stop
+        self.at += piece.num_bytes
 
 
-def _take_over(plan: FilePlan, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
+def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
     filled, output = _Filled(plan), Output(fd, context.on_progress, new_digest() if context.digest else None)
     for number, mark in enumerate(marks):
         try:
             for piece in filled.missing():
-                if piece.stop > mark.num_bytes:
+                if filled.at + piece.num_bytes > mark.num_bytes:
                     break
-                filled.add(piece, output.take_over(piece.stop - piece.start, context.stop))
+                filled.add(piece, output.take_over(piece.num_bytes, context.stop))
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
         except OSError:  # cut short, or on a spot that the disk can't read any more
             true = False
@@ -197,11 +196,12 @@ def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, c
 
     for piece in filled.missing():
         context.stop.check()
-        if isinstance(piece, Inline):
+        if isinstance(piece, Bytes):
             crc = output.put(piece.data)
-        elif isinstance(piece, Checksum):
-            crc = output.put(filled.ranges.crc_of(piece).to_bytes(4, "little"))
+        elif isinstance(piece, Crc):
+            crc = output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
         else:
+            assert not isinstance(piece, Slot), "a plan has no slots"
             crc = _write_bulk(piece, output, sources, context.stop)
         filled.add(piece, crc)
         if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
@@ -214,15 +214,15 @@ def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, c
         marking.result()  # a disk reports an error once, and not again at the last fsync
 
 
-def _write_bulk(piece: Zeros | Copy | Convert, output: Output, sources: Sources, stop: Stop) -> int:
+def _write_bulk(piece: Zeros | Copy | Cast, output: Output, sources: Sources, stop: Stop) -> int:
     """Write a piece that may be long; return its CRC-32."""
-    crc, left = 0, piece.stop - piece.start
+    crc, left = 0, piece.num_bytes
     if isinstance(piece, Zeros):
         for length in _lengths(left, len(_ZEROS)):
             crc = output.put(_ZEROS[:length], crc)
-    elif isinstance(piece, Convert):
-        wide, offset = ITEMSIZE[piece.source_dtype], piece.offset
-        for numel in _lengths(left // ITEMSIZE[piece.dtype], streams.BUFFER_BYTES // 16):
+    elif isinstance(piece, Cast):
+        wide, offset = ITEMSIZE[piece.source_dtype], piece.extent.start
+        for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
             stop.check()
             data = bytearray(numel * wide)
             sources.read_into(piece, offset, memoryview(data))
@@ -232,7 +232,7 @@ def _write_bulk(piece: Zeros | Copy | Convert, output: Output, sources: Sources,
         while left:
             stop.check()
             room = output.room()[:left]
-            sources.read_into(piece, piece.offset + piece.stop - piece.start - left, room)
+            sources.read_into(piece, piece.extent.stop - left, room)
             crc = output.commit(len(room), crc)
             left -= len(room)
     return crc
@@ -250,8 +250,8 @@ def _lengths(total: int, size: int) -> Iterator[int]:
 class _Ranges:
     """Keeps the CRC-32 of the ranges that checksum pieces ask for; they never overlap, and come in order."""
 
-    def __init__(self, wanted: Iterator[Checksum]):
-        self.spans = sorted({(piece.over_start, piece.over_stop) for piece in wanted}, reverse=True)
+    def __init__(self, wanted: Iterator[Crc]):
+        self.spans = sorted({(piece.start, piece.stop) for piece in wanted}, reverse=True)
         self.done: dict[tuple[int, int], int] = {}
         self.crc = 0
 
@@ -262,6 +262,6 @@ class _Ranges:
         if self.spans and self.spans[-1][0] <= start:
             self.crc = combine(self.crc, crc, length)
 
-    def crc_of(self, piece: Checksum) -> int:
-        self.add(piece.start, 0, 0)
-        return self.done[(piece.over_start, piece.over_stop)]
+    def crc_of(self, piece: Crc, at: int) -> int:
+        self.add(at, 0, 0)
+        return self.done[(piece.start, piece.stop)]

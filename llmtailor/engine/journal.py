@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmtailor.checkpoint.layout import Convert, Copy, Inline, Plan
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Plan
 from llmtailor.errors import some
 from llmtailor.storage.local import FileFact, chunks, write_all
 
@@ -54,7 +54,10 @@ def identify(
 ) -> Identity:
     """Identify a merge. ``facts`` are those of each source's files; ``request`` is anything whose repr is stable."""
     read = {
-        (piece.source, piece.path) for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Convert))
+        (piece.source, piece.extent.path)
+        for file in plan.files
+        for piece in file.pieces
+        if isinstance(piece, (Copy, Cast))
     }
     sources = {f"{plan.sources[source]}/{path}": facts[source][path] for source, path in sorted(read)}
     asked = hashlib.sha256(repr(request).encode()).hexdigest()
@@ -67,8 +70,8 @@ def plan_digest(plan: Plan) -> str:
     for file in plan.files:
         digest.update(f"{file.path!r} {file.num_bytes}".encode())
         for piece in file.pieces:
-            if isinstance(piece, Inline):  # its data may be large, and a repr four times that
-                digest.update(b"Inline %d %d " % (piece.start, len(piece.data)))
+            if isinstance(piece, Bytes):  # its data may be large, and a repr four times that
+                digest.update(b"Bytes %d " % len(piece.data))
                 digest.update(piece.data)
             else:
                 digest.update(repr(piece).encode())

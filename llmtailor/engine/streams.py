@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.layout import Convert, Copy
+from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
@@ -35,12 +35,12 @@ class Sources:
         self.roots = roots
         self.files = Files(facts=facts)
 
-    def read_into(self, piece: Copy | Convert, offset: int, room: memoryview) -> None:
+    def read_into(self, piece: Copy | Cast, offset: int, room: memoryview) -> None:
         """Fill ``room`` from the piece's file.
 
         Raises SourceError for a file that is missing, too short or changed, else StorageError.
         """
-        where = f"{self.roots[piece.source]}/{piece.path}"
+        where = f"{self.roots[piece.source]}/{piece.extent.path}"
         try:
             self.files.read_into(where, offset, room)
         except OSError as error:

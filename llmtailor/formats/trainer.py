@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.layout import Carry, FileLayout, Literal
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
@@ -312,7 +312,7 @@ def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
         source = "rng_state.pth" if old == 1 else f"rng_state_{rank % old}.pth"
         path = "rng_state.pth" if new == 1 else f"rng_state_{rank}.pth"
         if source in base.files:
-            layouts.append(FileLayout(path, carry(source, base.files[source]).segments))
+            layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
         elif source in base.inside:
             layouts.append(_lay_out_tree(path, base, source))
     return layouts
@@ -326,7 +326,7 @@ def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
 def carry(path: str, fact: FileFact) -> FileLayout:
     """Lay out a file that is the base's own, unchanged."""
     extent = Extent(path, 0, fact.num_bytes)
-    return FileLayout(path, (Carry(extent),) if fact.num_bytes else ())
+    return FileLayout(path, (Copy(extent),) if fact.num_bytes else ())
 
 
 def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
@@ -334,6 +334,4 @@ def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = _TORCH_DTYPES[dtype]
-    return FileLayout(
-        CONFIG, (Literal(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),)
-    )
+    return FileLayout(CONFIG, (Bytes(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),))

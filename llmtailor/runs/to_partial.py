@@ -77,10 +77,10 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
         elif there.is_here != (state.param in kept or state.param not in trained):
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
-        for piece in file.pieces:
+        for start, piece in file.placed():
             if isinstance(piece, Copy) and piece.state is not None and made.held[piece.state].is_here:
-                end = piece.begin + _numel(made, piece.state, piece.stop - piece.start)
-                planned = Fragment(piece.begin, end, Extent(file.path, piece.start, piece.stop))
+                end = piece.begin + _numel(made, piece.state, piece.num_bytes)
+                planned = Fragment(piece.begin, end, Extent(file.path, start, start + piece.num_bytes))
                 if list(made.held[piece.state].place.cover(piece.begin, end)) != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
     if wrong:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmtailor.checkpoint.layout import FileLayout, Literal
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.compose.opened import Opened
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.resume import is_written
@@ -219,7 +219,7 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
             notices.append(Problem(where, "the file is damaged, and left out", fix))
             continue
         data = read_source(donor / path, PathIn(display_name(donor), path), MAX_BYTES)
-        layouts.append(FileLayout(path, (Literal(data, f"from {donor.name}"),)))
+        layouts.append(FileLayout(path, (Bytes(data, f"from {donor.name}"),)))
         what = f"the file is damaged, and comes from {display_name(donor)}"
         notices.append(Problem(where, what, "look whether it is right, if the run changed it in between"))
     return layouts, notices

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.layout import Carry
+from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.pickle_machine import check_keys
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, TensorView, as_shape, as_tensor, make_tensor
@@ -157,7 +157,7 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
         )
     if kind == STORED:
         dtype, shape, extent = find(data["file"], data["key"])
-        return make_tensor(dtype, shape, (Carry(extent),))
+        return make_tensor(dtype, shape, (Copy(extent),))
     if kind == PLACEHOLDER:
         return _nowhere(data["dtype"], tuple(data["shape"]))
     raise ValueError(f"{kind!r} is no kind of node")
@@ -180,7 +180,7 @@ def _nowhere(dtype: str, shape: tuple[int, ...]) -> Call:
     if as_shape(shape) is None:
         raise ValueError("a placeholder has no shape")
     num_bytes = math.prod(shape) * ITEMSIZE[dtype]
-    return make_tensor(dtype, shape, (Carry(Extent("", 0, num_bytes)),))
+    return make_tensor(dtype, shape, (Copy(Extent("", 0, num_bytes)),))
 
 
 @dataclass(frozen=True, slots=True)

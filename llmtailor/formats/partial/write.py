@@ -3,7 +3,7 @@
 Fragments are cut as the states lie on the ranks of the full checkpoint, so nothing is gathered. Weights are left out,
 as in any partial checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 
-Lays out a bundle, or a file of frozen params: a safetensors file whose tensors are filled by segments.
+Lays out a bundle, or a file of frozen params: a safetensors file whose tensors are filled by pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Carry, FileLayout, Fill, Literal, Segment, Slot
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.sharding import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import read_json
@@ -50,7 +50,7 @@ class Entry:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    content: tuple[Segment, ...]
+    content: tuple[Piece, ...]
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ class Bundle:
 
         def place(view: TensorView) -> Mapping[str, Any]:
             key, content = f"tree/{len(self.entries)}", view.storage.content
-            if not content or any(isinstance(part, (Slot, Fill)) for part in content):
+            if not content or any(isinstance(part, (Slot, Zeros)) for part in content):
                 return placeholder(view.storage.dtype, view.shape)
-            if isinstance(content[0], Carry):
+            if isinstance(content[0], Copy):
                 extent = extent_of(view, key, where)
-                content = (Carry(extent),) if extent.num_bytes else ()
+                content = (Copy(extent),) if extent.num_bytes else ()
             self.entries.append(Entry(key, view.storage.dtype, view.shape, content))
             return stored(self.path, key)
 
@@ -93,16 +93,16 @@ class Bundle:
 def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
     """Lay out a safetensors file; by falling item size, so that every tensor is aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    segments: list[Segment] = []
+    pieces: list[Piece] = []
     at = 0
     for entry in sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype]):
-        stop = at + sum(segment.num_bytes for segment in entry.content)
+        stop = at + sum(piece.num_bytes for piece in entry.content)
         header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, stop]}
-        segments += entry.content
+        pieces += entry.content
         at = stop
     text = _json(header).encode()
     text += b" " * (-len(text) % 8)
-    return FileLayout(path, (Literal(struct.pack("<Q", len(text)) + text, "safetensors header"), *segments))
+    return FileLayout(path, (Bytes(struct.pack("<Q", len(text)) + text, "safetensors header"), *pieces))
 
 
 def _json(data: Any) -> str:
@@ -273,9 +273,9 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
         for name, held in frozen.items():
             part = part_size(held.numel, ranks)
             begin, end = min(rank * part, held.numel), min((rank + 1) * part, held.numel)
-            content: list[Segment] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
+            content: list[Piece] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
             if padding := part - (end - begin):
-                content.append(Fill(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
+                content.append(Zeros(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
             entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, tuple(content)))
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.layout import FileLayout, Literal, Slot
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
@@ -89,7 +89,7 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, 
     for group in layout.groups:
         ids = list(range(len(state), len(state) + len(group.params)))
         for number, param in zip(ids, group.params, strict=True):
-            step = (Literal(struct.pack("<f", steps[number]), f"step of {param}"),)
+            step = (Bytes(struct.pack("<f", steps[number]), f"step of {param}"),)
             state[number] = {
                 "step": make_tensor("F32", (), step),
                 **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
