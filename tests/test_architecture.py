@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "policies": {"codes", "errors", "model"},
     "runs": {*BASE, "containers", "formats", "engine", "recipe", "policies", "verify", "compose"},
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
-    "saving": {*BASE, "containers", "formats", "policies", "runs"},
+    "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
     "cli": {*BASE, "containers", "formats", "recipe", "verify", "compose", "runs", "salvage"},
     "codes": set(),

@@ -21,7 +21,7 @@ from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piec
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.engine.streams import Output, Sources, cannot_write
+from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import combine, new_digest
@@ -29,6 +29,8 @@ from llmtailor.storage.local import FileFact
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
+STORE_BYTES = 32 << 20
+"""What is asked of a store at once: for tensors of a GPU, what is in CPU memory beside them."""
 MARK_BYTES = 256 << 20
 """A long file is made durable, and marked in the journal, whenever so much of it is new. This goes on beside the
 writing and costs no time: what the disk does now it need not do at the end."""
@@ -84,6 +86,8 @@ class Context:
     digest: bool = False
     """Whether to take the XXH3 of every file too."""
     stop: Stop = field(default_factory=Stop)
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    """Sources of the plan that are no folders, by their names there."""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -131,7 +135,7 @@ def _write_file(
                 filled, output = _take_over(file, fd, marks, context)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
-                _fill(filled, output, Sources(plan.sources, facts), beside, context)
+                _fill(filled, output, Sources(plan.sources, facts, context.stores), beside, context)
             os.fsync(fd)
             if not done_before:
                 context.record(file.path, Mark(file.num_bytes, filled.crc))
@@ -228,6 +232,12 @@ def _write_bulk(piece: Zeros | Copy | Cast, output: Output, sources: Sources, st
             sources.read_into(piece, offset, memoryview(data))
             crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
             offset += numel * wide
+    elif (store := sources.store_of(piece)) is not None:
+        at = piece.extent.start
+        for length in _lengths(left, STORE_BYTES):
+            stop.check()
+            crc = output.put(store.read(piece.extent.path, at, at + length), crc)
+            at += length
     else:
         while left:
             stop.check()

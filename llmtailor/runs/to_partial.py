@@ -251,7 +251,7 @@ def write_conversion(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        results = execute(conversion.plan, staging, Context([source.files], on_progress=observe, stop=stop))
+        results = execute(conversion.plan, staging, Context(facts=[source.files], on_progress=observe, stop=stop))
         crcs = {result.path: result.crc for result in results}
         logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
         for name, folder in conversion.links.items():

@@ -103,12 +103,13 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
     program = textwrap.dedent(f"""
         import resource, signal, sys
         from pathlib import Path
-        from llmtailor.checkpoint.layout import FileLayout, Plan, Copy
+        from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
+        from llmtailor.checkpoint.placement import Extent
         from llmtailor.errors import StorageError
         from llmtailor.engine.copy import execute
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        plan = Plan(({str(source)!r},), (FileLayout("f", 20_000, (Copy(0, 20_000, 0, "data", 0),)),))
+        plan = Plan(({str(source)!r},), (FileLayout("f", (Copy(Extent("data", 0, 20_000), 0),)),))
         try:
             execute(plan, Path({str(tmp_path / "out")!r}))
         except StorageError as error:

@@ -78,13 +78,13 @@ class Bundle:
             self.entries.append(Entry(key, view.storage.dtype, view.shape, content))
             return stored(self.path, key)
 
-        self.trees[stock] = _json(encode_nodes(tree, place))
+        self.trees[stock] = to_text(encode_nodes(tree, place))
 
     def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
         metadata = {
             "schema": SCHEMA_BUNDLE,
             **facts,
-            "begin": _json(self.begin),
+            "begin": to_text(self.begin),
             **{TREE + stock: text for stock, text in self.trees.items()},
         }
         return lay_out_tensors(self.path, self.entries, metadata)
@@ -100,12 +100,13 @@ def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, 
         header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, stop]}
         pieces += entry.content
         at = stop
-    text = _json(header).encode()
+    text = to_text(header).encode()
     text += b" " * (-len(text) % 8)
     return FileLayout(path, (Bytes(struct.pack("<Q", len(text)) + text, "safetensors header"), *pieces))
 
 
-def _json(data: Any) -> str:
+def to_text(data: Any) -> str:
+    """Return JSON as the headers of bundles have it."""
     return json.dumps(data, separators=(",", ":"))
 
 
