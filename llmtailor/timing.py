@@ -1,7 +1,4 @@
-"""How long the stages of a command take, for the log.
-
-How long a process may take that is asked something: one limit to set, for all of them.
-"""
+"""How long the stages of a command take, and how long a helper process may take."""
 
 from __future__ import annotations
 

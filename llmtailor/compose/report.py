@@ -1,7 +1,4 @@
-"""What a composition is made of, as data for tables, JSON, the manifest and the model card.
-
-A plan in words: rows for tables, and JSON with stable keys.
-"""
+"""What a composite is made of: tables, JSON, the manifest and the model card."""
 
 from __future__ import annotations
 

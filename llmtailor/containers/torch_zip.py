@@ -1,13 +1,11 @@
 """``torch.save`` files: a zip of stored records, one of them a pickle, the others tensor storages.
 
 Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pickle, ``NAME/data/KEY`` the bytes of
-storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples
-of 64; the central directory does not show this padding, so offsets are taken from the local headers.
+storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples of 64; the
+central directory does not show this padding, so offsets are taken from the local headers.
 
-Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with the
-CRCs of tensor records left to be filled in once the bytes have streamed past.
-
-The records of a ``torch.save`` file, with the checksums that stand in its directory; no pickle is decoded.
+Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records). The CRCs of
+tensor records are filled in once the bytes have streamed past.
 """
 
 from __future__ import annotations

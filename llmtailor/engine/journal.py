@@ -1,10 +1,8 @@
-"""The journal of a merge: what it is, and what of it has been written for good.
+"""The journal of a merge: which merge it is, and how much of it has been written durably.
 
-It is a file of JSON lines in the staging folder. The first says which merge it is; each of the others that a file is
-durable up to some byte, with the CRC-32 so far. Whoever goes on reads those bytes again and compares, so a line that
-is torn, lost or wrong costs time and no more.
-
-What a merge is, so that another run can tell whether it may go on with what is there. Pure.
+The journal is a file of JSON lines in the staging folder. The first line identifies the merge; each of the others says
+that a file is durable up to some byte, with the CRC-32 so far. A merge that resumes reads those bytes again and
+compares, so a line that is torn, lost or wrong costs time and nothing else.
 """
 
 from __future__ import annotations

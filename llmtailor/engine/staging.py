@@ -1,9 +1,7 @@
 """The staging folder beside the output, and the one rename that publishes it.
 
-Until the rename the output does not exist (or is the old one, whole, if that may be replaced). What an interrupted
-merge leaves is a hidden folder with a journal, which the same merge goes on with.
-
-What merges have left behind, and whether it can go.
+Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
+leaves a hidden folder with a journal, from which the same merge resumes.
 """
 
 from __future__ import annotations

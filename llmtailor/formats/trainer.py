@@ -27,21 +27,22 @@ from llmtailor.containers.safetensors import (
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.format import Trees, Wanted
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
+    TRAINING_ARGS,
+    RunFacts,
     check_rng,
     check_scaler,
     check_trainer_state,
     find_swapped,
     is_trainers,
     read_global_step,
+    read_run_facts,
 )
-from llmtailor.formats.training_args import TRAINING_ARGS, RunFacts, read_run_facts
-from llmtailor.formats.trees import Trees
-from llmtailor.formats.wanted import Wanted
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import WEIGHT, State
 from llmtailor.storage.local import FileFact, check_regular
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
-from llmtailor.compose.opened import Opened
-from llmtailor.compose.plan import Composition, Options, plan_merge
+from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.resume import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records, read_torch_file

@@ -19,7 +19,7 @@ from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.registry import dissect_checkpoint
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.model.disk_names import naming_of, on_disk
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.storage.checksums import part_digest
 from llmtailor.verify.bad_values import (

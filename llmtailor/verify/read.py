@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.intervals import Intervals
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.checksums import crc32
+from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.storage.local import Files
 from llmtailor.verify.bad_values import (
     DIFFERS,

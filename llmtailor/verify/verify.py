@@ -1,9 +1,4 @@
-"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict.
-
-What the index of a partial checkpoint does not tell: can a composite of the run be made with it?
-
-The files that no state lies in and no resume reads: are they whole?
-"""
+"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict."""
 
 from __future__ import annotations
 

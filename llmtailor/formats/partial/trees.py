@@ -2,9 +2,8 @@
 
 JSON's own values stand for themselves; everything else is an object whose key ``$`` says what it is. Classes and
 functions are written by name, and only those that a checkpoint's pickle may name. Tensors are references into
-safetensors files, or placeholders that only say what was there.
-
-Decoded pickles as JSON, in the form of `encoding`: for object trees that come from files, not from a live run.
+safetensors files, or placeholders that only say what was there. Trees come from a live training, or from the decoded
+pickles of files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Lays out a partial checkpoint from a full one: what the saver would have written at that step.
+"""Lays out partial checkpoints: a rank's file, files of frozen params, and the partial form of a full checkpoint.
 
-Fragments are cut as the states lie on the ranks of the full checkpoint, so nothing is gathered. Weights are left out,
-as in any partial checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
-
-Lays out a bundle, or a file of frozen params: a safetensors file whose tensors are filled by pieces.
+Fragments are cut as the states lie on the ranks, so nothing is gathered. Weights are left out, as in any partial
+checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
 from llmtailor.formats.zero.target import ZeroTarget
 from llmtailor.formats.zero.write import make_shards
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 

@@ -26,11 +26,11 @@ from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.refused_names import find_refused
+from llmtailor.formats.format import Trees
 from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
 from llmtailor.formats.resumed.tables import EACH, Field, Kind, Says, Table, check_fields, has, is_number
 from llmtailor.formats.trainer import OPTIMIZER
-from llmtailor.formats.trees import Trees
+from llmtailor.formats.trainer_checks import find_refused
 
 _GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
 _STEP = "torch.optim.AdamW.step"

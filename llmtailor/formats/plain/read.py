@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey
+from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.format import FileTrees
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
@@ -41,7 +41,6 @@ from llmtailor.formats.trainer import (
     find_lost_rng,
     read_trainer_files,
 )
-from llmtailor.formats.trees import FileTrees
 from llmtailor.formats.weights import read_adapter
 from llmtailor.formats.zero.common import attempt
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State

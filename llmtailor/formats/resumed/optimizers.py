@@ -1,7 +1,4 @@
-"""The state dict of a torch optimizer: what `load_state_dict` and the next `step` read, with DeepSpeed or without.
-
-``scheduler.pt``: what a resume reads of the state of a scheduler of torch 2.13.
-"""
+"""What a resume reads of an optimizer's and a scheduler's state (torch 2.13), with DeepSpeed or without."""
 
 from __future__ import annotations
 

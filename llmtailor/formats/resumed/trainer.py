@@ -1,9 +1,4 @@
-"""What the generators of Python, numpy and torch take for a state.
-
-The Trainer's smaller files: what a resume by transformers 5.23 and torch 2.13 reads of them.
-
-``trainer_state.json``: what a resume by transformers 5.23 reads of it.
-"""
+"""What a resume reads of the Trainer's small files and of random states (transformers 5.23, torch 2.13)."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes
 from llmtailor.checkpoint.optimizer import OptimizerLayout
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State

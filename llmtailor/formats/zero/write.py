@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.format import Wanted
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
-from llmtailor.formats.wanted import Wanted
 from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.formats.zero import write3, write12
 from llmtailor.formats.zero.files import LATEST, model_name, optim_name
