@@ -1,6 +1,6 @@
 """Whether a resume accepts the Trainer's small files: random states, loss scale, trainer state.
 
-``training_args.bin`` says which of their fields matter. It pickles a class of transformers, which is never created here:
+``training_args.bin`` says which of their fields matter. It pickles a class of transformers, which is never made here:
 its attributes are read as data. The Trainer reads its own files with ``torch.load(weights_only=True)``, which refuses
 some names that the reader here accepts.
 """

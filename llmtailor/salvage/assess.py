@@ -141,6 +141,8 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
 
 
 def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool) -> CheckpointIndex:
+    # the safetensors files of a partial checkpoint hold masters, moments and frozen params
+    weights_lost = weights_lost and not index.is_partial
     return replace(
         index,
         files={
