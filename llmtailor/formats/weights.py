@@ -1,7 +1,7 @@
 """Weight files for a composite whose base has none that can be used: laid out from what is known of its params.
 
-A run of PEFT saves its adapter alone, as ``adapter_model.safetensors``. The checkpoint holds the trained params only; the
-model below them is not in it. On disk a param goes without the name of the adapter (``lora_A.default.weight`` is
+A run of PEFT saves its adapter alone, as ``adapter_model.safetensors``. The checkpoint holds the trained params only;
+the model below them is not in it. On disk a param goes without the name of the adapter (``lora_A.default.weight`` is
 ``lora_A.weight``). The file in the root is that of the adapter ``default``; others have folders of their own. A resume
 with DeepSpeed reads none of these; without DeepSpeed the file holds the masters. Checked against peft 0.21.
 """
