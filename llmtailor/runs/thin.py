@@ -25,7 +25,7 @@ from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
+from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER, is_rng_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.parts import Anatomy
 from llmtailor.recipe.candidates import Assignment
@@ -60,7 +60,7 @@ from llmtailor.storage.local import replace_folder
 
 logger = logging.getLogger(__name__)
 _FIX = "this is a bug in llmtailor: please report it; nothing was removed"
-_OF_A_RESUME = re.compile(r"rng_state(_\d+)?\.pth|zero_to_\w+\.py")
+_SCRIPT = re.compile(r"zero_to_\w+\.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,11 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, anatom
 
 def is_kept(path: str) -> bool:
     """Whether a file of a full checkpoint stays when its optimizer is removed: all but the states of a resume."""
-    return "/" not in path and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER) and not _OF_A_RESUME.fullmatch(path)
+    return (
+        "/" not in path
+        and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER)
+        and not (is_rng_file(path) or _SCRIPT.fullmatch(path))
+    )
 
 
 def reduce_to_weights(index: CheckpointIndex) -> None:
