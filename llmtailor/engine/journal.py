@@ -4,7 +4,7 @@ It is a file of JSON lines in the staging folder. The first says which merge it 
 durable up to some byte, with the CRC-32 so far. Whoever goes on reads those bytes again and compares, so a line that
 is torn, lost or wrong costs time and no more.
 
-What a merge is, so that another run can tell whether it may go on with what is there. Pure.
+What a merge is, so that another run can tell whether it may resume. Pure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Identity:
     sources: Mapping[str, FileFact]
     """Every file that pieces read from, by path."""
     request: str
-    """Digest of the recipe and the options. It tells whether the user wants the same, even if the plan has changed."""
+    """Digest of the recipe and the options: whether the user wants the same, even if the plan has changed"""
     recipe: str
     begun: str
     num_bytes: int
@@ -79,7 +79,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def why_not(old: Identity, new: Identity) -> str:
-    """Return why the merge ``new`` can't go on with what ``old`` has written; empty if it can."""
+    """Return why the merge ``new`` can't resume from what ``old`` has written; empty if it can."""
     changed = [
         path for path, fact in new.sources.items() if path not in old.sources or not fact.is_like(old.sources[path])
     ]
