@@ -1,9 +1,9 @@
 """Carries out a plan: fills every file from its pieces, several files at once, in flat memory.
 
-Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it in
-chunks. While the disk makes one file durable, its worker goes on with the next. The CRC-32 of every byte is computed on
-the way: for the zip records, the files and the states. What an earlier run has written is read back by the same pieces,
-so that nothing but its size and CRC need be remembered.
+Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it
+in chunks. While the disk makes one file durable, its worker continues with the next. The CRC-32 of every byte is
+computed on the way: for the zip records, the files and the states. What an earlier run has written is read back by the
+same pieces, so that nothing but its size and CRC need be remembered.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Identity:
     sources: Mapping[str, FileFact]
     """Every file that pieces read from, by path."""
     request: str
-    """Digest of the recipe and the options. It tells whether the user wants the same, even if the plan has changed."""
+    """Digest of the recipe and the options: whether the user wants the same, even if the plan has changed"""
     recipe: str
     begun: str
     num_bytes: int
@@ -77,7 +77,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def why_not(old: Identity, new: Identity) -> str:
-    """Return why the merge ``new`` can't go on with what ``old`` has written; empty if it can."""
+    """Return why the merge ``new`` can't resume from what ``old`` has written; empty if it can."""
     changed = [
         path for path, fact in new.sources.items() if path not in old.sources or not fact.is_like(old.sources[path])
     ]

@@ -32,6 +32,7 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
+    is_rng_file,
 )
 from llmtailor.formats.zero.files import LATEST, is_shard_name
 from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
@@ -58,7 +59,6 @@ _TOKENIZER = {
     *("normalizer.json", "prophetnet.tokenizer", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
     *("word_pronunciation.json", "word_shape.json"),
 }
-_RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
 _TAG = re.compile(r"global_step[0-9]+")
@@ -153,7 +153,7 @@ class _Recognizer:
 
     def file(self, path: str) -> bool:
         names = (*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST)
-        if path in names or path in self.weights or path in self.code or _RNG.fullmatch(path):
+        if path in names or path in self.weights or path in self.code or is_rng_file(path):
             return True
         if self.is_partial and (path == PARTIAL_MANIFEST or is_tensor_file(path)):
             return True

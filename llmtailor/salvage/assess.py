@@ -16,13 +16,12 @@ from llmtailor.containers.torch_zip import Record, list_records
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest
-from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
+from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_rng_file, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
 
-_RNG = re.compile(r"rng_state(_\d+)?\.pth")
 _OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
@@ -129,7 +128,7 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
             weights_lost = True
         elif path == MANIFEST:
             fatal.append(finding)
-        elif path == LATEST or _RNG.fullmatch(path):
+        elif path == LATEST or is_rng_file(path):
             dropped.add(path)
             if path == LATEST and len([tag for tag in index.root.glob("global_step*") if tag.is_dir()]) > 1:
                 fatal.append(finding)

@@ -16,6 +16,7 @@ from llmtailor.containers.torch_zip import list_records, read_torch_file
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, dissect_checkpoint
+from llmtailor.formats.trainer import is_rng_file
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import State
 from llmtailor.recipe.candidates import Assignment
@@ -211,7 +212,7 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
     others = list(reversed(RunFolder(scan.run).full().values()))
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
-        if not path.startswith("rng_state"):
+        if not is_rng_file(path):
             donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "copy it into the output before the resume, if you have it elsewhere"

@@ -40,7 +40,7 @@ def part_digest(states: Iterable[tuple[State, int, int]]) -> str:
     """Return the digest of a part from (state, number of bytes, CRC-32) of its states.
 
     It is the SHA-256 over one line per state, sorted: ``kind TAB param TAB bytes TAB crc32 as 8 hex digits LF``.
-    It tells accidents, not attacks: the CRCs under it are no cryptographic hash.
+    It detects accidents, not attacks: the CRCs under it are no cryptographic hash.
     """
     lines = sorted(f"{state.kind}\t{state.param}\t{num_bytes}\t{crc:08x}\n" for state, num_bytes, crc in states)
     return "crc32-sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -65,7 +65,7 @@ def bundle_states(
 ) -> Iterator[Bundle]:
     """Yield everything that is to be read, each byte once: padding is in no placement, so in no bundle.
 
-    ``saved_as`` tells of params whose weights go by other names.
+    ``saved_as`` lists params whose weights go by other names.
     """
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():

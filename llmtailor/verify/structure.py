@@ -1,4 +1,4 @@
-"""What an index alone tells: are the states those that a resume, and what follows it, expects? Pure.
+"""What an index alone shows: are the states those that a resume, and what follows it, expects? Pure.
 
 A composite is also compared with what its manifest says the merge has written.
 """
@@ -72,7 +72,7 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
 
 
 def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
-    """A resume casts moments to what it keeps them in. DeepSpeed keeps them in fp32 unless told to save space."""
+    """A resume casts moments to what it keeps them in. DeepSpeed keeps them in fp32 unless it is set to save space."""
     cast: dict[tuple[str, str, str], list[str]] = {}
     for state, held in index.held.items():
         master = index.held.get(State(state.param, MASTER))

@@ -7,7 +7,6 @@ checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,17 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
 from llmtailor.formats.plain.write import optimizer_tree
-from llmtailor.formats.trainer import CARD, CONFIG, OPTIMIZER, SCALER, SCHEDULER, carry, is_weight_file
+from llmtailor.formats.trainer import (
+    CARD,
+    CONFIG,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    carry,
+    is_rng_file,
+    is_weight_file,
+    rng_file,
+)
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
 from llmtailor.formats.zero.target import ZeroTarget
 from llmtailor.formats.zero.write import make_shards
@@ -106,9 +115,6 @@ def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, 
 def to_text(data: Any) -> str:
     """Return JSON as the headers of bundles have it."""
     return json.dumps(data, separators=(",", ":"))
-
-
-_RNG = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +235,7 @@ def _live_dtype(index: CheckpointIndex, name: str) -> str:
 
 def _is_carried(path: str) -> bool:
     made = {LATEST, CARD, MANIFEST, OPTIMIZER, SCHEDULER, SCALER}
-    return "/" not in path and path not in made and not is_weight_file(path) and not _RNG.fullmatch(path)
+    return "/" not in path and path not in made and not is_weight_file(path) and not is_rng_file(path)
 
 
 def _add_fragments(bundles: list[Bundle], index: CheckpointIndex, params: Collection[str]) -> None:
@@ -298,7 +304,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
         if path in index.train.trees:
             add(0, path, index.train.trees[path])
     for rank in ranks:
-        path = "rng_state.pth" if index.world_size == 1 else f"rng_state_{rank}.pth"
+        path = rng_file(rank, index.world_size)
         if path in index.train.trees:
             add(rank, path, index.train.trees[path])
 
