@@ -40,7 +40,6 @@ from llmtailor.runs.folder import (
     remove_partial,
     remove_replaced,
     staged,
-    sync,
 )
 from llmtailor.runs.pruning import (
     PARTIAL,
@@ -56,7 +55,7 @@ from llmtailor.runs.pruning import (
 from llmtailor.runs.retention import StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, describe_checkpoint, scan_run
 from llmtailor.runs.to_partial import Contents, check_same, check_unchanged, compared, plan_conversion, write_conversion
-from llmtailor.storage.local import replace_folder
+from llmtailor.storage.local import fsync_folder, replace_folder
 
 logger = logging.getLogger(__name__)
 _FIX = "this is a bug in llmtailor: please report it; nothing was removed"
@@ -278,11 +277,11 @@ def reduce_to_weights(index: CheckpointIndex) -> None:
     for path in index.files:
         if is_kept(path):
             link_or_copy(root / path, staging / path)
-    sync(staging)
+    fsync_folder(staging)
     if read_weights(staging, index.name) != read_weights(root, index.name):
         raise VerificationError.at(index.name, "its weights would not be there any more", "report this bug")
     check_unchanged(index)
     old = staged(root, Kind.OLD)
     replace_folder(staging, root, old)
-    sync(root.parent)
+    fsync_folder(root.parent)
     remove_replaced(root, now_at=staging if staging.exists() else old)

@@ -31,8 +31,8 @@ from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import WEIGHT, State
-from llmtailor.runs.folder import Kind, link_or_copy, staged, sync
-from llmtailor.storage.local import FileFact, Files, added_since, write_durably
+from llmtailor.runs.folder import Kind, link_or_copy, staged
+from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
 
@@ -259,7 +259,7 @@ def write_conversion(
                 (staging / name).unlink()
                 link_or_copy(folder / name, staging / name)
         write_durably(staging / MANIFEST, _manifest(conversion, crcs))
-        sync(staging)
+        fsync_folder(staging)
         check_crcs(staging, crcs, stop, observe)
         params = {name for names in conversion.params_of.values() for name in names}
         check_places(conversion.plan, index_checkpoint(staging, display_name(target)), source, params)
@@ -267,7 +267,7 @@ def write_conversion(
         logger.info("read it back in %s", watch.lap())
         stop.check()
         staging.rename(target)
-        sync(target.parent)
+        fsync_folder(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -32,13 +32,13 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.trees import encode, placeholder, stored
 from llmtailor.formats.partial.write import Bundle, lay_out_tensors, to_text
 from llmtailor.model.states import BUFFER
-from llmtailor.runs.folder import link_or_copy, sync
+from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import TrainedModel, is_adapted
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Kept, Left, Training
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import replace_durably
+from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
 """Bytes of each frozen param that tell whether it has changed since it was written."""
@@ -152,11 +152,11 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     for path in folder.iterdir():
-        sync(path)
-    sync(folder)
+        fsync_file(path)
+    fsync_folder(folder)
     replace_durably(folder / MANIFEST, content)
-    sync(folder)
-    sync(folder.parent)
+    fsync_folder(folder)
+    fsync_folder(folder.parent)
 
 
 class _Special:
@@ -236,7 +236,7 @@ class CarriedFiles:
                 raise StorageError.at(folder, str(error), fix) from error
         self.written = sorted(path for path in set(folder.iterdir()) - before if path.is_file())
         for path in self.written:
-            sync(path)
+            fsync_file(path)
 
 
 def owners_of(model: Any, processing_class: Any = None) -> list[Any]:
