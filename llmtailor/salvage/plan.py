@@ -18,9 +18,8 @@ from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, dissect_checkpoint
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import State
-from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
