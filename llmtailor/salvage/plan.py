@@ -42,6 +42,11 @@ class Scan:
     refused: tuple[Problem, ...]
     """Why the others can't give anything"""
 
+    @property
+    def damage(self) -> tuple[Problem, ...]:
+        """Everything that is damaged in the holders"""
+        return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
+
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
@@ -252,5 +257,4 @@ def _notices(scan: Scan, choice: Choice) -> list[Problem]:
         params = len({state.param for state in choice.cuts})
         what = f"{params} params are made of elements from several steps (--fragments)"
         notices.append(Problem(display_name(scan.run), what, "compare the losses after the resume"))
-    notices += [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
-    return [*notices, *scan.refused]
+    return [*notices, *scan.damage, *scan.refused]
