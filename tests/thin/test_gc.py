@@ -259,10 +259,10 @@ def test_after_thinning(tmp_path):
     assert call("gc", run)["composable_after"] == [100, 200]
 
 
-def test_of_two_folders_of_one_step_the_one_that_is_named_goes(run):
-    """Somebody has copied a partial checkpoint under a name with another number of zeros."""
+def test_two_folders_of_one_step(run):
+    """Somebody has copied a partial checkpoint under a name with another number of zeros: what the plan names goes."""
     shutil.copytree(run / "partial" / "step-00000200", run / "partial" / "step-000000200")
-    [name] = removed(call("gc", run, "--yes"))
-    left = {"step-00000200", "step-000000200"} - {name}
-    assert not (run / "partial" / name).exists()
-    assert all((run / "partial" / one / "manifest.json").is_file() for one in left)
+    assert removed(call("gc", run, "--yes")) == []
+    told = call("gc", run, "--keep", 2, "--yes")
+    assert removed(told) == ["step-000000200", "step-00000100", "step-00000200"]
+    assert folders(run) == [f"partial/step-00000{step}" for step in (300, 400, 500)]
