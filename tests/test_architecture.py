@@ -111,5 +111,5 @@ def test_the_merge_path_imports_no_framework():
 
 
 def test_policies_need_nothing_but_the_standard_library():
-    loaded = loaded_by("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe.candidates")
+    loaded = loaded_by("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe.recipe")
     assert not loaded & (HEAVY | {"numpy", "yaml", "isal", "safetensors"})

@@ -17,8 +17,7 @@ from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.recipe import DTYPES, Recipe
+from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
 from llmtailor.recipe.selectors import numbering, read_selector, select
 from llmtailor.recipe.text import SelectorError, condense, layer_number
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
+from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering
 from llmtailor.recipe.text import condense, layer_number, quote
 

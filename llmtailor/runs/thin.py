@@ -28,8 +28,7 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER, is_rng_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import (
     Kind,
     RunFolder,

@@ -19,9 +19,8 @@ from llmtailor.formats.registry import display_name, dissect_checkpoint
 from llmtailor.formats.trainer import is_rng_file
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import State
-from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
@@ -43,6 +42,11 @@ class Scan:
     holders: tuple[Holder, ...]
     refused: tuple[Problem, ...]
     """Why the others can't give anything"""
+
+    @property
+    def damage(self) -> tuple[Problem, ...]:
+        """Everything that is damaged in the holders"""
+        return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,5 +258,4 @@ def _notices(scan: Scan, choice: Choice) -> list[Problem]:
         params = len({state.param for state in choice.cuts})
         what = f"{params} params are made of elements from several steps (--fragments)"
         notices.append(Problem(display_name(scan.run), what, "compare the losses after the resume"))
-    notices += [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
-    return [*notices, *scan.refused]
+    return [*notices, *scan.damage, *scan.refused]

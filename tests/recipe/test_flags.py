@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.candidates import Assignment
+from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.update_log import FlagLine, assign_flags, numbering, read_flags
 from recipe.anatomies import llama
 

@@ -171,7 +171,7 @@ class Manifest:
     shards: Mapping[str, Any]
     """Of DeepSpeed: ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
-    """The saver's memory after this save; see `recipe.candidates`."""
+    """The saver's memory after this save; see `checkpoint.lineage`."""
 
 
 def read_manifest(root: Path, name: str) -> Manifest:
