@@ -13,15 +13,9 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem
 
 DTYPES = {
-    "bfloat16": "BF16",
-    "bf16": "BF16",
-    "float16": "F16",
-    "fp16": "F16",
-    "half": "F16",
-    "float32": "F32",
-    "fp32": "F32",
+    "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
     "float": "F32",
-}
+}  # fmt: skip
 """What a recipe calls a dtype -> its name in safetensors files"""
 
 

@@ -215,7 +215,7 @@ def test_the_header_stays_a_comment():
         ("/w/base", "/w", "./base"),
         ("/w/a: b #c", "/w", '"a: b #c"'),
         ('/w/"q"\\n', "/w", r'"\"q\"\\n"'),
-        ("/w/a\tb\nc\x07", "/w", r'"a\x09b\x0ac\x07"'),
+        ("/w/a\tb\nc\x07", "/w", r'"a\tb\nc\x07"'),
         ("/w/ü", "/w", '"ü"'),
         ("/w/\U0001f600\ufeff\u2028", "/w", '"\U0001f600\\ufeff\\u2028"'),
         ("/w/a+b", "/w", '{path: "a+b"}'),
