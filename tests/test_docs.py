@@ -40,7 +40,7 @@ def test_the_check_of_a_page_that_is_not(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("errors.md"))
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: not as the code says: docs/errors.md\n  fix: run scripts/make_docs.py\n"
+    assert done.stderr == "error: out of date: docs/errors.md\n  fix: run scripts/make_docs.py\n"
     assert not (tmp_path / "docs" / "errors.md").exists()
     assert subprocess.run(command[:-1]).returncode == 0
     assert subprocess.run(command).returncode == 0
