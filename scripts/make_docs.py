@@ -131,7 +131,7 @@ Include it when you report a bug (exit code 1).
 ## The classes
 
 From Python, the same errors are exceptions. `error.problems` lists the problems: `where`, `what` and `fix` for people, `code` and
-`path` for programs. [verify.md](verify.md#codes) lists the codes.
+`path` for programs. [findings.md](findings.md#codes) lists the codes.
 
 ```
 {error_tree()}```
@@ -152,7 +152,7 @@ def finding_codes() -> str:
 
 
 FIELD_TABLES = (*DEEPSPEED, *TRAINER, OPTIMIZER_TABLE)
-"""The tables of what a stock resume reads, in the order of docs/verify.md"""
+"""The tables of what a stock resume reads, in the order of docs/findings.md"""
 
 
 def fields() -> str:
@@ -189,7 +189,7 @@ def contradictions() -> str:
 PAGES = {
     "docs/errors.md": errors_page,
     "README.md": lambda: between_marks("README.md", exit_codes()),
-    "docs/verify.md": lambda: between_marks("docs/verify.md", contradictions(), fields(), finding_codes()),
+    "docs/findings.md": lambda: between_marks("docs/findings.md", contradictions(), fields(), finding_codes()),
 }
 
 

@@ -1,6 +1,6 @@
 """Fields of DeepSpeed's files that say the same thing twice, or could not be so together: do they agree? Pure.
 
-Each row of `CONTRADICTIONS` says what stock does; docs/verify.md is made from them, and tests/verify damages each.
+Each row of `CONTRADICTIONS` says what stock does; docs/findings.md is made from them, and tests/verify damages each.
 """
 
 from __future__ import annotations
