@@ -9,14 +9,14 @@
     │   ├── UnsupportedCheckpoint       an intact checkpoint of an unsupported kind
     │   └── UnsafePickle                a pickle names something that no checkpoint needs
     ├── MismatchError                5  the sources do not fit together
-    ├── TargetError                  6  the output exists, is in use, holds another unfinished merge, or overlaps a source
+    ├── TargetError                  6  the output exists, is in use, has another unfinished merge, or overlaps a source
     ├── VerificationError            7  a checkpoint is not resumable, or the output does not read back as planned
     ├── StorageError                 8  no space, or the operating system refused to read or write
     ├── Unanswered                   9  a helper process did not answer in time, or at all
     └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
-An error carries *problems*, in the plural: everything that is wrong is reported together. Each problem says where it is,
-what it is, and how to fix it. `docs/errors.md` is made from this file.
+An error carries *problems*, in the plural: everything that is wrong is reported together. Each says where it is, what
+it is, and how to fix it. `docs/errors.md` is made from this file.
 
 Lists of names, as messages show them.
 """
@@ -158,7 +158,7 @@ class MismatchError(TailorError):
 
 class TargetError(TailorError):
     exit_code = 6
-    meaning = "the output exists, is in use, holds another unfinished merge, or overlaps a source"
+    meaning = "the output exists, is in use, has another unfinished merge, or overlaps a source"
     afterwards = (
         "Choose another output, wait for the other process, or use `--force` or `--restart`; the message says which."
     )

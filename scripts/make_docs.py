@@ -87,9 +87,9 @@ Every failure ends in a message on stderr and an exit code. You never have to re
 error: {example}
 ```
 
-A message names the place (a path, a line of the recipe such as `recipe.yaml:12`, or a flag), the problem, and a fix. All problems
-are reported together, and the last line counts them. The exit code is that of the earliest stage that failed. Where nothing was
-written, the message says `nothing was written`.
+A message names the place (a path, a line of the recipe such as `recipe.yaml:12`, or a flag), the problem, and a fix.
+All problems are reported together, and the last line counts them. The exit code is that of the earliest stage that
+failed. Where nothing was written, the message says `nothing was written`.
 
 ## Exit codes
 
@@ -106,32 +106,32 @@ A job script can rerun the same command after 130, and after 8 once there is spa
 
 ## stdout and stderr
 
-stdout contains only the result: tables, a recipe, the path that `latest` found, or one JSON document with `--json`. Errors, notes,
-the progress bar (on a terminal) and the log go to stderr.
+stdout contains only the result: tables, a recipe, the path that `latest` found, or one JSON document with `--json`.
+Errors, notes, the progress bar (on a terminal) and the log go to stderr.
 
-With `--json`, errors are still text on stderr, and stdout stays empty. There are two exceptions. `verify` and `latest` print their
-document even when they exit with 7, because the verdict is their result. `merge`, `convert`, `salvage`, `thin` and `gc` print their
-plan before they carry it out.
+With `--json`, errors are still text on stderr, and stdout stays empty. There are two exceptions. `verify` and
+`latest` print their document even when they exit with 7, because the verdict is their result. `merge`, `convert`,
+`salvage`, `thin` and `gc` print their plan before they carry it out.
 
 ## `-v`
 
-`-v` writes the log to stderr, with the time of day: which checkpoints were indexed and what they are, which were skipped and why,
-where each part comes from, each file with its bytes and CRC-32, what an interrupted merge left and how much of it is usable,
-and how long each stage took. `-vv` adds how much of a long file is durable, and which states are damaged. Put it before or after the
-command: `llmtailor -v merge ...` or `llmtailor merge ... -v`.
+`-v` writes the log to stderr, with the time of day: which checkpoints were indexed and what they are, which were
+skipped and why, where each part comes from, each file with its bytes and CRC-32, what an interrupted merge left and
+how much of it is usable, and how long each stage took. `-vv` adds how much of a long file is durable, and which
+states are damaged. Put it before or after the command: `llmtailor -v merge ...` or `llmtailor merge ... -v`.
 
-The log uses Python's `logging`, with a logger for each module below `llmtailor`. From Python, configure logging to see it:
-`logging.getLogger("llmtailor").setLevel("INFO")` and a handler.
+The log uses Python's `logging`, with a logger for each module below `llmtailor`. From Python, configure logging to
+see it: `logging.getLogger("llmtailor").setLevel("INFO")` and a handler.
 
 ## {DEBUG}
 
-With `{DEBUG}=1` in the environment, every error except a usage error is preceded by a Python traceback with all causes.
-Include it when you report a bug (exit code 1).
+With `{DEBUG}=1` in the environment, every error except a usage error is preceded by a Python traceback with all
+causes. Include it when you report a bug (exit code 1).
 
 ## The classes
 
-From Python, the same errors are exceptions. `error.problems` lists the problems: `where`, `what` and `fix` for people, `code` and
-`path` for programs. [findings.md](findings.md#codes) lists the codes.
+From Python, the same errors are exceptions. `error.problems` lists the problems: `where`, `what` and `fix` for
+people, `code` and `path` for programs. [findings.md](findings.md#codes) lists the codes.
 
 ```
 {error_tree()}```
