@@ -61,22 +61,22 @@ OPTIMIZER_TABLE = Table(
         *optimizer_fields(),
         Field(
             (*_GROUP, "maximize"), _OFF, _STEP, None, FAILS_AT_STEP, Says(ERROR, "silent: the weights move uphill"),
-            only="Adam and its kin", applies=is_adam,
+            only="Adam and its variants", applies=is_adam,
         ),
         Field(
             (*_GROUP, "differentiable"), _OFF, _STEP, None, FAILS_AT_STEP, FAILS_AT_STEP,
-            only="Adam and its kin", applies=is_adam,
+            only="Adam and its variants", applies=is_adam,
         ),
         Field(
             (*_STATE, "step"), _COUNTER, _STEP,
             Says(ERROR, "a resume fails"), Says(ERROR, "a resume fails"),
-            only="Adam and its kin, where some state has it", applies=_counts_by_param,
+            only="Adam and its variants, where some state has it", applies=_counts_by_param,
         ),
     ),
     (
         ("initial_lr", "not read once the schedule is there; compared with its base_lrs"),
-        ("foreach, fused, capturable", "ways to compute the same, to rounding"),
-        ("a hyperparameter changed alike in all groups", "what the run is told to begin with does not count any more"),
+        ("foreach, fused, capturable", "they change only how the result is computed, up to rounding"),
+        ("a hyperparameter changed alike in all groups", "the run's arguments no longer count"),
     ),
 )  # fmt: skip
 
