@@ -117,9 +117,18 @@ class CheckpointIndex:
 
     @property
     def has_masters(self) -> bool:
-        """Whether there are masters beside the weights, which are then rounded copies of them; without DeepSpeed the
-        weights are what the optimizer updates."""
-        return self.stage > 0
+        """Whether there are masters beside the weights; see `OptimizerLayout.has_masters`."""
+        return self.layout.has_masters
+
+    @property
+    def has_buffers_by_rank(self) -> bool:
+        """Whether each rank has saved its own buffers; otherwise there is one copy for all."""
+        return self.stage == 3
+
+    @property
+    def weights_are_states(self) -> bool:
+        """Whether the weights' files hold what the optimizer updates, so that the same bytes are listed twice."""
+        return not (self.has_masters or self.is_partial)
 
     def offers(self, path: str) -> bool:
         """Whether there is such a stock file, by itself or inside a bundle."""

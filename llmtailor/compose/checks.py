@@ -105,7 +105,7 @@ def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex]
             Problem(
                 indexes[source].name,
                 f"it does not hold the {some(list(names))}",
-                _PARTIAL if indexes[source].is_partial else _OTHER_MODEL,
+                _OTHER_MODEL if all(held.is_here for held in indexes[source].held.values()) else _PARTIAL,
             )
             for source, names in lacking.items()
         )

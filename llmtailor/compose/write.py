@@ -21,6 +21,7 @@ from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, VerificationError
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
@@ -30,7 +31,6 @@ from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, part_digest
 from llmtailor.storage.local import FileFact, write_durably
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.structure import is_resumed_from
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def _manifest(
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
     # the same elements may be written more than once (a buffer on every rank): count them once, in order
     # and the rounded masters of ZeRO not at all: a digest depends neither on the stage nor on names on disk
-    rounded = (MODULE, WEIGHT) if composition.target.stage else (MODULE,)
+    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
     runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
     for (state, _), run in sorted(runs.items()):
         states = crcs[composition.anatomy.part_of[state.param]]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import SourceError, TargetError, some
@@ -33,6 +34,7 @@ from llmtailor.formats.trainer import (
     SCHEDULER,
     TRAINER_STATE,
     is_rng_file,
+    is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, is_shard_name
 from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
@@ -256,3 +258,10 @@ def _is_of_peft(path: Path) -> bool:
         return False
     lines = [line.strip() for line in body.splitlines() if line.strip() and not _OF_PEFT.fullmatch(line.strip())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() in _PEFT_CARDS
+
+
+def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
+    """Whether a resume, or in its stead a composite of a partial checkpoint, takes states from a file."""
+    if index.is_partial:
+        return path.endswith(".safetensors")
+    return "/" in path or path == OPTIMIZER or (is_weight_file(path) and not index.has_masters)

@@ -47,6 +47,11 @@ class Scan:
     """Of the usable ones, by folder"""
 
     @property
+    def partial(self) -> tuple[RunCheckpoint, ...]:
+        """The usable partial checkpoints, oldest first"""
+        return tuple(one for one in self.usable if one.is_partial)
+
+    @property
     def given_up(self) -> frozenset[Path]:
         """Those of attempts that the run has given up"""
         codes = {folder: {problem.code for problem in problems} for folder, problems in self.refused.items()}

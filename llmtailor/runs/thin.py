@@ -127,8 +127,8 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
 def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
     """Lay out what is to be written, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
-    for one in scan.usable:  # oldest first
-        for fact in read_manifest(one.path, one.name).bundles if one.is_partial else ():
+    for one in scan.partial:  # oldest first
+        for fact in read_manifest(one.path, one.name).bundles:
             frozen[fact.path] = (one.path, fact.num_bytes)
     measured = []
     for action in actions:

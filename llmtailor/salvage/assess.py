@@ -92,7 +92,7 @@ def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None]
             raise SourceError(damage.fatal)
         lost = _trusting_checksums(index, found.states, found.values)
         findings += [*more, *found.values]
-    weights_lost = index.stage > 0 and (damage.weights_lost or any(state.kind == WEIGHT for state in lost))
+    weights_lost = index.has_masters and (damage.weights_lost or any(state.kind == WEIGHT for state in lost))
     problems = tuple(dict.fromkeys(finding.problem for finding in findings))
     damaged_files = {one.path for one in problems}.intersection(index.files)
     return Holder(
@@ -101,7 +101,7 @@ def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None]
         lost={
             state: runs
             for state, runs in lost.items()
-            if state.kind != MODULE and not (state.kind == WEIGHT and index.stage)
+            if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters)
         },
         is_whole=not (lost or damaged_files or any(finding.severity == ERROR for finding in findings)),
         unfit=damage.unfit,
@@ -180,7 +180,7 @@ def _trusting_checksums(
             return False
 
     def is_right(state: State, runs: Runs) -> bool:
-        if index.stage == 0 or state.kind not in (MASTER, FROZEN):
+        if not index.has_masters or state.kind not in (MASTER, FROZEN):
             return False
         place = index.held[state].place
         extents = {fragment.extent for begin, end in runs for fragment in place.cover(begin, end)}

@@ -185,7 +185,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
     assert choice.base is not None
     used = {number: scan.holders[number] for number in choice.used}
     base = used[choice.base]
-    from_masters = base.index.stage and (choice.cuts or any(holder.weights_lost for holder in used.values()))
+    from_masters = base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values()))
     if from_masters:
         used = {number: without_weights(holder) for number, holder in used.items()}
     assignment = Assignment(

@@ -80,7 +80,7 @@ def bundle_states(
         if param.role == "buffer":
             state = State(param.name, BUFFER)
             if state in index.held:
-                numel = index.held[state].numel if index.stage == 3 else param.numel  # else one copy for all ranks
+                numel = index.held[state].numel if index.has_buffers_by_rank else param.numel
                 yield from once.bundle(numel, [Stream(state, index.held[state], (NOT_A_NUMBER,))])
             continue
         original = State(param.name, MASTER if param.role == "trainable" else FROZEN)
