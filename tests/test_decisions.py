@@ -122,7 +122,7 @@ def test_codes_are_written_alike():
 FORM_WORDS = {"stage", "is_partial", "variant"}
 FORM_FUNCTIONS = {"is_partial", "looks_partial", "is_plain"}
 MAY_ASK_FOR_THE_FORM = {
-    "compose/plan.py": "--stage names one; a partial base has its output in the run's folder, an elastic one is no base",
+    "compose/plan.py": "--stage names one; a partial base has its output in the run's folder, elastic is no base",
     "runs/folder.py": "a partial checkpoint without its manifest is an unfinished save",
     "runs/pruning.py": "thin turns full checkpoints into partial ones",
     "runs/retention.py": "steps count with full checkpoints, and with partial ones alone",
