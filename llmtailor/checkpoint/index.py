@@ -81,7 +81,7 @@ class CheckpointIndex:
     """A tied name and the name its values are stored under."""
     held: Mapping[State, TensorEntry]
     """A partial checkpoint also lists what it left out; see `TensorEntry.is_here`. Weights have the names of the
-    safetensors file, which may differ from the params' (transformers fuses the experts of a MoE in memory, but not on disk)."""
+    safetensors file, which may differ from the params' (transformers fuses the experts of a MoE in memory only)."""
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
     settings: ZeroSettings

@@ -19,7 +19,7 @@ class Choice:
     """Which checkpoint each tensor comes from."""
 
     source_of: Mapping[str, Path]
-    """Every name of `ModelStructure.part_of`. Tied names have the same source, as do a weight on disk and its params."""
+    """Every name of `ModelStructure.part_of`. Tied names share a source, as do a weight on disk and its params."""
     filled: tuple[str, ...]
     """Parts that no rule names and so come from the base; with `` (partly)`` where rules name some of it."""
     weights_of: Mapping[str, Path] = field(default_factory=dict)
