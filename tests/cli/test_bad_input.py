@@ -417,7 +417,10 @@ def test_a_traceback_only_on_demand(run, debug, wanted):
     assert result.returncode == 3
     assert ("Traceback" in result.stderr) is wanted
     assert ("FileNotFoundError: [Errno 2]" in result.stderr) is wanted
-    assert result.stderr.endswith("error: nowhere.yaml: there is no such file\n  fix: check the path of the recipe\n")
+    message = (
+        "the recipe can't be read: No such file or directory\n  fix: give the path of a recipe file that you may read"
+    )
+    assert result.stderr.endswith(f"error: nowhere.yaml: {message}\n")
 
 
 @pytest.mark.parametrize("arguments", [["inspect", "checkpoint-100"], ["--help"]])

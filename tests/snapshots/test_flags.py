@@ -26,10 +26,8 @@ def test_commands_and_their_options() -> None:
 
 
 def params(command: click.Command) -> dict[str, str]:
-    return {
-        ", ".join([*param.opts, *param.secondary_opts]): describe(param)
-        for param in command.get_params(click.Context(command))
-    }
+    context = click.Context(command, help_option_names=["-h", "--help"])  # as the group has it: commands keep the first
+    return {", ".join([*param.opts, *param.secondary_opts]): describe(param) for param in command.get_params(context)}
 
 
 def describe(param: click.Parameter) -> str:
