@@ -17,6 +17,7 @@ from llmtailor.model.parts import Anatomy
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["LayerGroupsMixin", "layer_param_groups"]
 _GROUPING = {"params", "model", "optimizer_dict"}
 """Arguments by which GaLore, LOMO and others bring groups of their own."""
 
