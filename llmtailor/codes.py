@@ -1,6 +1,6 @@
 """What is wrong, for programs: a stable code for every kind of finding. Texts may change, codes don't.
 
-docs/verify.md lists them; scripts/make_docs.py makes that list from here.
+docs/findings.md lists them; scripts/make_docs.py makes that list from here.
 """
 
 from __future__ import annotations

@@ -3,20 +3,20 @@
 ::
 
     TailorError                      1  unexpected: a bug
-    ├── UsageError                   2  the command line is off
-    ├── RecipeError                  3  the recipe is malformed, or asks for what makes no sense
-    ├── SourceError                  4  a checkpoint is missing, damaged or of a kind that can't be read
-    │   ├── UnsupportedCheckpoint       a whole checkpoint of a kind that is refused by name
-    │   └── UnsafePickle                a pickle names a global that is not on the list of what a checkpoint may hold
+    ├── UsageError                   2  invalid command-line usage
+    ├── RecipeError                  3  the recipe is malformed or contradicts itself
+    ├── SourceError                  4  a checkpoint is missing, damaged or of an unsupported kind
+    │   ├── UnsupportedCheckpoint       an intact checkpoint of an unsupported kind
+    │   └── UnsafePickle                a pickle names something that no checkpoint needs
     ├── MismatchError                5  the sources do not fit together
-    ├── TargetError                  6  the output exists, is in use, was begun otherwise, or would destroy a source
-    ├── VerificationError            7  a checkpoint is not resumable, or what was written does not read back as planned
+    ├── TargetError                  6  the output exists, is in use, has another unfinished merge, or overlaps a source
+    ├── VerificationError            7  a checkpoint is not resumable, or the output does not read back as planned
     ├── StorageError                 8  no space, or the operating system refused to read or write
-    ├── Unanswered                   9  a process that was asked about a checkpoint gave no answer, in time or at all
+    ├── Unanswered                   9  a helper process did not answer in time, or at all
     └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
-An error carries *problems*, in the plural: a refusal names everything that is wrong at once.
-Each says where it is, what it is, and how to mend it. `docs/errors.md` is made from this file.
+An error carries *problems*, in the plural: everything that is wrong is reported together. Each says where it is, what
+it is, and how to fix it. `docs/errors.md` is made from this file.
 
 Lists of names, as messages show them.
 """
@@ -68,7 +68,7 @@ class PathIn(str):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where, what, and how to mend it. The texts are for people, code decides by the rest."""
+    """One thing that is wrong: where, what, and how to fix it. The texts are for people; code decides by the rest."""
 
     where: str
     """A path (`PathIn`), a recipe location such as ``recipe.yaml:12 slices[0].sources[0]``, or a flag."""
@@ -101,15 +101,15 @@ class TailorError(Exception):
 
     exit_code: ClassVar[int] = 1
     meaning: ClassVar[str] = "unexpected: a bug"
-    afterwards: ClassVar[str] = "Run it again with `LLMTAILOR_DEBUG=1` and report what it prints."
-    """What the user does then"""
+    afterwards: ClassVar[str] = "Rerun with `LLMTAILOR_DEBUG=1` and report what it prints."
+    """What the user should do"""
     code: ClassVar[Code] = Code.OTHER
     """Of its problems, unless they have one of their own"""
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.came_late = False
-        """Whether it came when the command had written or removed something that stays so"""
+        """Whether the command had already written or removed something that stays so"""
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
@@ -120,80 +120,80 @@ class TailorError(Exception):
 
 class UsageError(TailorError):
     exit_code = 2
-    meaning = "the command line is off"
-    afterwards = "Mend the command line; `llmtailor COMMAND --help` has examples."
+    meaning = "invalid command-line usage"
+    afterwards = "Correct the command; `llmtailor COMMAND --help` has examples."
 
 
 class RecipeError(TailorError):
     exit_code = 3
-    meaning = "the recipe is malformed, or asks for what makes no sense"
-    afterwards = "Mend the recipe at the place that is named; docs/recipes.md has every form."
+    meaning = "the recipe is malformed or contradicts itself"
+    afterwards = "Correct the recipe at the named place; docs/recipes.md describes every form."
 
 
 class SourceError(TailorError):
     exit_code = 4
     code = Code.DAMAGED
-    meaning = "a checkpoint is missing, damaged or of a kind that can't be read"
+    meaning = "a checkpoint is missing, damaged or of an unsupported kind"
     afterwards = (
-        "Mend the path, or take another checkpoint. `llmtailor verify` says all that is wrong with one, "
-        "`llmtailor salvage` makes the most of a run whose newest one is damaged."
+        "Correct the path, or use another checkpoint. `llmtailor verify` lists everything that is wrong with one; "
+        "`llmtailor salvage` recovers what it can from a run whose newest checkpoint is damaged."
     )
 
 
 class UnsupportedCheckpoint(SourceError):
     code = Code.UNSUPPORTED
-    meaning = "a whole checkpoint of a kind that is refused by name"
+    meaning = "an intact checkpoint of an unsupported kind"
 
 
 class UnsafePickle(SourceError):
     code = Code.UNSAFE_PICKLE
-    meaning = "a pickle names a global that is not on the list of what a checkpoint may hold"
+    meaning = "a pickle names something that no checkpoint needs"
 
 
 class MismatchError(TailorError):
     exit_code = 5
     meaning = "the sources do not fit together"
-    afterwards = "Take sources of one model and one kind of run; the message says which of them differs, and in what."
+    afterwards = "Use sources of the same model and the same kind of run; the message says which differs, and how."
 
 
 class TargetError(TailorError):
     exit_code = 6
-    meaning = "the output exists, is in use, was begun otherwise, or would destroy a source"
+    meaning = "the output exists, is in use, has another unfinished merge, or overlaps a source"
     afterwards = (
-        "Choose another output, wait for the other process, or say `--force` or `--restart` as the message says."
+        "Choose another output, wait for the other process, or use `--force` or `--restart`; the message says which."
     )
 
 
 class VerificationError(TailorError):
     exit_code = 7
-    meaning = "a checkpoint is not resumable, or what was written does not read back as planned"
+    meaning = "a checkpoint is not resumable, or the output does not read back as planned"
     afterwards = (
         "Do not resume from that checkpoint; `llmtailor latest` prints the newest one that verifies. "
-        "What does not read back is not published."
+        "An output that does not read back is not published."
     )
 
 
 class StorageError(TailorError):
     exit_code = 8
     meaning = "no space, or the operating system refused to read or write"
-    afterwards = "Free space, or mend the disk or the permissions. Then run the same command again: it goes on."
+    afterwards = "Free space, or fix the disk or the permissions. Then rerun the same command to resume."
 
 
 class Unanswered(TailorError):
-    """No SourceError: nobody may take an older checkpoint because of it."""
+    """Not a SourceError, because it must not make a command use an older checkpoint."""
 
     exit_code = 9
-    meaning = "a process that was asked about a checkpoint gave no answer, in time or at all"
+    meaning = "a helper process did not answer in time, or at all"
     afterwards = (
-        "It says nothing about the checkpoint, so no other one was taken in its place. Run the same command again when "
-        "the machine is less busy, or with a higher limit: `LLMTAILOR_TIMEOUT`, in seconds."
+        "This says nothing about the checkpoint, so no older one was used instead. Rerun the same command when the "
+        "machine is less busy, or with a higher limit: `LLMTAILOR_TIMEOUT`, in seconds."
     )
 
 
 class Interrupted(TailorError):
     exit_code = 130
     meaning = "interrupted by Ctrl-C or SIGTERM"
-    afterwards = "Run the same command again: it goes on. An output that was being written is absent until then."
+    afterwards = "Rerun the same command to resume. Until it completes, the output is absent."
 
 
 BRANCHES: tuple[type[TailorError], ...] = (

@@ -1,7 +1,4 @@
-"""How long the stages of a command take, for the log.
-
-How long a process may take that is asked something: one limit to set, for all of them.
-"""
+"""How long the stages of a command take, and how long a helper process may take."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ TIME_LIMIT = "LLMTAILOR_TIMEOUT"
 
 def time_limit(default: float) -> float:
     """Return the seconds that such a process may take. Raises UsageError if the variable is no number of seconds."""
-    told = os.environ.get(TIME_LIMIT) or str(default)
+    text = os.environ.get(TIME_LIMIT) or str(default)
     try:
-        seconds = float(told)
+        seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= 1e6:
         raise UsageError.at(
-            TIME_LIMIT, f"{told!r:.40} is no number of seconds", "give one from 0 to 1000000, or unset it"
+            TIME_LIMIT, f"{text!r:.40} is no number of seconds", "give one from 0 to 1000000, or unset it"
         )
     return seconds
 

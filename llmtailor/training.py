@@ -1,4 +1,4 @@
-"""Layer-aligned param groups of a live model, and a Trainer mixin that really gets them through DeepSpeed.
+"""For training scripts: layer-aligned param groups, and a Trainer mixin that gets them past DeepSpeed.
 
 >>> class LayerTrainer(LayerGroupsMixin, Trainer): ...
 

@@ -171,7 +171,7 @@ class Bench:
 
 
 def write_plainly(path: Path, tensors: Iterable[object]) -> None:
-    from llmtailor.saving.bundle import bytes_of
+    from llmtailor.saving.live import bytes_of
 
     with path.open("xb", buffering=1 << 20) as file:
         for tensor in tensors:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the pages of docs/ that are made from the code.
 
-scripts/make_docs.py            writes them anew
-scripts/make_docs.py --check    exits with 1 if one is not as the code says
+scripts/make_docs.py            writes them
+scripts/make_docs.py --check    writes nothing; exits with 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def errors_page() -> str:
 
 # Errors and exit codes
 
-Whatever goes wrong ends in a message on stderr and an exit code. Nobody needs to read a traceback for it.
+Every failure ends in a message on stderr and an exit code. You never have to read a traceback.
 
 ## A message
 
@@ -87,52 +87,51 @@ Whatever goes wrong ends in a message on stderr and an exit code. Nobody needs t
 error: {example}
 ```
 
-First where it is (a path, a place in the recipe such as `recipe.yaml:12`, or a flag), then what it is, then how to
-mend it. All that is wrong is said at once, with the number of problems at the end; the exit code is that of the
-earliest stage that failed. `nothing was written` stands there where that is so.
+A message names the place (a path, a line of the recipe such as `recipe.yaml:12`, or a flag), the problem, and a fix.
+All problems are reported together, and the last line counts them. The exit code is that of the earliest stage that
+failed. Where nothing was written, the message says `nothing was written`.
 
 ## Exit codes
 
 {exit_codes()}
-2 is also what a misspelt option gives, with the usage of the command. 0 covers a dry run that would fit.
+A misspelled option also gives 2, with the usage of the command. A dry run that would fit gives 0.
 
-Those that mean something in particular, as `llmtailor COMMAND --help` has them:
+What the codes mean for each command, as `llmtailor COMMAND --help` shows:
 
 {by_command()}
-## What to do then
+## What to do
 
 {table(("code", "what to do"), list(then))}
-A job script may run the same command again after 130, and after 8 once there is space. After the others somebody has
-to mend something first.
+A job script can rerun the same command after 130, and after 8 once there is space. The other errors need a person.
 
 ## stdout and stderr
 
-stdout has the result and nothing else: the tables, the recipe, the path that `latest` found, or with `--json` one
-JSON document. Errors, notes, the progress bar (on a terminal) and the log go to stderr. With `--json` errors are text
-on stderr as well, and stdout is empty; only `verify`, whose verdict is its result, and `latest` print their document
-also when they exit with 7, and `merge`, `convert`, `salvage`, `thin` and `gc` print their plan before they carry it
-out.
+stdout contains only the result: tables, a recipe, the path that `latest` found, or one JSON document with `--json`.
+Errors, notes, the progress bar (on a terminal) and the log go to stderr.
+
+With `--json`, errors are still text on stderr, and stdout stays empty. There are two exceptions. `verify` and
+`latest` print their document even when they exit with 7, because the verdict is their result. `merge`, `convert`,
+`salvage`, `thin` and `gc` print their plan before they carry it out.
 
 ## `-v`
 
-`-v` shows the log on stderr, line by line with the time of day: which checkpoint was indexed and what it is, which
-was skipped and why, why a part comes from where it does, each file with its bytes and CRC-32, what an earlier attempt
-had left and whether it agreed with the journal, and how long every stage took. `-vv` adds how far long files are
-durable, and the states that are damaged. It stands before or behind the command: `llmtailor -v merge ...` or
-`llmtailor merge ... -v`.
+`-v` writes the log to stderr, with the time of day: which checkpoints were indexed and what they are, which were
+skipped and why, where each part comes from, each file with its bytes and CRC-32, what an interrupted merge left and
+how much of it is usable, and how long each stage took. `-vv` adds how much of a long file is durable, and which
+states are damaged. Put it before or after the command: `llmtailor -v merge ...` or `llmtailor merge ... -v`.
 
-The lines come from `logging`, with a logger per module below `llmtailor`. From Python nothing is shown unless the
-program configures logging: `logging.getLogger("llmtailor").setLevel("INFO")` and a handler.
+The log uses Python's `logging`, with a logger for each module below `llmtailor`. From Python, configure logging to
+see it: `logging.getLogger("llmtailor").setLevel("INFO")` and a handler.
 
 ## {DEBUG}
 
-`{DEBUG}=1` in the environment prints a Python traceback, with all causes, before every error message except those
-about the usage. It is for reports of bugs (exit code 1); a job script can set it without touching the command line.
+With `{DEBUG}=1` in the environment, every error except a usage error is preceded by a Python traceback with all
+causes. Include it when you report a bug (exit code 1).
 
 ## The classes
 
-From Python the same errors are exceptions; `error.problems` holds each problem's `where`, `what`
-and `fix`, for people, and its `code` and `path`, for programs; [verify.md](verify.md#codes) lists the codes.
+From Python, the same errors are exceptions. `error.problems` lists the problems: `where`, `what` and `fix` for
+people, `code` and `path` for programs. [findings.md](findings.md#codes) lists the codes.
 
 ```
 {error_tree()}```
@@ -153,7 +152,7 @@ def finding_codes() -> str:
 
 
 FIELD_TABLES = (*DEEPSPEED, *TRAINER, OPTIMIZER_TABLE)
-"""The tables of what a stock resume reads, in the order of docs/verify.md"""
+"""The tables of what a stock resume reads, in the order of docs/findings.md"""
 
 
 def fields() -> str:
@@ -190,13 +189,13 @@ def contradictions() -> str:
 PAGES = {
     "docs/errors.md": errors_page,
     "README.md": lambda: between_marks("README.md", exit_codes()),
-    "docs/verify.md": lambda: between_marks("docs/verify.md", contradictions(), fields(), finding_codes()),
+    "docs/findings.md": lambda: between_marks("docs/findings.md", contradictions(), fields(), finding_codes()),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check = parser.parse_args().check
     stale = []
     for name, make in PAGES.items():
@@ -208,7 +207,7 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {name}")
     if check and stale:
-        sys.exit(f"error: not as the code says: {', '.join(stale)}\n  fix: run scripts/make_docs.py")
+        sys.exit(f"error: out of date: {', '.join(stale)}\n  fix: run scripts/make_docs.py")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import llmtailor
 from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
 from helpers.checkpoints import make
-from llmtailor.checkpoint.layout import Convert, Copy
+from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import bytes_to_move, write
 from llmtailor.engine import copy as runner
@@ -181,14 +181,14 @@ def taken(left):
     assert left.run(fault="SIGTERM", at=150) == 130
     plan = plan_merge(left.root / "recipe.yaml", left.out).plan
     marks = peek(left.out).marks
-    source, path, offset = next(
-        (piece.source, piece.path, piece.offset)
+    source, extent = next(
+        (piece.source, piece.extent)
         for file in plan.files
-        for piece in file.pieces
-        if isinstance(piece, Copy) and "optim" in piece.path and file.path in marks
-        if piece.state and piece.stop <= marks[file.path][-1].num_bytes
+        for start, piece in file.placed()
+        if isinstance(piece, Copy) and "optim" in piece.extent.path and file.path in marks
+        if piece.state and start + piece.num_bytes <= marks[file.path][-1].num_bytes
     )
-    return Path(plan.sources[source]) / path, offset
+    return Path(plan.sources[source]) / extent.path, extent.start
 
 
 @contextmanager
@@ -310,11 +310,11 @@ def test_checksums(run, before):
             if "xxh3_128" in row:
                 num_digested += 1
                 assert row["xxh3_128"] == xxh3_128((Path(source["path"]) / row["path"]).read_bytes()).hexdigest()
-    assert num_digested == len({(piece.source, piece.path) for piece in copies(composition.plan)})
+    assert num_digested == len({(piece.source, piece.extent.path) for piece in copies(composition.plan)})
 
 
 def copies(plan):
-    return [piece for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Convert))]
+    return [piece for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Cast))]
 
 
 def test_without_checksums_there_is_the_crc(run):

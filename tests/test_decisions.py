@@ -117,3 +117,56 @@ def test_codes_are_written_alike():
     for code in Code:
         assert code.value == code.name.lower().replace("_", "-")
         assert code.meaning
+
+
+FORM_WORDS = {"stage", "is_partial", "variant"}
+FORM_FUNCTIONS = {"is_partial", "looks_partial", "is_plain"}
+MAY_ASK_FOR_THE_FORM = {
+    "compose/plan.py": "--stage names one; a partial base has its output in the run's folder, elastic is no base",
+    "runs/folder.py": "a partial checkpoint without its manifest is an unfinished save",
+    "runs/pruning.py": "thin turns full checkpoints into partial ones",
+    "runs/retention.py": "steps count with full checkpoints, and with partial ones alone",
+    "runs/scan.py": "a partial checkpoint builds on others",
+    "salvage/assess.py": "the checksum of a rank's file does not say which states it costs",
+    "salvage/plan.py": "a full checkpoint that is whole needs no salvage",
+    "saving/deepspeed.py": "a live DeepSpeed engine cuts by its stage",
+    "verify/deep.py": "partial checkpoints have checksums of other files, and may lack what is zero elsewhere",
+    "verify/smoke.py": "starts DeepSpeed, or the plain Trainer",
+    "verify/verdict.py": "no stock resume reads a partial checkpoint, so it is judged as a source",
+    "verify/verify.py": "chooses what a folder is judged as",
+}
+"""The files outside of formats/ that ask for a stage, or whether something is partial or plain, and why"""
+
+
+def asks_for_the_form(tree: ast.AST) -> bool:
+    for node in ast.walk(tree):
+        tests: list[ast.expr] = []
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            tests = [node.test]
+        elif isinstance(node, ast.comprehension):
+            tests = node.ifs
+        elif isinstance(node, (ast.Compare, ast.BoolOp)):
+            tests = [node]
+        for inner in (inner for test in tests for inner in ast.walk(test)):
+            if isinstance(inner, ast.Attribute) and inner.attr in FORM_WORDS:
+                return True
+            if isinstance(inner, ast.Name) and inner.id in FORM_FUNCTIONS:
+                return True
+    return False
+
+
+def test_few_ask_for_the_form_of_a_checkpoint():
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if asks_for_the_form(ast.parse(path.read_text()))
+    }
+    outside = {path for path in found if path.split("/")[0] not in ("formats", "checkpoint")}
+    assert outside == MAY_ASK_FOR_THE_FORM.keys() and len(outside) <= 12
+
+
+@pytest.mark.parametrize(
+    "source", ["1 if index.stage else 2", "[x for x in y if x.is_partial]", "is_plain(root) and z"]
+)
+def test_such_questions_would_be_seen(source):
+    assert asks_for_the_form(ast.parse(source))

@@ -18,6 +18,8 @@ from llmtailor import errors
 from llmtailor.cli.main import EXIT_CODES, cli
 from scripts.make_docs import PAGES, error_tree
 from scripts.make_picture import PICTURE, draw
+from scripts.make_rooms import PICTURE as ROOMS
+from scripts.make_rooms import draw as draw_rooms
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "make_docs.py"
@@ -40,7 +42,7 @@ def test_the_check_of_a_page_that_is_not(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("errors.md"))
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: not as the code says: docs/errors.md\n  fix: run scripts/make_docs.py\n"
+    assert done.stderr == "error: out of date: docs/errors.md\n  fix: run scripts/make_docs.py\n"
     assert not (tmp_path / "docs" / "errors.md").exists()
     assert subprocess.run(command[:-1]).returncode == 0
     assert subprocess.run(command).returncode == 0
@@ -109,3 +111,17 @@ def test_the_index_has_every_page():
 
 def test_the_picture_is_what_the_policy_does():
     assert PICTURE.read_text(encoding="utf-8") == draw(), "run scripts/make_picture.py"
+
+
+def test_the_picture_of_the_rooms_is_current():
+    assert ROOMS.read_text(encoding="utf-8") == draw_rooms(), "run scripts/make_rooms.py"
+
+
+def test_every_file_that_a_page_names_exists():
+    lost = []
+    for page in TEXTS:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for name in re.findall(r"`([\w./-]+/|[\w./-]+/[\w.-]+\.(?:py|sh|md|txt|yml))`", text):
+            if not any((place / name).exists() for place in (ROOT, ROOT / "llmtailor")):
+                lost.append(f"{page.name}: {name}")
+    assert not lost

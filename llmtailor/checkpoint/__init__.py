@@ -1,1 +1,4 @@
-"""What a checkpoint is, as data: frozen dataclasses and pure functions. No file is opened here."""
+"""What a checkpoint is, as data: index, train state, optimizer layout, and the pieces that files consist of.
+
+Pure: no file is opened here.
+"""

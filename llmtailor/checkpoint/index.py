@@ -1,4 +1,4 @@
-"""What a checkpoint contains and where: the outcome of indexing, before any tensor byte is read."""
+"""What a checkpoint contains and where, and what its training was, as read without any tensor byte."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Absent, Placement
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
-from llmtailor.model.params import Param, SavedAs
+from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.local import FileFact
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """The part of a checkpoint that any format can take over, and what only the same framework can."""
+
+    step_is_tensor: bool = True
+    """torch's AdamW keeps ``step`` as a 0-dim fp32 tensor, DeepSpeedCPUAdam as an int."""
+    model_order: tuple[str, ...] = ()
+    """The names of the model's params, in its order; others among them do no harm. Empty where only the model's code
+    tells."""
+    trees: Mapping[str, Any] = field(default_factory=dict)
+    """The stock files of the root by name: the scheduler's state, the loss scale, random number states"""
+    optim: tuple[Mapping[str, Any] | None, ...] = ()
+    """DeepSpeed: each rank's ``optim_states`` without the states; None for a file that can't be used"""
+    model: tuple[Mapping[str, Any] | None, ...] = ()
+    """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +117,18 @@ class CheckpointIndex:
 
     @property
     def has_masters(self) -> bool:
-        """Whether there are masters beside the weights, which are then rounded copies of them; without DeepSpeed the
-        weights are what the optimizer updates."""
-        return self.stage > 0
+        """Whether there are masters beside the weights; see `OptimizerLayout.has_masters`."""
+        return self.layout.has_masters
+
+    @property
+    def has_buffers_by_rank(self) -> bool:
+        """Whether each rank has saved its own buffers; otherwise there is one copy for all."""
+        return self.stage == 3
+
+    @property
+    def weights_are_states(self) -> bool:
+        """Whether the weights' files hold what the optimizer updates, so that the same bytes are listed twice."""
+        return not (self.has_masters or self.is_partial)
 
     def offers(self, path: str) -> bool:
         """Whether there is such a stock file, by itself or inside a bundle."""

@@ -1,25 +1,22 @@
-"""What the files of a target shall look like, before it is known where their bytes come from.
+"""What files consist of: pieces that follow each other without a gap, so that every byte has one stated origin.
 
-A format lays out its files as segments that follow each other without a gap. The planner then turns
-each `Slot` into the pieces that fill it.
-
-The plan: for every byte of every output file, where it comes from.
-
-A plan is data. It can be printed, compared and hashed, and it can be executed without another decision.
+A format lays out its files with a `Slot` for each run of a state. The planner replaces slots by the bytes of sources,
+and returns a plan. A plan is data: it can be printed, compared and hashed, and executed without another decision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
-    """Bytes known now: headers, pickles, JSON."""
+class Bytes:
+    """Bytes known now: headers, pickles, JSON; and why they are what they are."""
 
     data: bytes
     why: str
@@ -30,18 +27,23 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """Zeros: alignment, or the padding behind a param (the source's padding is uninitialised memory)."""
+class Zeros:
+    """Alignment, or the padding behind a param (the source's padding is uninitialised memory)."""
 
     num_bytes: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
-    """Bytes of the base checkpoint, taken over as they are."""
+class Copy:
+    """Bytes of a source, as they are."""
 
     extent: Extent
+    source: int = -1
+    """Position in `Plan.sources`; -1 in a layout stands for the base."""
+    state: State | None = None
+    """The state that these bytes belong to, and ``begin``, the first element; None for bytes of no state."""
+    begin: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -49,8 +51,33 @@ class Carry:
 
 
 @dataclass(frozen=True, slots=True)
+class Cast:
+    """Elements of dtype ``dtype`` made from a source's elements of dtype ``source_dtype``, times ``scale``.
+
+    The cast rounds to nearest even, which is bit for bit what DeepSpeed does with its masters. A scale other than 1
+    is applied in fp64, before the one rounding.
+    """
+
+    extent: Extent
+    source_dtype: str
+    dtype: str
+    source: int = -1
+    state: State | None = None
+    begin: int = 0
+    scale: float = 1.0
+
+    @property
+    def numel(self) -> int:
+        return self.extent.num_bytes // ITEMSIZE[self.source_dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """Elements ``begin``..``end`` of a state, stored as ``dtype``."""
+    """Elements ``begin``..``end`` of a state, stored as ``dtype``; only in layouts."""
 
     state: State
     dtype: str
@@ -63,7 +90,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class ChecksumOf:
+class Crc:
     """Four bytes: the little-endian CRC-32 of bytes ``start``..``stop`` of the same file, all in front."""
 
     start: int
@@ -74,23 +101,33 @@ class ChecksumOf:
         return 4
 
 
-Segment = Literal | Fill | Carry | Slot | ChecksumOf
+Piece = Bytes | Zeros | Copy | Cast | Slot | Crc
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileLayout:
     """One output file: ``path`` relative to the checkpoint's root, and what it consists of."""
 
     path: str
-    segments: tuple[Segment, ...]
+    pieces: tuple[Piece, ...]
 
     def __post_init__(self) -> None:
         if not all(word not in ("", ".", "..") for word in self.path.split("/")):
             raise ValueError(f"not a path below the output: {self.path!r}")
+        for start, piece in self.placed():
+            if isinstance(piece, Crc) and piece.stop > start:
+                raise ValueError(f"{self.path}: a checksum at byte {start} covers bytes behind it: {piece}")
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        return sum(segment.num_bytes for segment in self.segments)
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def placed(self) -> Iterator[tuple[int, Piece]]:
+        """Yield each piece with the byte of the file that it begins at."""
+        at = 0
+        for piece in self.pieces:
+            yield at, piece
+            at += piece.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,102 +177,11 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Bytes ``start``..``stop`` are those of a source's file from ``offset`` on."""
-
-    start: int
-    stop: int
-    source: int
-    """Position in `Plan.sources`."""
-    path: str
-    offset: int
-    state: State | None = None
-    """The state these bytes belong to, and ``begin``, the first element; None for bytes of no state."""
-    begin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Convert:
-    """Elements of dtype ``dtype`` made from a source's elements of dtype ``source_dtype``, times ``scale``.
-
-    The cast rounds to nearest even, which is bit for bit what DeepSpeed does with its masters. A scale other than 1
-    is applied in fp64, before the one rounding.
-    """
-
-    start: int
-    stop: int
-    source: int
-    path: str
-    offset: int
-    source_dtype: str
-    dtype: str
-    state: State | None = None
-    begin: int = 0
-    scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Inline:
-    """Literal bytes, and why they are what they are."""
-
-    start: int
-    data: bytes
-    why: str
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros:
-    start: int
-    stop: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Checksum:
-    """Four bytes: the little-endian CRC-32 of bytes ``over_start``..``over_stop`` of this file."""
-
-    start: int
-    over_start: int
-    over_stop: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + 4
-
-
-Piece = Copy | Convert | Inline | Zeros | Checksum
-
-
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """One output file. Its pieces tile it exactly: no hole and no overlap."""
-
-    path: str
-    num_bytes: int
-    pieces: tuple[Piece, ...]
-
-    def __post_init__(self) -> None:
-        at = 0
-        for piece in self.pieces:
-            if piece.start != at or piece.stop < at:
-                raise ValueError(f"{self.path}: the pieces leave a hole or overlap at byte {at}: {piece}")
-            if isinstance(piece, Checksum) and piece.over_stop > piece.start:
-                raise ValueError(f"{self.path}: a checksum at byte {at} covers bytes behind it: {piece}")
-            at = piece.stop
-        if at != self.num_bytes:
-            raise ValueError(f"{self.path}: the pieces end at byte {at} of {self.num_bytes}")
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Every output file, and the folders that the pieces read from."""
+    """Every output file, and the folders that the pieces read from; no slot is left."""
 
     sources: tuple[str, ...]
-    files: tuple[FilePlan, ...]
+    files: tuple[FileLayout, ...]
 
     @property
     def num_bytes(self) -> int:

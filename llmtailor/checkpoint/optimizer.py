@@ -46,6 +46,12 @@ class OptimizerLayout:
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are masters beside the weights, which are then rounded copies of them; without DeepSpeed the
+        weights are what the optimizer updates."""
+        return self.stage > 0
+
     def of_group(self, group: int) -> list[int]:
         """Return the numbers of the sub-groups that a param group consists of."""
         return [number for number, one in enumerate(self.sub_groups) if one.group == group]

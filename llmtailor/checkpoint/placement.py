@@ -1,10 +1,8 @@
-"""Where the elements of a state lie: byte ranges of files.
+"""Where the elements of a state lie: byte ranges of files. Pure.
 
-Ranges are half-open: bytes run ``start``..``stop``, elements ``begin``..``end``.
-A *placement* answers one question: which file holds elements begin..end, and where. It computes the
-answer, so an index stays small however many ranks there are.
-
-Sets of elements, as ascending runs ``begin``..``end`` that don't touch. Pure.
+Ranges are half-open: bytes run ``start``..``stop``, elements ``begin``..``end``. A *placement* answers one question:
+which file holds elements begin..end, and where. It computes the answer, so an index stays small however many ranks
+there are. Sets of elements are ascending runs that do not touch.
 """
 
 from __future__ import annotations

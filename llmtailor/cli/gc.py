@@ -87,12 +87,9 @@ def _to_text(plan: GcPlan) -> str:
 
     removed = {removal.path for removal in plan.removals}
     rows: list[tuple[str, str, str]] = []
-    for one in plan.scan.usable:
-        if one.is_partial:
-            goes = one.path in removed
-            rows.append(
-                (one.name, "removed: no step needs it" if goes else "stays", size(freed_bytes(files_in(one.path))))
-            )
+    for one in plan.scan.partial:
+        why = "removed: no step needs it" if one.path in removed else "stays"
+        rows.append((one.name, why, size(freed_bytes(files_in(one.path)))))
     for removal in plan.removals:
         if removal.step is None:
             rows.append((removal.path.name, f"removed: {removal.why}", size(freed_bytes(files_in(removal.path)))))

@@ -16,12 +16,12 @@ from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError
 
 _COMMANDS = {
     "merge": "compose one resumable checkpoint from several",
-    "convert": "convert a checkpoint to another number of GPUs or another ZeRO stage",
+    "convert": "write a checkpoint anew for other GPUs or another ZeRO stage",
     "recipe": "write a recipe for a run's checkpoints, or explain one",
-    "inspect": "describe a checkpoint",
-    "verify": "check whether a checkpoint will resume correctly",
+    "inspect": "say what a checkpoint is",
+    "verify": "say whether a checkpoint will resume to what it claims",
     "latest": "print a run's newest checkpoint that verifies",
-    "salvage": "recover from a damaged newest checkpoint",
+    "salvage": "compose what is left of a run whose newest checkpoint is damaged",
     "thin": "free disk space: thin out a run's older full checkpoints",
     "gc": "free disk space: remove partial checkpoints that nothing needs",
 }
@@ -29,7 +29,7 @@ BROKEN_PIPE = 141
 EXIT_CODES = {
     0: "done",
     **{error.exit_code: error.meaning for error in BRANCHES},
-    BROKEN_PIPE: "the reader of the output has gone, as `head` does",
+    BROKEN_PIPE: "the reader of the output has gone, as with `head`",
 }
 """Of every command, by code; what a command adds to them stands beside it"""
 DEBUG = "LLMTAILOR_DEBUG"
@@ -57,8 +57,8 @@ class _LazyGroup(click.Group):
         write_exit_codes(formatter, "Exit codes", EXIT_CODES)
         formatter.write_paragraph()
         formatter.write_text(
-            f"After exit codes 8, 9 and 130, rerun the same command to resume. {DEBUG}=1 in the environment adds a "
-            "Python traceback to every error."
+            f"After 8, 9 and 130 the same command goes on where it was. {DEBUG}=1 in the environment adds a Python "
+            "traceback to every error."
         )
 
 

@@ -16,7 +16,7 @@ from llmtailor.errors import TargetError, UsageError
     name="recipe",
     cls=Command,
     exit_codes={
-        0: "the recipe is written; checkpoints that can't be used are named in it",
+        0: "the recipe is written; a comment in it names the checkpoints that can't be used",
         4: "no checkpoint of RUN_DIR can be used",
         6: "FILE exists",
     },
@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Write a recipe for the checkpoints in RUN_DIR, or explain one.
 
-    Checkpoints that can't be used are skipped, and named with the reason in the recipe's head.
+    Checkpoints that can't be used are skipped; a comment at the top of the recipe says which and why.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def command(
     if (run is None) == (explain is None):
         raise UsageError.at("recipe", "it takes either RUN_DIR or --explain CONFIG", "give one of them")
     if output is not None and output.exists() and not force:
-        raise TargetError.at(output, "the file exists already", "choose another one, or say --force")
+        raise TargetError.at(output, "the file exists already", "choose another one, or use --force")
     folder = output.absolute().parent if output else None
     if explain is not None:
         if foreign := given(options):

@@ -15,7 +15,7 @@ import click
 from llmtailor.cli.tables import parts_text, plan_text
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import to_json
-from llmtailor.compose.resume import foresee, settle_output
+from llmtailor.compose.resume import preview, settle_output
 from llmtailor.compose.write import bytes_to_move, check_room, write
 from llmtailor.recipe.recipe import Recipe
 
@@ -83,7 +83,7 @@ def run_merge(recipe: Recipe | Path, out: Path | None, target: Target) -> None:
         what = f"{there} is complete and has the newest of every part: nothing to merge"
         click.echo(what, err=target.as_json or target.dry_run)
     elif target.dry_run:
-        if sentence := foresee(composition):
+        if sentence := preview(composition):
             notify(sentence)
         check_room(composition)
         click.echo("dry run: nothing was written", err=True)

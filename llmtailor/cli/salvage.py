@@ -125,14 +125,12 @@ def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
     from llmtailor.salvage.report import gain
 
-    for holder in salvage.scan.holders:
-        for problem in dict.fromkeys((*holder.unfit, *holder.damage)):
-            click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
+    for problem in salvage.scan.damage:
+        click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
     for problem in salvage.scan.refused:
         click.echo(f"not used: {problem.where}: {problem.what}", err=True)
     if salvage.composition is not None:
-        damage = {problem for holder in salvage.scan.holders for problem in (*holder.unfit, *holder.damage)}
-        damage |= {*salvage.scan.refused}
+        damage = {*salvage.scan.damage, *salvage.scan.refused}
         for notice in salvage.composition.report.notices:
             if notice not in damage:
                 click.echo(f"note: {notice}", err=True)

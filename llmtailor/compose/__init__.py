@@ -1,1 +1,1 @@
-"""From a recipe to a composite: plan, check, write."""
+"""From a recipe to a composite: plan, check, write, verify."""

@@ -93,19 +93,19 @@ def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex]
     """Raise MismatchError if a chosen source does not hold a state that the target needs, or in another shape."""
     lacking: dict[int, dict[str, None]] = {}
     for layout in layouts:
-        for segment in layout.segments:
-            if not isinstance(segment, Slot):
+        for piece in layout.pieces:
+            if not isinstance(piece, Slot):
                 continue
-            for span in sources.spans(segment.state, segment.begin, segment.end):
-                if not _can_fill(segment, indexes[span.source]):
-                    name = f"{segment.state.kind} of {segment.state.param}"
+            for span in sources.spans(piece.state, piece.begin, piece.end):
+                if not _can_fill(piece, indexes[span.source]):
+                    name = f"{piece.state.kind} of {piece.state.param}"
                     lacking.setdefault(span.source, {})[name] = None
     if lacking:
         raise MismatchError(
             Problem(
                 indexes[source].name,
                 f"it does not hold the {some(list(names))}",
-                _PARTIAL if indexes[source].is_partial else _OTHER_MODEL,
+                _OTHER_MODEL if all(held.is_here for held in indexes[source].held.values()) else _PARTIAL,
             )
             for source, names in lacking.items()
         )

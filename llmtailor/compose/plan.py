@@ -1,36 +1,33 @@
-"""Decides a composite: recipe -> index -> resolve -> check -> lay out -> plan. `publish` writes it.
-
-A recipe in its normal form: what another form of the YAML means.
-"""
+"""Decides a composite: recipe -> index -> resolve -> check -> lay out -> plan. `compose.write` writes it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Plan, Sources
+from llmtailor.checkpoint.layout import Cut, FileLayout, Plan, Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
 from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
-from llmtailor.compose.opened import Opened
 from llmtailor.compose.planner import plan_composite
 from llmtailor.compose.report import Report, file_rows, part_rows, source_rows, step_notices, step_rows
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.format import Wanted
 from llmtailor.formats.known_files import check_replaceable
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
 from llmtailor.formats.registry import display_name, dissect_checkpoint, find_model_order, index_checkpoint, writer_of
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.formats.wanted import Wanted
 from llmtailor.model.parts import Anatomy
+from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
@@ -38,6 +35,38 @@ from llmtailor.recipe.resolve import Choice, resolve
 from llmtailor.recipe.text import condense
 from llmtailor.storage.local import Entries
 from llmtailor.timing import Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Stands in for opening the sources of a recipe."""
+
+    indexes: Mapping[Path, CheckpointIndex]
+    """By root; also of sources that only `cuts` name."""
+    cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = field(default_factory=dict)
+    """States made of several sources: elements ``begin``..``end`` and the root they come from. They tile each state."""
+    files: tuple[FileLayout, ...] = ()
+    """Files that the base lacks."""
+    notices: tuple[Problem, ...] = ()
+
+    def sources(self, named: Iterable[Path]) -> tuple[CheckpointIndex, ...]:
+        """Return the indexes of these roots, then of those that only cuts name."""
+        roots = dict.fromkeys([*named, *(root for cuts in self.cuts.values() for *_, root in cuts)])
+        return tuple(self.indexes[root] for root in roots)
+
+    def number_cuts(self, indexes: Sequence[CheckpointIndex], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
+        """Return the cuts with sources as positions in ``indexes``; a tied name is cut as what it is stored under."""
+        number_of = {index.root: number for number, index in enumerate(indexes)}
+        cuts = {
+            state: tuple(Cut(begin, end, number_of[root]) for begin, end, root in runs)
+            for state, runs in self.cuts.items()
+        }
+        names_of: dict[str, list[str]] = {}
+        for name, stored in tied.items():
+            names_of.setdefault(stored, []).append(name)
+        more = {State(name, state.kind): runs for state, runs in cuts.items() for name in names_of.get(state.param, ())}
+        return cuts | more
+
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 16 << 20

@@ -7,24 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.layout import (
-    Carry,
-    Checksum,
-    ChecksumOf,
-    Convert,
-    Copy,
-    FileLayout,
-    FilePlan,
-    Fill,
-    Inline,
-    Literal,
-    Piece,
-    Plan,
-    Slot,
-    Sources,
-    Zeros,
-)
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.checkpoint.layout import Cast, Copy, FileLayout, Piece, Plan, Slot, Sources
+from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 
 def plan_composite(
@@ -39,8 +23,8 @@ def plan_composite(
     ``sources`` are positions in ``indexes``; ``base`` is the one that carried bytes come from. Raises KeyError for a
     slot that its source does not hold: `checks` refuses those first. States in ``scales`` are multiplied by a factor.
     """
-    planned = tuple(plan_file(layout, indexes, sources, base, scales) for layout in layouts)
-    return Plan(tuple(str(index.root) for index in indexes), planned)
+    planned = (plan_file(layout, indexes, sources, base, scales) for layout in layouts)
+    return Plan(tuple(str(index.root) for index in indexes), tuple(planned))
 
 
 def plan_file(
@@ -49,32 +33,18 @@ def plan_file(
     sources: Sources,
     base: int,
     scales: Mapping[State, float] = MappingProxyType({}),
-) -> FilePlan:
-    """Plan one file: its pieces tile it exactly."""
+) -> FileLayout:
+    """Plan one file; see `plan_composite`."""
     pieces: list[Piece] = []
-    at = 0
-    for segment in layout.segments:
-        if isinstance(segment, Slot):
-            start = at
-            for span in sources.spans(segment.state, segment.begin, segment.end):
-                held = holding(indexes[span.source], segment.state, segment.dtype)
-                slot = _wrap(replace(segment, begin=span.begin, end=span.end), held)
-                pieces += _fill(slot, start, span.source, held, scales.get(segment.state, 1.0))
-                start += slot.num_bytes
+    for piece in layout.pieces:
+        if isinstance(piece, Slot):
+            for span in sources.spans(piece.state, piece.begin, piece.end):
+                held = holding(indexes[span.source], piece.state, piece.dtype)
+                slot = _wrap(replace(piece, begin=span.begin, end=span.end), held)
+                pieces += _fill(slot, span.source, held, scales.get(piece.state, 1.0))
         else:
-            pieces.append(_piece(segment, at, base))
-        at += segment.num_bytes
-    return FilePlan(layout.path, at, tuple(pieces))
-
-
-def _piece(segment: Literal | Fill | Carry | ChecksumOf, at: int, base: int) -> Piece:
-    if isinstance(segment, Literal):
-        return Inline(at, segment.data, segment.why)
-    if isinstance(segment, Fill):
-        return Zeros(at, at + segment.num_bytes, segment.why)
-    if isinstance(segment, Carry):
-        return Copy(at, at + segment.num_bytes, base, segment.extent.path, segment.extent.start)
-    return Checksum(at, segment.start, segment.stop)
+            pieces.append(replace(piece, source=base) if isinstance(piece, Copy) else piece)
+    return FileLayout(layout.path, tuple(pieces))
 
 
 def _wrap(slot: Slot, held: Held) -> Slot:
@@ -85,16 +55,12 @@ def _wrap(slot: Slot, held: Held) -> Slot:
     return replace(slot, begin=begin, end=begin + slot.end - slot.begin)
 
 
-def _fill(slot: Slot, at: int, source: int, held: Held, scale: float) -> Iterator[Piece]:
-    itemsize = ITEMSIZE[slot.dtype]
+def _fill(slot: Slot, source: int, held: Held, scale: float) -> Iterator[Piece]:
     for have in held.place.cover(slot.begin, slot.end):
-        start = at + (have.begin - slot.begin) * itemsize
-        stop = at + (have.end - slot.begin) * itemsize
-        where = (source, have.extent.path, have.extent.start)
         if held.dtype == slot.dtype and scale == 1:
-            yield Copy(start, stop, *where, slot.state, have.begin)
+            yield Copy(have.extent, source, slot.state, have.begin)
         else:
-            yield Convert(start, stop, *where, held.dtype, slot.dtype, slot.state, have.begin, scale)
+            yield Cast(have.extent, held.dtype, slot.dtype, source, slot.state, have.begin, scale)
 
 
 def holding(index: CheckpointIndex, state: State, dtype: str) -> Held:

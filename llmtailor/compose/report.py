@@ -1,7 +1,4 @@
-"""What a composition is made of, as data for tables, JSON, the manifest and the model card.
-
-A plan in words: rows for tables, and JSON with stable keys.
-"""
+"""What a composite is made of: tables, JSON, the manifest and the model card."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Convert, Copy, Plan, Sources
+from llmtailor.checkpoint.layout import Cast, Copy, Plan, Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.errors import Problem
 from llmtailor.formats.trainer import CARD, MANIFEST
@@ -92,8 +89,8 @@ def part_rows(
     num_bytes: dict[tuple[str, int], int] = defaultdict(int)
     for file in plan.files:
         for piece in file.pieces:
-            if isinstance(piece, (Copy, Convert)) and piece.state is not None:
-                num_bytes[anatomy.part_of[piece.state.param], piece.source] += piece.stop - piece.start
+            if isinstance(piece, (Copy, Cast)) and piece.state is not None:
+                num_bytes[anatomy.part_of[piece.state.param], piece.source] += piece.num_bytes
     rows = []
     for part in anatomy.parts:
         counts: dict[int, int] = defaultdict(int)
@@ -115,8 +112,8 @@ def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tu
     num_bytes: dict[int, int] = defaultdict(int)
     for file in plan.files:
         for piece in file.pieces:
-            if isinstance(piece, (Copy, Convert)):
-                num_bytes[piece.source] += piece.stop - piece.start
+            if isinstance(piece, (Copy, Cast)):
+                num_bytes[piece.source] += piece.num_bytes
     return tuple(
         SourceRow(index.name, index.global_step, number == base, num_bytes[number])
         for number, index in enumerate(indexes)

@@ -63,7 +63,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def foresee(composition: Composition) -> str:
+def preview(composition: Composition) -> str:
     """Say what a merge will do with what an earlier one into the same output has left; empty if that is nothing.
 
     Raises TargetError if it will refuse.
@@ -74,8 +74,8 @@ def foresee(composition: Composition) -> str:
     return _judge(unfinished, identify_merge(composition), composition)[1]
 
 
-def take_up(
-    composition: Composition, identity: Identity, staging: Staging, tell: Callable[[str], None]
+def resume(
+    composition: Composition, identity: Identity, staging: Staging, notify: Callable[[str], None]
 ) -> tuple[Mapping[str, tuple[Mark, ...]], Mapping[str, FileFact]]:
     """Go on with what is there, or begin anew; return how far which files are, and what the sources were like then.
 
@@ -84,13 +84,13 @@ def take_up(
     if unfinished := staging.unfinished:
         goes_on, sentence = _judge(unfinished, identity, composition)
         if unfinished.num_bytes:
-            tell(sentence)
+            notify(sentence)
         else:
             logger.info("an earlier merge into %s was interrupted before anything was durable", composition.out)
         if goes_on:
-            staging.go_on()
+            staging.resume()
             return unfinished.marks, unfinished.identity.sources
-    staging.begin(identity)
+    staging.reset(identity)
     return {}, identity.sources
 
 

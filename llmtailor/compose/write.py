@@ -13,7 +13,7 @@ from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card, manifest
-from llmtailor.compose.resume import identify_merge, now, take_up, with_what_is_kept
+from llmtailor.compose.resume import identify_merge, now, resume, with_what_is_kept
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.engine.copy import Context, FileResult, execute
 from llmtailor.engine.pool import Stop, stoppable
@@ -21,6 +21,7 @@ from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, VerificationError
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
@@ -30,7 +31,6 @@ from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, part_digest
 from llmtailor.storage.local import FileFact, write_durably
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.structure import is_resumed_from
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def check_room(composition: Composition) -> None:
 
 
 def bytes_to_move(composition: Composition) -> int:
-    """Return of how many bytes `write` will tell its observer."""
+    """Return how many bytes `write` reports to ``on_progress``."""
     files = files_read(composition.plan) if composition.options.checksum else []
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
     return composition.plan.num_bytes + sources
@@ -63,8 +63,8 @@ def bytes_to_move(composition: Composition) -> int:
 
 def write(
     composition: Composition,
-    observe: Callable[[int], None] = lambda num_bytes: None,
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Write a planned composite, verify it, and publish it by one rename.
 
@@ -73,8 +73,8 @@ def write(
 
     Args:
         composition: from `plan_merge`.
-        observe: called with a number of bytes moved, from several threads.
-        tell: called with a sentence for the user.
+        on_progress: called with a number of bytes moved, from several threads.
+        notify: called with a sentence for the user.
 
     Raises:
         TargetError: another process writes the output, or it holds an unfinished merge of another recipe.
@@ -87,13 +87,13 @@ def write(
     with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
         try:
             check_room(composition)
-            kept, before = take_up(composition, identity, staging, tell)
+            kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
-            context = Context(facts, kept, observe, staging.journal.add, composition.options.checksum, stop)
+            context = Context(facts, kept, on_progress, staging.journal.add, composition.options.checksum, stop)
             logger.info("writing in %s", staging.path)
             results = execute(composition.plan, staging.path, context)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
-            digests = _check_sources(composition, results, before, observe, stop)
+            digests = _check_sources(composition, results, before, on_progress, stop)
             logger.info("compared the sources with what they were, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.target.stage).encode()
             content = _manifest(composition, results, digests, readme, identity.digest())
@@ -107,14 +107,14 @@ def write(
         except (Interrupted, StorageError) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
-        tell(f"{staging.folder} could not be removed; nothing in it is needed any more")
+        notify(f"{staging.folder} could not be removed; nothing in it is needed any more")
 
 
 def _check_sources(
     composition: Composition,
     results: Sequence[FileResult],
     before: Mapping[str, FileFact],
-    observe: Callable[[int], None],
+    on_progress: Callable[[int], None],
     stop: Stop,
 ) -> dict[SourceFile, str]:
     """See that no source has changed since ``before``; return the digests of those that were read, if wanted.
@@ -140,7 +140,7 @@ def _check_sources(
         raise SourceError(changed)
     wanted = files_read(composition.plan)
     if composition.options.checksum:
-        return read_again(composition.plan, results, wanted, observe, stop, _stated(composition, wanted))
+        return read_again(composition.plan, results, wanted, on_progress, stop, _stated(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}
 
@@ -171,7 +171,7 @@ def _manifest(
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
     # the same elements may be written more than once (a buffer on every rank): count them once, in order
     # and the rounded masters of ZeRO not at all: a digest depends neither on the stage nor on names on disk
-    rounded = (MODULE, WEIGHT) if composition.target.stage else (MODULE,)
+    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
     runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
     for (state, _), run in sorted(runs.items()):
         states = crcs[composition.anatomy.part_of[state.param]]

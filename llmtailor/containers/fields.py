@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.layout import Carry
+from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT, check_name, is_count
@@ -67,7 +67,7 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
     if not view.is_contiguous:  # torch reads it; here bytes are moved as they lie
         fix = "save it again with contiguous tensors"
         raise UnsupportedCheckpoint.at(where, f"{what} is not contiguous", fix, Code.STATE_LAYOUT)
-    if not isinstance(carried, Carry) or view.offset + view.numel > view.storage.numel:
+    if not isinstance(carried, Copy) or view.offset + view.numel > view.storage.numel:
         raise SourceError.at(where, f"{what} reaches beyond its storage", COPY_FILE, Code.STATE_SIZE)
     itemsize = ITEMSIZE[view.storage.dtype]
     start = carried.extent.start + view.offset * itemsize

@@ -1,7 +1,4 @@
-"""JSON that others wrote: bounded in size, and every way to be malformed is a SourceError.
-
-Names that come from elsewhere: of params, states, tensors and folders.
-"""
+"""JSON and names from elsewhere: bounded in size, and every malformed value is a SourceError."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtailor.checkpoint.layout import Segment
+from llmtailor.checkpoint.layout import Piece
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -78,7 +78,7 @@ class Storage:
 
     dtype: str
     numel: int
-    content: tuple[Segment, ...]
+    content: tuple[Piece, ...]
     location: str = "cpu"
 
 
@@ -165,7 +165,7 @@ def as_shape(node: object) -> tuple[int, ...] | None:
     return shape
 
 
-def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Segment, ...]) -> Call:
+def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) -> Call:
     """Return the node of a contiguous tensor with a storage of its own."""
     numel, strides = 1, []
     for extent in reversed(shape):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import Held
-from llmtailor.checkpoint.layout import FileLayout, Literal, Segment, Slot
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
@@ -155,7 +155,7 @@ def _held(path: str, entry: Any, data_start: int) -> tuple[Held, Extent]:
 def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
     """Lay out a file with the same tensors in the same order; ``dtype`` replaces that of floating-point tensors."""
     header: dict[str, Any] = {"__metadata__": dict(file.metadata)} if file.metadata else {}
-    segments: list[Segment] = []
+    pieces: list[Piece] = []
     at = 0
     for name, held in file.tensors.items():
         state, begin = file.filled_by.get(name, (State(name, WEIGHT), 0))
@@ -167,10 +167,10 @@ def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
         }
         at += slot.num_bytes
         if slot.num_bytes:
-            segments.append(slot)
+            pieces.append(slot)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return FileLayout(file.path, (Literal(struct.pack("<Q", len(text)) + text, "safetensors header"), *segments))
+    return FileLayout(file.path, (Bytes(struct.pack("<Q", len(text)) + text, "safetensors header"), *pieces))
 
 
 def lay_out_weight_files(files: tuple[WeightFile, ...], dtype: str | None) -> list[FileLayout]:
@@ -201,7 +201,7 @@ def lay_out_index(files: tuple[WeightFile, ...], dtype: str | None) -> FileLayou
         held.numel * ITEMSIZE[target_dtype(held.dtype, dtype)] for file in files for held in file.tensors.values()
     )
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return FileLayout(INDEX, (Literal(json.dumps(index, indent=2).encode() + b"\n", "safetensors index"),))
+    return FileLayout(INDEX, (Bytes(json.dumps(index, indent=2).encode() + b"\n", "safetensors index"),))
 
 
 def target_dtype(own: str, wanted: str | None) -> str:

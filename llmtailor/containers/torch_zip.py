@@ -1,13 +1,11 @@
 """``torch.save`` files: a zip of stored records, one of them a pickle, the others tensor storages.
 
 Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pickle, ``NAME/data/KEY`` the bytes of
-storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples
-of 64; the central directory does not show this padding, so offsets are taken from the local headers.
+storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples of 64; the
+central directory does not show this padding, so offsets are taken from the local headers.
 
-Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with the
-CRCs of tensor records left to be filled in once the bytes have streamed past.
-
-The records of a ``torch.save`` file, with the checksums that stand in its directory; no pickle is decoded.
+Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records). The CRCs of
+tensor records are filled in once the bytes have streamed past.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.layout import Carry, ChecksumOf, FileLayout, Fill, Literal, Segment
+from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Piece, Zeros
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Call, Storage
@@ -101,7 +99,7 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
         if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
             have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
             raise ValueError(f"storage {key!r:.40} {have} where {numel} elements of {dtype} belong")
-        storage = storages.setdefault(key, Storage(dtype, numel, (Carry(extent),), location))
+        storage = storages.setdefault(key, Storage(dtype, numel, (Copy(extent),), location))
         if storage.dtype != dtype:  # torch would go by whichever it meets first
             raise ValueError(f"storage {key!r:.40} is named with two types")
         return storage
@@ -139,32 +137,32 @@ def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
     """
     data, storages = write_pickle(tree)
     builder = _ZipBuilder(Path(path).stem)
-    builder.add("data.pkl", (Literal(data, "pickle"),))
-    builder.add(".format_version", (Literal(b"1", "torch's format version"),))
-    builder.add(".storage_alignment", (Literal(str(ALIGNMENT).encode(), "torch's alignment"),))
-    builder.add("byteorder", (Literal(b"little", "byte order"),))
+    builder.add("data.pkl", (Bytes(data, "pickle"),))
+    builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
+    builder.add(".storage_alignment", (Bytes(str(ALIGNMENT).encode(), "torch's alignment"),))
+    builder.add("byteorder", (Bytes(b"little", "byte order"),))
     for key, storage in enumerate(storages):
         expected, actual = storage.numel * ITEMSIZE[storage.dtype], sum(part.num_bytes for part in storage.content)
         if expected != actual:
             raise ValueError(f"{path}: storage {key} needs {expected} bytes and is given {actual}")
         builder.add(f"data/{key}", storage.content)
-    builder.add("version", (Literal(b"3\n", "torch's zip version"),))
+    builder.add("version", (Bytes(b"3\n", "torch's zip version"),))
     return FileLayout(path, builder.finish())
 
 
 class _ZipBuilder:
     def __init__(self, name: str):
         self.name = name
-        self.segments: list[Segment] = []
+        self.pieces: list[Piece] = []
         self.at = 0
-        self.directory: list[tuple[bytes, int, int, int, Segment | Literal]] = []
+        self.directory: list[tuple[bytes, int, int, int, Piece | Bytes]] = []
 
-    def put(self, segment: Segment) -> None:
-        if segment.num_bytes:
-            self.segments.append(segment)
-            self.at += segment.num_bytes
+    def put(self, piece: Piece) -> None:
+        if piece.num_bytes:
+            self.pieces.append(piece)
+            self.at += piece.num_bytes
 
-    def add(self, record: str, content: tuple[Segment, ...]) -> None:
+    def add(self, record: str, content: tuple[Piece, ...]) -> None:
         """Append a record: local header, data, data descriptor."""
         name, size, header_at = f"{self.name}/{record}".encode(), sum(part.num_bytes for part in content), self.at
         big = size >= _U32
@@ -176,39 +174,37 @@ class _ZipBuilder:
             b"PK\x03\x04", 45 if big else 0, 0x0808, 0, 0, 0, 0, short, short, len(name), len(zip64) + 4 + padding
         )
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        self.put(Literal(header + name + extra, f"zip header of {record}"))
+        self.put(Bytes(header + name + extra, f"zip header of {record}"))
         start = self.at
         for part in content:
             self.put(part)
         crc = self.checksum(start, content)
-        self.put(Literal(b"PK\x07\x08", "zip data descriptor"))
+        self.put(Bytes(b"PK\x07\x08", "zip data descriptor"))
         self.put(crc)
-        self.put(Literal(struct.pack("<QQ" if big else "<II", size, size), "zip data descriptor"))
+        self.put(Bytes(struct.pack("<QQ" if big else "<II", size, size), "zip data descriptor"))
         self.directory.append((name, size, header_at, 45 if big else 0, crc))
 
-    def checksum(self, start: int, content: tuple[Segment, ...]) -> Segment:
+    def checksum(self, start: int, content: tuple[Piece, ...]) -> Piece:
         """Of a record: known now if all its bytes are, otherwise to be computed while they stream."""
-        if all(isinstance(part, (Literal, Fill)) for part in content):
+        if all(isinstance(part, (Bytes, Zeros)) for part in content):
             crc = 0
             for part in content:
-                crc = zlib.crc32(part.data if isinstance(part, Literal) else bytes(part.num_bytes), crc)
-            return Literal(struct.pack("<I", crc), "CRC-32")
-        return ChecksumOf(start, self.at)
+                crc = zlib.crc32(part.data if isinstance(part, Bytes) else bytes(part.num_bytes), crc)
+            return Bytes(struct.pack("<I", crc), "CRC-32")
+        return Crc(start, self.at)
 
-    def finish(self) -> tuple[Segment, ...]:
+    def finish(self) -> tuple[Piece, ...]:
         start = self.at
         for name, size, header_at, version, crc in self.directory:
             wide = [value for value in (size, size, header_at) if value >= _U32]
             extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
             self.put(
-                Literal(
-                    struct.pack("<4sHHHHHH", b"PK\x01\x02", 45 if wide else 0, version, 0x0808, 0, 0, 0), "zip entry"
-                )
+                Bytes(struct.pack("<4sHHHHHH", b"PK\x01\x02", 45 if wide else 0, version, 0x0808, 0, 0, 0), "zip entry")
             )
             self.put(crc)
             short = min(size, _U32)
             rest = struct.pack("<IIHHHHHII", short, short, len(name), len(extra), 0, 0, 0, 0, min(header_at, _U32))
-            self.put(Literal(rest + name + extra, "zip entry"))
+            self.put(Bytes(rest + name + extra, "zip entry"))
         size, count, zip64_at = self.at - start, len(self.directory), self.at
         end64 = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
         locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, zip64_at, 1)
@@ -216,8 +212,8 @@ class _ZipBuilder:
         end = struct.pack(
             "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short_count, short_count, min(size, _U32), min(start, _U32), 0
         )
-        self.put(Literal(end64 + locator + end, "zip end records"))
-        return tuple(self.segments)
+        self.put(Bytes(end64 + locator + end, "zip end records"))
+        return tuple(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

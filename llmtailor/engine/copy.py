@@ -1,9 +1,9 @@
 """Carries out a plan: fills every file from its pieces, several files at once, in flat memory.
 
-Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it in
-chunks. While the disk makes one file durable, its worker goes on with the next. The CRC-32 of every byte is computed on
-the way: for the zip records, the files and the states. What an earlier run has written is read back by the same pieces,
-so that nothing but its size and CRC need be remembered.
+Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it
+in chunks. While the disk makes one file durable, its worker continues with the next. The CRC-32 of every byte is
+computed on the way: for the zip records, the files and the states. What an earlier run has written is read back by the
+same pieces, so that nothing but its size and CRC need be remembered.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
-from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Piece, Plan, Zeros
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.engine.streams import Output, Sources, cannot_write
+from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import combine, new_digest
@@ -29,6 +29,8 @@ from llmtailor.storage.local import FileFact
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
+STORE_BYTES = 32 << 20
+"""What is asked of a store at once: for tensors of a GPU, what is in CPU memory beside them."""
 MARK_BYTES = 256 << 20
 """A long file is made durable, and marked in the journal, whenever so much of it is new. This goes on beside the
 writing and costs no time: what the disk does now it need not do at the end."""
@@ -48,7 +50,7 @@ class Run:
 class FileResult:
     """What was written."""
 
-    plan: FilePlan
+    plan: FileLayout
     crc: int
     crcs: tuple[int, ...]
     """CRC-32 of every piece."""
@@ -65,8 +67,8 @@ class FileResult:
 
     def runs(self) -> Iterator[Run]:
         for piece, crc in zip(self.plan.pieces, self.crcs, strict=True):
-            if isinstance(piece, (Copy, Convert)) and piece.state is not None:
-                yield Run(piece.state, piece.begin, piece.stop - piece.start, crc)
+            if isinstance(piece, (Copy, Cast)) and piece.state is not None:
+                yield Run(piece.state, piece.begin, piece.num_bytes, crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Context:
     digest: bool = False
     """Whether to take the XXH3 of every file too."""
     stop: Stop = field(default_factory=Stop)
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    """Sources of the plan that are no folders, by their names there."""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -113,7 +117,7 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
 
 def _write_file(
     plan: Plan,
-    file: FilePlan,
+    file: FileLayout,
     facts: Mapping[str, FileFact],
     staging: Path,
     context: Context,
@@ -131,7 +135,7 @@ def _write_file(
                 filled, output = _take_over(file, fd, marks, context)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
-                _fill(filled, output, Sources(plan.sources, facts), beside, context)
+                _fill(filled, output, Sources(plan.sources, facts, context.stores), beside, context)
             os.fsync(fd)
             if not done_before:
                 context.record(file.path, Mark(file.num_bytes, filled.crc))
@@ -146,9 +150,9 @@ def _write_file(
 class _Filled:
     """What is known of the pieces that a file has so far."""
 
-    def __init__(self, plan: FilePlan):
+    def __init__(self, plan: FileLayout):
         self.plan = plan
-        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Checksum))
+        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
         self.crc = 0
         self.crcs: list[int] = []
         self.at = 0
@@ -157,22 +161,21 @@ class _Filled:
         return self.plan.pieces[len(self.crcs) :]
 
     def add(self, piece: Piece, crc: int) -> None:
-        length = piece.stop - piece.start
-        self.ranges.add(piece.start, crc, length)
-        self.crc = combine(self.crc, crc, length)
+        self.ranges.add(self.at, crc, piece.num_bytes)
+        self.crc = combine(self.crc, crc, piece.num_bytes)
         self.crcs.append(crc)
-        self.at = piece.stop
+        self.at += piece.num_bytes
 
 
-def _take_over(plan: FilePlan, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
+def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
     filled, output = _Filled(plan), Output(fd, context.on_progress, new_digest() if context.digest else None)
     for number, mark in enumerate(marks):
         try:
             for piece in filled.missing():
-                if piece.stop > mark.num_bytes:
+                if filled.at + piece.num_bytes > mark.num_bytes:
                     break
-                filled.add(piece, output.take_over(piece.stop - piece.start, context.stop))
+                filled.add(piece, output.take_over(piece.num_bytes, context.stop))
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
         except OSError:  # cut short, or on a spot that the disk can't read any more
             true = False
@@ -197,11 +200,12 @@ def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, c
 
     for piece in filled.missing():
         context.stop.check()
-        if isinstance(piece, Inline):
+        if isinstance(piece, Bytes):
             crc = output.put(piece.data)
-        elif isinstance(piece, Checksum):
-            crc = output.put(filled.ranges.crc_of(piece).to_bytes(4, "little"))
+        elif isinstance(piece, Crc):
+            crc = output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
         else:
+            assert not isinstance(piece, Slot), "a plan has no slots"
             crc = _write_bulk(piece, output, sources, context.stop)
         filled.add(piece, crc)
         if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
@@ -214,25 +218,31 @@ def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, c
         marking.result()  # a disk reports an error once, and not again at the last fsync
 
 
-def _write_bulk(piece: Zeros | Copy | Convert, output: Output, sources: Sources, stop: Stop) -> int:
+def _write_bulk(piece: Zeros | Copy | Cast, output: Output, sources: Sources, stop: Stop) -> int:
     """Write a piece that may be long; return its CRC-32."""
-    crc, left = 0, piece.stop - piece.start
+    crc, left = 0, piece.num_bytes
     if isinstance(piece, Zeros):
         for length in _lengths(left, len(_ZEROS)):
             crc = output.put(_ZEROS[:length], crc)
-    elif isinstance(piece, Convert):
-        wide, offset = ITEMSIZE[piece.source_dtype], piece.offset
-        for numel in _lengths(left // ITEMSIZE[piece.dtype], streams.BUFFER_BYTES // 16):
+    elif isinstance(piece, Cast):
+        wide, offset = ITEMSIZE[piece.source_dtype], piece.extent.start
+        for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
             stop.check()
             data = bytearray(numel * wide)
             sources.read_into(piece, offset, memoryview(data))
             crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
             offset += numel * wide
+    elif (store := sources.store_of(piece)) is not None:
+        at = piece.extent.start
+        for length in _lengths(left, STORE_BYTES):
+            stop.check()
+            crc = output.put(store.read(piece.extent.path, at, at + length), crc)
+            at += length
     else:
         while left:
             stop.check()
             room = output.room()[:left]
-            sources.read_into(piece, piece.offset + piece.stop - piece.start - left, room)
+            sources.read_into(piece, piece.extent.stop - left, room)
             crc = output.commit(len(room), crc)
             left -= len(room)
     return crc
@@ -250,8 +260,8 @@ def _lengths(total: int, size: int) -> Iterator[int]:
 class _Ranges:
     """Keeps the CRC-32 of the ranges that checksum pieces ask for; they never overlap, and come in order."""
 
-    def __init__(self, wanted: Iterator[Checksum]):
-        self.spans = sorted({(piece.over_start, piece.over_stop) for piece in wanted}, reverse=True)
+    def __init__(self, wanted: Iterator[Crc]):
+        self.spans = sorted({(piece.start, piece.stop) for piece in wanted}, reverse=True)
         self.done: dict[tuple[int, int], int] = {}
         self.crc = 0
 
@@ -262,6 +272,6 @@ class _Ranges:
         if self.spans and self.spans[-1][0] <= start:
             self.crc = combine(self.crc, crc, length)
 
-    def crc_of(self, piece: Checksum) -> int:
-        self.add(piece.start, 0, 0)
-        return self.done[(piece.over_start, piece.over_stop)]
+    def crc_of(self, piece: Crc, at: int) -> int:
+        self.add(at, 0, 0)
+        return self.done[(piece.start, piece.stop)]

@@ -1,10 +1,8 @@
-"""The journal of a merge: what it is, and what of it has been written for good.
+"""The journal of a merge: which merge it is, and how much of it has been written durably.
 
-It is a file of JSON lines in the staging folder. The first says which merge it is; each of the others that a file is
-durable up to some byte, with the CRC-32 so far. Whoever goes on reads those bytes again and compares, so a line that
-is torn, lost or wrong costs time and no more.
-
-What a merge is, so that another run can tell whether it may go on with what is there. Pure.
+The journal is a file of JSON lines in the staging folder. The first line identifies the merge; each of the others says
+that a file is durable up to some byte, with the CRC-32 so far. A merge that resumes reads those bytes again and
+compares, so a line that is torn, lost or wrong costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmtailor.checkpoint.layout import Convert, Copy, Inline, Plan
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Plan
 from llmtailor.errors import some
 from llmtailor.storage.local import FileFact, chunks, write_all
 
@@ -32,7 +30,7 @@ class Identity:
     sources: Mapping[str, FileFact]
     """Every file that pieces read from, by path."""
     request: str
-    """Digest of the recipe and the options. It tells whether the user wants the same, even if the plan has changed."""
+    """Digest of the recipe and the options: whether the user wants the same, even if the plan has changed"""
     recipe: str
     begun: str
     num_bytes: int
@@ -54,7 +52,10 @@ def identify(
 ) -> Identity:
     """Identify a merge. ``facts`` are those of each source's files; ``request`` is anything whose repr is stable."""
     read = {
-        (piece.source, piece.path) for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Convert))
+        (piece.source, piece.extent.path)
+        for file in plan.files
+        for piece in file.pieces
+        if isinstance(piece, (Copy, Cast))
     }
     sources = {f"{plan.sources[source]}/{path}": facts[source][path] for source, path in sorted(read)}
     asked = hashlib.sha256(repr(request).encode()).hexdigest()
@@ -67,8 +68,8 @@ def plan_digest(plan: Plan) -> str:
     for file in plan.files:
         digest.update(f"{file.path!r} {file.num_bytes}".encode())
         for piece in file.pieces:
-            if isinstance(piece, Inline):  # its data may be large, and a repr four times that
-                digest.update(b"Inline %d %d " % (piece.start, len(piece.data)))
+            if isinstance(piece, Bytes):  # its data may be large, and a repr four times that
+                digest.update(b"Bytes %d " % len(piece.data))
                 digest.update(piece.data)
             else:
                 digest.update(repr(piece).encode())
@@ -76,7 +77,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def why_not(old: Identity, new: Identity) -> str:
-    """Return why the merge ``new`` can't go on with what ``old`` has written; empty if it can."""
+    """Return why the merge ``new`` can't resume from what ``old`` has written; empty if it can."""
     changed = [
         path for path, fact in new.sources.items() if path not in old.sources or not fact.is_like(old.sources[path])
     ]

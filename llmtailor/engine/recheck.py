@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from llmtailor.checkpoint.layout import Convert, Copy, Plan
+from llmtailor.checkpoint.layout import Cast, Copy, Plan
 from llmtailor.engine.copy import FileResult
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
@@ -38,7 +38,7 @@ class Stated:
 def files_read(plan: Plan) -> list[SourceFile]:
     """Return every source file that pieces read from."""
     pieces = (piece for file in plan.files for piece in file.pieces)
-    return sorted({(piece.source, piece.path) for piece in pieces if isinstance(piece, (Copy, Convert))})
+    return sorted({(piece.source, piece.extent.path) for piece in pieces if isinstance(piece, (Copy, Cast))})
 
 
 def read_again(
@@ -60,8 +60,8 @@ def read_again(
         taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
     for result in results:
         for piece, crc in zip(result.plan.pieces, result.crcs, strict=True):
-            if isinstance(piece, (Copy, Convert)) and piece.start < piece.stop and (piece.source, piece.path) in files:
-                taken[(piece.source, piece.path)].append(_Taken(piece, crc))
+            if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
+                taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
     names = sorted(files)
     jobs = [partial(_read, Path(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
     return dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
@@ -117,12 +117,9 @@ class _Range:
 class _Taken(_Range):
     """A range that a piece took; the CRC-32 is that of what was made of it."""
 
-    def __init__(self, piece: Copy | Convert, wanted: int):
-        length = piece.stop - piece.start
-        self.convert = piece if isinstance(piece, Convert) else None
-        if self.convert:
-            length = length // ITEMSIZE[self.convert.dtype] * ITEMSIZE[self.convert.source_dtype]
-        super().__init__(piece.offset, piece.offset + length, wanted)
+    def __init__(self, piece: Copy | Cast, wanted: int):
+        self.convert = piece if isinstance(piece, Cast) else None
+        super().__init__(piece.extent.start, piece.extent.stop, wanted)
         self.rest = b""
         """The begin of an element that the last chunk cut."""
 

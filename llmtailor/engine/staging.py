@@ -1,9 +1,7 @@
 """The staging folder beside the output, and the one rename that publishes it.
 
-Until the rename the output does not exist (or is the old one, whole, if that may be replaced). What an interrupted
-merge leaves is a hidden folder with a journal, which the same merge goes on with.
-
-What merges have left behind, and whether it can go.
+Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
+leaves a hidden folder with a journal, from which the same merge resumes.
 """
 
 from __future__ import annotations
@@ -188,8 +186,8 @@ class Staging:
         """Durable bytes that a merge which ends now leaves to the next one."""
         return 0 if self._is_published else self.journal.num_bytes
 
-    def begin(self, identity: Identity) -> None:
-        """Begin anew: forget what an earlier merge has left. Raises StorageError."""
+    def reset(self, identity: Identity) -> None:
+        """Discard what an earlier merge has left, and start the journal of this one. Raises StorageError."""
         with self._faults("can't make the staging folder"):
             self.unfinished = None
             self.journal.clear()
@@ -198,10 +196,10 @@ class Staging:
             self.journal.begin(identity)
             fsync_folder(self.folder)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Keep what the journal knows of, and nothing else. Raises StorageError."""
         assert self.unfinished is not None
-        with self._faults("can't go on with what is there"):
+        with self._faults("can't resume"):
             self.path.mkdir(exist_ok=True)
             self._empty(self.unfinished.marks)
 
@@ -244,7 +242,7 @@ class Staging:
         if is_refused or not self.kept_bytes:
             self._remove()
         else:
-            logger.info("kept %s, with %s bytes to go on with", self.folder, f"{self.kept_bytes:,}")
+            logger.info("kept %s, with %s bytes to resume from", self.folder, f"{self.kept_bytes:,}")
         self._release()
 
     def _remove(self) -> None:
@@ -262,7 +260,7 @@ class Staging:
 
     def _release(self) -> None:
         self._lock.release()
-        with suppress(OSError):  # not empty, if there is something to go on with
+        with suppress(OSError):  # not empty, if there is something to resume
             self.folder.rmdir()
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.layout import Convert, Copy
+from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
@@ -25,22 +25,35 @@ class Digest(Protocol):
     def hexdigest(self) -> str: ...
 
 
-class Sources:
-    """The source files of a plan, each opened when a piece first needs it.
+class Store(Protocol):
+    """A source of bytes that is no folder."""
 
-    ``facts`` are what they were like when they were indexed, by full name; what is not in there is not compared.
+    def read(self, path: str, start: int, stop: int) -> memoryview:
+        """Return bytes, which stay as they are until the next call at least. Called from several threads."""
+        ...
+
+
+class Sources:
+    """The sources of a plan: folders, whose files are opened when a piece first needs them, and ``stores`` by name.
+
+    ``facts`` are what files were like when they were indexed, by full name; what is not in there is not compared.
     """
 
-    def __init__(self, roots: Sequence[str], facts: Mapping[str, FileFact]):
+    def __init__(self, roots: Sequence[str], facts: Mapping[str, FileFact], stores: Mapping[str, Store]):
         self.roots = roots
         self.files = Files(facts=facts)
+        self.stores = stores
 
-    def read_into(self, piece: Copy | Convert, offset: int, room: memoryview) -> None:
+    def store_of(self, piece: Copy | Cast) -> Store | None:
+        """Return where a piece is read from if that is no folder."""
+        return self.stores.get(self.roots[piece.source])
+
+    def read_into(self, piece: Copy | Cast, offset: int, room: memoryview) -> None:
         """Fill ``room`` from the piece's file.
 
         Raises SourceError for a file that is missing, too short or changed, else StorageError.
         """
-        where = f"{self.roots[piece.source]}/{piece.path}"
+        where = f"{self.roots[piece.source]}/{piece.extent.path}"
         try:
             self.files.read_into(where, offset, room)
         except OSError as error:
@@ -108,11 +121,19 @@ class Output:
         return crc
 
     def put(self, data: bytes | memoryview, crc: int = 0) -> int:
+        """Write bytes; return the CRC-32 continued from ``crc``. Long ones do not pass through the buffer."""
         data = memoryview(data)
         while data:
-            room = self.room()[: len(data)]
-            room[:] = data[: len(room)]
-            crc = self.commit(len(room), crc)
+            if len(data) < len(self.buffer):
+                room = self.room()[: len(data)]
+                room[:] = data[: len(room)]
+                crc = self.commit(len(room), crc)
+            else:
+                self.flush()
+                room = data[: len(self.buffer)]
+                crc = crc32(room, crc)
+                write_all(self.fd, room)
+                self._count(room)
             data = data[len(room) :]
         return crc
 

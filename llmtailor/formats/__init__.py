@@ -1,1 +1,1 @@
-"""What lies on disk: one file per format. A format indexes and lays out; it never moves tensor bytes."""
+"""What is on disk: a reader and a writer for each checkpoint format. No tensor bytes are moved here."""

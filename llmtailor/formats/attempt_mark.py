@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Literal
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.lineage import THINNED, Past, continued, is_one_attempt, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
@@ -98,5 +98,5 @@ def state_attempt(
     if read_mark(content, attempt.step) == attempt:
         return list(layouts), notices
     data = json.dumps(with_mark(content, attempt), indent=2, sort_keys=True).encode() + b"\n"
-    made = FileLayout(TRAINER_STATE, (Literal(data, "the base's, with the attempt that it is of"),))
+    made = FileLayout(TRAINER_STATE, (Bytes(data, "the base's, with the attempt that it is of"),))
     return [made if layout.path == TRAINER_STATE else layout for layout in layouts], notices

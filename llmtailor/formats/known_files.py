@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import SourceError, TargetError, some
@@ -32,6 +33,8 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
+    is_rng_file,
+    is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, is_shard_name
 from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
@@ -58,7 +61,6 @@ _TOKENIZER = {
     *("normalizer.json", "prophetnet.tokenizer", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
     *("word_pronunciation.json", "word_shape.json"),
 }
-_RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
 _TAG = re.compile(r"global_step[0-9]+")
@@ -153,7 +155,7 @@ class _Recognizer:
 
     def file(self, path: str) -> bool:
         names = (*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST)
-        if path in names or path in self.weights or path in self.code or _RNG.fullmatch(path):
+        if path in names or path in self.weights or path in self.code or is_rng_file(path):
             return True
         if self.is_partial and (path == PARTIAL_MANIFEST or is_tensor_file(path)):
             return True
@@ -256,3 +258,10 @@ def _is_of_peft(path: Path) -> bool:
         return False
     lines = [line.strip() for line in body.splitlines() if line.strip() and not _OF_PEFT.fullmatch(line.strip())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() in _PEFT_CARDS
+
+
+def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
+    """Whether a resume, or in its stead a composite of a partial checkpoint, takes states from a file."""
+    if index.is_partial:
+        return path.endswith(".safetensors")
+    return "/" in path or path == OPTIMIZER or (is_weight_file(path) and not index.has_masters)

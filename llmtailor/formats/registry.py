@@ -10,26 +10,23 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
-from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import (
     PathIn,
-    Problem,
     SourceError,
     printable,
 )
 from llmtailor.findings import NOTE, Finding
+from llmtailor.formats.format import Reader, Writer
 from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.partial import index as partial_reader
 from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
 from llmtailor.formats.plain.ask_transformers import describe_model
 from llmtailor.formats.trainer import CONFIG
-from llmtailor.formats.wanted import Wanted
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
 from llmtailor.formats.zero.common import attempt
@@ -40,36 +37,6 @@ from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 _SHOWN = 3
-
-
-class Reader(Protocol):
-    """A module that reads one format."""
-
-    def detects(self, root: Path) -> bool:
-        """Whether a folder is, or was, a checkpoint of this format; `survey` says what it lacks."""
-        ...
-
-    def survey(self, root: Path, name: str) -> Survey:
-        """Index what is left of a checkpoint, damaged or not; no tensor byte is read but those of each ``step``.
-
-        Raises SourceError or UnsupportedCheckpoint for a folder that is no checkpoint of a kind that can be read.
-        """
-        ...
-
-
-class Writer(Protocol):
-    """A module that writes one format."""
-
-    def check(self, dtype: str | None, allow_split: bool) -> None:
-        """Raise MismatchError for what has no meaning in this format: a dtype of the weights, parts that are split."""
-        ...
-
-    def lay_out(self, base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-        """Return the layouts of all files but those of the tokenizer, after those of a base, and notices.
-
-        Raises SourceError or UnsupportedCheckpoint for a base that has not all that the format needs.
-        """
-        ...
 
 
 READERS: tuple[Reader, ...] = (partial_reader, plain_reader, zero_reader)

@@ -16,9 +16,9 @@ from llmtailor.codes import Code
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.refused_names import find_refused
 from llmtailor.formats.resumed.optimizers import SCHEDULER_OWN_NAMES, SCHEDULER_TABLE
 from llmtailor.formats.resumed.tables import check_fields
+from llmtailor.formats.trainer_checks import find_refused
 
 _PER_GROUP = frozenset(
     (

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Literal
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.errors import SourceError
 from llmtailor.formats.trainer import carry, is_tokenizer_file
 from llmtailor.storage.local import read_source
@@ -32,7 +32,7 @@ def lay_out_tokenizer(
         layouts = _from_folder(source)
     if chat_template is None:
         return layouts
-    text = Literal(_template(chat_template).encode(), "chat_template of the recipe")
+    text = Bytes(_template(chat_template).encode(), "chat_template of the recipe")
     return [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
 
 
@@ -45,7 +45,7 @@ def _from_folder(source: Path) -> list[FileLayout]:
         raise SourceError.at(source, what, "name a folder with tokenizer files") from error
     if not files:
         raise SourceError.at(source, "tokenizer_source has no tokenizer files", "name a folder with tokenizer files")
-    return [FileLayout(name, (Literal(data, f"tokenizer of {source}"),) if data else ()) for name, data in files]
+    return [FileLayout(name, (Bytes(data, f"tokenizer of {source}"),) if data else ()) for name, data in files]
 
 
 def _template(value: str) -> str:

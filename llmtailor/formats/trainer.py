@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.layout import Carry, FileLayout, Literal
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
@@ -27,21 +27,22 @@ from llmtailor.containers.safetensors import (
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.format import Trees, Wanted
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
+    TRAINING_ARGS,
+    RunFacts,
     check_rng,
     check_scaler,
     check_trainer_state,
     find_swapped,
     is_trainers,
     read_global_step,
+    read_run_facts,
 )
-from llmtailor.formats.training_args import TRAINING_ARGS, RunFacts, read_run_facts
-from llmtailor.formats.trees import Trees
-from llmtailor.formats.wanted import Wanted
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import WEIGHT, State
 from llmtailor.storage.local import FileFact, check_regular
 
@@ -60,7 +61,8 @@ _TOKENIZER = re.compile(
     r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
 )
 """The names that transformers' tokenizers save under."""
-_RNG = re.compile(r"rng_state(_[0-9]{1,5})?\.pth")
+RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
+"""The group is the rank"""
 _OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -149,7 +151,7 @@ class _Reading:
                 self.global_step = read_global_step(content, where)
                 yield from check_trainer_state(content, self.facts, where)
             return
-        is_rng = _RNG.fullmatch(path)
+        is_rng = is_rng_file(path)
         if not (is_inside or is_rng or path in (SCHEDULER, SCALER)):
             return
         file = self.files.read(path, where)
@@ -176,14 +178,22 @@ def _tell_what_is_no_file(root: Path, name: str, problems: Problems) -> None:
                 problems.add(error)
 
 
+def rng_file(rank: int, world_size: int) -> str:
+    """Return the name of a rank's random number states: one process has ``rng_state.pth``, several have one file each.
+
+    As ``Trainer._save_rng_state`` of transformers.
+    """
+    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
+
+
 def is_rng_file(path: str) -> bool:
     """Whether a file in the root holds the random number states of a rank."""
-    return bool(_RNG.fullmatch(path))
+    return bool(RNG_FILE.fullmatch(path))
 
 
 def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Finding]:
-    """Tell of ranks without a random number state: one process has ``rng_state.pth``, several have one file each."""
-    names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    """Report ranks without a random number state."""
+    names = [rng_file(rank, world_size) for rank in range(world_size)]
     if not (lost := [file for file in names if file not in trainer.files and file not in trainer.inside]):
         return []
     fix = "dropout and shuffling restart from the seed; copy the files back if that matters"
@@ -256,7 +266,7 @@ def lay_out_trainer_files(
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
-        is_laid_out = path in paths or is_weight_file(path) or bool(_RNG.fullmatch(path))
+        is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path)
         return "/" in path or is_ours or is_laid_out or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, base.world_size, wanted.layout.world_size)
@@ -309,10 +319,10 @@ def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
     """The random number states, one per rank; on more ranks than the base had, they are used again in turn."""
     layouts = []
     for rank in range(new):
-        source = "rng_state.pth" if old == 1 else f"rng_state_{rank % old}.pth"
-        path = "rng_state.pth" if new == 1 else f"rng_state_{rank}.pth"
+        source = rng_file(rank % old, old)
+        path = rng_file(rank, new)
         if source in base.files:
-            layouts.append(FileLayout(path, carry(source, base.files[source]).segments))
+            layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
         elif source in base.inside:
             layouts.append(_lay_out_tree(path, base, source))
     return layouts
@@ -326,7 +336,7 @@ def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
 def carry(path: str, fact: FileFact) -> FileLayout:
     """Lay out a file that is the base's own, unchanged."""
     extent = Extent(path, 0, fact.num_bytes)
-    return FileLayout(path, (Carry(extent),) if fact.num_bytes else ())
+    return FileLayout(path, (Copy(extent),) if fact.num_bytes else ())
 
 
 def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
@@ -334,6 +344,4 @@ def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = _TORCH_DTYPES[dtype]
-    return FileLayout(
-        CONFIG, (Literal(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),)
-    )
+    return FileLayout(CONFIG, (Bytes(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),))

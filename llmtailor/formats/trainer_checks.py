@@ -1,8 +1,8 @@
-"""``rng_state.pth`` and ``rng_state_N.pth``: would a resume take what they hold?
+"""Whether a resume accepts the Trainer's small files: random states, loss scale, trainer state.
 
-``scaler.pt``: the loss scale of an fp16 run without DeepSpeed.
-
-``trainer_state.json``: would the Trainer take it, and does it agree with itself?
+``training_args.bin`` says which of their fields matter. It pickles a class of transformers, which is never made here:
+its attributes are read as data. The Trainer reads its own files with ``torch.load(weights_only=True)``, which refuses
+some names that the reader here accepts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +20,10 @@ from typing import Any
 from llmtailor.codes import Code
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import is_count
-from llmtailor.containers.pickle_nodes import as_tensor
+from llmtailor.containers.pickle_nodes import Call, Global, as_tensor, children
+from llmtailor.containers.torch_zip import read_attributes
 from llmtailor.errors import COPY_FILE, PathIn, SourceError, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.refused_names import OF_ARRAYS, find_refused
 from llmtailor.formats.resumed.tables import Table, check_fields
 from llmtailor.formats.resumed.trainer import (
     RNG_TABLE,
@@ -33,8 +33,69 @@ from llmtailor.formats.resumed.trainer import (
     TWISTER_WORDS,
     is_torch_state,
 )
-from llmtailor.formats.training_args import RunFacts
 from llmtailor.storage.local import open_source
+
+TRAINING_ARGS = "training_args.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What ``training_args.bin`` says; None where it is missing or says nothing."""
+
+    logs_by_steps: bool | None = None
+    saves_by_steps: bool | None = None
+    evaluates_by_steps: bool | None = None
+    scales_loss: bool | None = None
+    """Whether it trains in fp16: with a loss scale, and maybe steps that were skipped"""
+
+
+def read_run_facts(root: Path, where: str) -> RunFacts:
+    """Read what the run was told. A file that is missing or damaged tells nothing: no resume needs it."""
+    try:
+        said = read_attributes(root, TRAINING_ARGS, where)
+    except SourceError:
+        return RunFacts()
+    fp16 = said.get("fp16")
+    return RunFacts(
+        _by_steps(said, "logging_strategy"),
+        _by_steps(said, "save_strategy"),
+        _by_steps(said, "eval_strategy"),
+        fp16 if isinstance(fp16, bool) else None,
+    )
+
+
+def _by_steps(said: Mapping[str, Any], key: str) -> bool | None:
+    """A strategy is an enum: pickled as a call of its class with its value."""
+    node = said.get(key)
+    value = node.args[0] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
+    return value == "steps" if isinstance(value, str) else None
+
+
+_FIX = "a resume fails: torch.load takes it for unsafe; copy the file again, or save it with plain numbers and tensors"
+_LEAVES = (str, bytes, int, float, type(None))
+OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
+"""What the Trainer allows in the files with random number states, of numpy"""
+
+
+def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) -> list[Finding]:
+    """Tell of names that our reader takes and torch's does not; ``of_numpy`` are those of numpy that it does take.
+
+    A file with names that our reader does not take is refused before.
+    """
+    refused: dict[str, None] = {}
+    seen: set[int] = set()
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Global):
+            module = node.module.partition(".")[0]
+            if module == "deepspeed" or (module == "numpy" and node.name not in of_numpy):
+                refused[str(node)] = None
+        elif not isinstance(node, _LEAVES) and id(node) not in seen:
+            seen.add(id(node))
+            nodes += children(node)
+    return [Finding(where, f"it names {name}", _FIX, Code.FIELD_TYPE, ERROR) for name in refused]
+
 
 _STATE = struct.Struct("<qiiq")
 """How torch's state begins: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""

@@ -1,13 +1,9 @@
-"""Weight files for a checkpoint that has none, laid out from what is known of its params alone.
+"""Weight files for a composite whose base has none that can be used: laid out from what is known of its params.
 
-The weights of a composite whose base saved none: rounded from the masters, if it is known what to call them.
-
-PEFT: a run that trains an adapter saves that alone, as ``adapter_model.safetensors``.
-
-The checkpoint holds the trained params only; the model below them comes from elsewhere, as it was. On disk a param goes
-without the name of the adapter (``lora_A.default.weight`` is ``lora_A.weight``); the file in the root is that of the
-adapter ``default``, others have folders of their own. A resume with DeepSpeed reads none of these; without DeepSpeed
-the file holds the masters. Checked against peft 0.21.
+A run of PEFT saves its adapter alone, as ``adapter_model.safetensors``. The checkpoint holds the trained params only;
+the model below them is not in it. On disk a param goes without the name of the adapter (``lora_A.default.weight`` is
+``lora_A.weight``). The file in the root is that of the adapter ``default``; others have folders of their own. A resume
+with DeepSpeed reads none of these; without DeepSpeed the file holds the masters. Checked against peft 0.21.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_
 from llmtailor.errors import PathIn, Problem, SourceError, some
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CONFIG, carry
 from llmtailor.model.disk_names import AS_IN_MEMORY, Naming, naming_of, on_disk
-from llmtailor.model.params import Param, SavedAs
+from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 SHARD_BYTES = 5_000_000_000

@@ -1,1 +1,1 @@
-"""What of a model can be addressed: params, states and parts. Only `mergekit_data` reads files."""
+"""What can be addressed in a model: params, states and parts. Only `mergekit_data` reads files."""

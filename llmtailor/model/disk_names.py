@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmtailor.model.params import Param, SavedAs
+from llmtailor.model.parts import Param, SavedAs
 
 UNCHANGED = frozenset(
     {

@@ -1,7 +1,4 @@
-"""Find the parts of a model from its tensor names, and from hints where there are any.
-
-The parts of a model, by whatever it takes to find them.
-"""
+"""Finds the parts of a model from its tensor names, its config.json, and mergekit's data where there is any."""
 
 from __future__ import annotations
 

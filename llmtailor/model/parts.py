@@ -1,7 +1,8 @@
-"""The parts of a model: what a recipe can address."""
+"""What of a model can be addressed: its parts, its params and buffers, and the tensors they are saved as."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,3 +39,26 @@ class Anatomy:
     def names(self, part: str) -> list[str]:
         """Return the tensor names that belong to a part."""
         return [name for name, owner in self.part_of.items() if owner == part]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A param or persistent buffer of the model, as the training run knew it."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    """``trainable``, ``frozen`` or ``buffer``"""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAs:
+    """A tensor of a weight file: elements of a param, from ``begin`` on, under a name that may be another."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int = 0

@@ -1,7 +1,4 @@
-"""Which modules are the embeddings, the final norm and the head: by hints, else by what they are called.
-
-What is known about an architecture beyond its tensor names.
-"""
+"""Which modules are the embeddings, the final norm and the head: by mergekit's data, else by their names."""
 
 from __future__ import annotations
 

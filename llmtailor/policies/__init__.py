@@ -1,6 +1,6 @@
-"""Policies: which parts of the model each save holds. Pure; they need nothing but the standard library.
+"""Which parts of the model each save holds. Pure; needs only the standard library.
 
-``make_policy`` reads what the user wants, ``check_policy`` refuses what can't keep its word, and ``choose`` asks a
+``make_policy`` parses what the user wants, ``check_policy`` refuses what can't keep its promise, and ``choose`` asks a
 policy at a save.
 """
 

@@ -1,9 +1,4 @@
-"""What a policy is asked at a save, and what it answers.
-
-How messages about policies name what is valid.
-
-Options of the policies: declared once as fields of a frozen dataclass, checked when it is made.
-"""
+"""What a policy is asked at a save, what it answers, and how its options are declared and checked."""
 
 from __future__ import annotations
 

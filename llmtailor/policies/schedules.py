@@ -57,7 +57,7 @@ class Filter(Configured):
     of them. Auxiliary parts come at every ``aux_every``-th save, dealt out so that saves are about equally large.
 
     The defaults are the LLMTailor paper's schedule. `aux_every` 3 comes nearest to the sizes of checkpoints that it
-    reports: docs/saving.md has the sums.
+    reports: docs/policies.md has the calculation.
     """
 
     name: ClassVar[str] = "filter"

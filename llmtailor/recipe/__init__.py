@@ -1,1 +1,1 @@
-"""The recipe language: YAML text to `Recipe`, and a recipe over a model to a `Choice` of sources."""
+"""The recipe language: YAML to `Recipe`, and a recipe resolved against a model."""

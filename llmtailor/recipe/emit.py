@@ -17,8 +17,7 @@ from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.recipe import DTYPES, Recipe
+from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
 from llmtailor.recipe.selectors import numbering, read_selector, select
 from llmtailor.recipe.text import SelectorError, condense, layer_number
 
@@ -188,11 +187,7 @@ def _quote(text: str) -> str:
 
 def _printable(text: str) -> str:
     """Write what can't be printed as escapes, which YAML and Python have in common."""
-    return "".join(sign if sign.isprintable() else _escape(ord(sign)) for sign in text)
-
-
-def _escape(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def _model(path: Path, document: _Document) -> str:

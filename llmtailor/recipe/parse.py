@@ -54,12 +54,8 @@ def load_recipe(path: Path) -> Recipe:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except IsADirectoryError as error:
-        raise RecipeError.at(where, "this is a directory", "give the path of a recipe file") from error
-    except FileNotFoundError as error:
-        raise RecipeError.at(where, "there is no such file", "check the path of the recipe") from error
     except OSError as error:
-        fix = "check the permissions of the file"
+        fix = "give the path of a recipe file that you may read"
         raise RecipeError.at(where, f"the recipe can't be read: {error.strerror}", fix) from error
     try:
         # Too large a file is cut, maybe in the middle of a character; parse_recipe reports its size.

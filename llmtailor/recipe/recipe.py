@@ -5,22 +5,17 @@ Every form of the YAML, and every `Assignment` for a run, becomes the same rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem
-from llmtailor.recipe.candidates import Assignment
 
 DTYPES = {
-    "bfloat16": "BF16",
-    "bf16": "BF16",
-    "float16": "F16",
-    "fp16": "F16",
-    "half": "F16",
-    "float32": "F32",
-    "fp32": "F32",
+    "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
     "float": "F32",
-}
+}  # fmt: skip
 """What a recipe calls a dtype -> its name in safetensors files"""
 
 
@@ -84,6 +79,28 @@ class Parts:
 PlaceRule = Whole | LayerRange | GroupId | NamedWeight
 """Rules of mergekit's and LLMTailor's forms. They must not contradict each other; `Select` overrides them."""
 Rule = PlaceRule | Select | Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which checkpoint each part comes from, and why."""
+
+    base: RunCheckpoint
+    """Supplies what belongs to no part"""
+    source_of: Mapping[str, RunCheckpoint]
+    """Every part of the model"""
+    reason: Mapping[str, str]
+    """For every part a few words, e.g. ``newest`` or ``flagged at 150``"""
+    title: str
+    """What made it, e.g. ``strategy parity at step 400``"""
+
+    def parts_of(self) -> dict[RunCheckpoint, tuple[str, ...]]:
+        """Return the checkpoints, the base first, then newest first, and the parts that come from each."""
+        others = sorted(self.source_of.values(), key=lambda source: -source.step)
+        return {
+            source: tuple(part for part, owner in self.source_of.items() if owner == source)
+            for source in dict.fromkeys([self.base, *others])
+        }
 
 
 @dataclass(frozen=True, slots=True)

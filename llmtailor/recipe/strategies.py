@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import EMBED, HEAD, Anatomy
-from llmtailor.recipe.candidates import Assignment
+from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.text import condense, layer_number, nearest, quote
 

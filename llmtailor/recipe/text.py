@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
+from llmtailor.errors import ranges
 from llmtailor.model.parts import layer_part
 
 _LAYER = re.compile(r"layer (\d+)")
@@ -53,16 +54,6 @@ def condense(parts: Iterable[str]) -> str:
     listed = list(dict.fromkeys(parts))
     numbers = sorted(number for part in listed if (number := layer_number(part)) is not None)
     names = list(dict.fromkeys(part if layer_number(part) is None else "" for part in listed))
-    layers = layer_part(numbers[0]) if len(numbers) == 1 else f"layers {_ranges(numbers)}"
+    layers = layer_part(numbers[0]) if len(numbers) == 1 else f"layers {ranges(numbers)}"
     shown = [name or layers for name in names]
     return ", ".join([*shown[:_LISTED], f"and {len(shown) - _LISTED} more"] if len(shown) > _LISTED else shown)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
+from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering
 from llmtailor.recipe.text import condense, layer_number, quote
 
@@ -161,24 +161,22 @@ def _of_steps(
     problems: list[Problem],
 ) -> dict[str, RunCheckpoint]:
     """Return the checkpoint of the step that each part is wanted from."""
-    at_step: dict[int, list[RunCheckpoint]] = defaultdict(list)
-    for checkpoint in checkpoints:
-        at_step[checkpoint.step].append(checkpoint)
-    wanted: dict[int, list[str]] = defaultdict(list)
-    for part, step in flagged.items():
-        wanted[step].append(part)
+    steps = sorted({checkpoint.step for checkpoint in checkpoints})
     source_of: dict[str, RunCheckpoint] = {}
-    available = ", ".join(map(str, sorted(at_step))) or "none"
-    for step, parts in sorted(wanted.items()):
-        found = {part: best_holder(at_step[step], part) if step in at_step else None for part in parts}
-        source_of |= {part: holder for part, holder in found.items() if holder is not None}
-        missing = [part for part, holder in found.items() if holder is None]
+    missing: dict[int, list[str]] = defaultdict(list)
+    for part, step in flagged.items():
+        found = best_holder([checkpoint for checkpoint in checkpoints if checkpoint.step == step], part)
+        if found is None:
+            missing[step].append(part)
+        else:
+            source_of[part] = found
+    for step, parts in sorted(missing.items()):
+        what = f"step {step} is flagged for {condense(parts)}, but "
+        if step in steps:
+            what, fix = f"{what}no checkpoint of that step holds it", "remove it from this line of the log"
+        else:
+            fix = f"available: {', '.join(map(str, steps)) or 'none'}; restore the checkpoint, or remove the line"
+            what = f"{what}there is no usable checkpoint of that step"
         where = f"{name}:{next(line.line for line in lines if line.step == step)}"
-        if step not in at_step:
-            what = f"step {step} is flagged for {condense(missing)}, but it has no usable checkpoint"
-            fix = f"available: {available}; restore the checkpoint, or take its line out of the log"
-            problems.append(Problem(where, what, fix))
-        elif missing:
-            what = f"step {step} is flagged for {condense(missing)}, but {at_step[step][0].name} does not hold it"
-            problems.append(Problem(where, what, "take it out of this line of the log"))
+        problems.append(Problem(where, what, fix))
     return source_of

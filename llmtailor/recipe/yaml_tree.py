@@ -111,7 +111,7 @@ class Value:
     ) -> bool:
         """Return whether this is a mapping; report unknown, refused and missing keys, and those without effect."""
         if self.kind != "mapping":
-            self._expected(f"a mapping with {' and '.join(required or keys)}")
+            self._expected(f"a mapping with {' and '.join(required) or ' or '.join(keys)}")
             return False
         for key, value in self.entries.items():
             if key in keys or (value.is_null and (key in no_effect or key in refused)):

@@ -38,7 +38,7 @@ from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, read_manifest, step_in_name
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import display_name
-from llmtailor.storage.local import UNFINISHED, replace_durably
+from llmtailor.storage.local import UNFINISHED, fsync_file, fsync_folder, replace_durably
 from llmtailor.storage.lock import Held, Lock
 
 _LOCK = ".lock"
@@ -147,7 +147,7 @@ class RunFolder:
         for entry in self.entries(Kind.OLD):
             if not entry.target.exists():
                 entry.path.rename(entry.target)
-                sync(entry.path.parent)
+                fsync_folder(entry.path.parent)
 
     def saves(self) -> list[RunCheckpoint]:
         """Return what the complete partial checkpoints record of themselves; a damaged one gives nothing."""
@@ -170,7 +170,7 @@ class RunFolder:
         ]
         content = {"schema": _SCHEMA, "attempts": listed}
         replace_durably(self.partial / _ATTEMPTS, json.dumps(content, indent=1).encode() + b"\n")
-        sync(self.partial)
+        fsync_folder(self.partial)
 
     def _attempts(self) -> list[tuple[Past, str]]:
         path, where = self.partial / _ATTEMPTS, f"{FOLDER}/{_ATTEMPTS}"
@@ -282,7 +282,7 @@ def staged(path: Path, kind: Kind) -> Path:
 def remove_partial(path: Path) -> None:
     """Remove a partial checkpoint: first its manifest, so that it is never there incomplete. Raises OSError."""
     (path / MANIFEST).unlink(missing_ok=True)
-    sync(path)
+    fsync_folder(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -295,9 +295,9 @@ def remove_replaced(path: Path, now_at: Path | None = None) -> None:
     if aside.exists():
         shutil.rmtree(aside)
     (now_at or path).rename(aside)
-    sync(path.parent)
+    fsync_folder(path.parent)
     shutil.rmtree(aside)
-    sync(path.parent)
+    fsync_folder(path.parent)
 
 
 def holds_unknown(path: Path, made: Collection[str] = ()) -> bool:
@@ -331,16 +331,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
             raise
         shutil.copyfile(source, target)
-        sync(target)
-
-
-def sync(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fsync_file(target)
 
 
 @contextmanager

@@ -70,11 +70,10 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
         what = "no step of this run can be composed, so nothing is removed"
         raise SourceError([Problem(display_name(run), what, "save a complete checkpoint first"), *scan.skipped])
     found, in_use = [], []
-    for one in scan.usable:
-        if one.is_partial:
-            is_needed = one in reachable.needed
-            logger.info("%s: %s", one.name, "needed" if is_needed else "no step needs it")
-            found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
+    for one in scan.partial:
+        is_needed = one in reachable.needed
+        logger.info("%s: %s", one.name, "needed" if is_needed else "no step needs it")
+        found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
     folder = RunFolder(run)
     found += [Removal(path, "left by a thinning that was killed") for path in folder.left_by_thin()]
     found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(Kind.UNFINISHED, Kind.ABANDONED)]

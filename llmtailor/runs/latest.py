@@ -9,7 +9,6 @@ from typing import Any
 
 from llmtailor.errors import SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
@@ -68,8 +67,8 @@ def find_latest(
     least = verdict.index.global_step if verdict and verdict.index else -1
     newer_partial = (
         path
-        for step, path in folder.checkpoints()
-        if least < step and (at is None or step <= at) and is_partial(path) and judge.why_not(path, step) is None
+        for step, path in reversed(folder.complete().items())
+        if least < step and (at is None or step <= at) and judge.why_not(path, step) is None
     )
     return Latest(found, verdict, tuple(verdicts), next(newer_partial, None))
 

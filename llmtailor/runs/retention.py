@@ -97,7 +97,7 @@ def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], k
             needed |= {one for one in (sources_at(there, step, parts) or {}).values() if one.is_partial}
     left = [one for one in checkpoints if not one.is_partial or one in needed]
     _check_same(checkpoints, left, promised, parts)
-    _check_same(partial, list(needed), promised_alone, parts)
+    _check_same(partial, [one for one in partial if one in needed], promised_alone, parts)
     return Reachable(tuple(before), tuple(composable_steps(left, parts)), frozenset(needed))
 
 

@@ -20,9 +20,8 @@ from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, index_checkpoint
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.strategies import StrategyOptions, assign
 from llmtailor.recipe.text import condense
 from llmtailor.recipe.update_log import assign_flags, read_flags
@@ -46,6 +45,11 @@ class Scan:
     anatomy: Anatomy
     indexes: Mapping[Path, CheckpointIndex]
     """Of the usable ones, by folder"""
+
+    @property
+    def partial(self) -> tuple[RunCheckpoint, ...]:
+        """The usable partial checkpoints, oldest first"""
+        return tuple(one for one in self.usable if one.is_partial)
 
     @property
     def given_up(self) -> frozenset[Path]:

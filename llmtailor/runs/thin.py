@@ -25,11 +25,10 @@ from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
+from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER, is_rng_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.parts import Anatomy
-from llmtailor.recipe.candidates import Assignment
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import (
     Kind,
     RunFolder,
@@ -40,7 +39,6 @@ from llmtailor.runs.folder import (
     remove_partial,
     remove_replaced,
     staged,
-    sync,
 )
 from llmtailor.runs.pruning import (
     PARTIAL,
@@ -56,11 +54,11 @@ from llmtailor.runs.pruning import (
 from llmtailor.runs.retention import StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, describe_checkpoint, scan_run
 from llmtailor.runs.to_partial import Contents, check_same, check_unchanged, compared, plan_conversion, write_conversion
-from llmtailor.storage.local import replace_folder
+from llmtailor.storage.local import fsync_folder, replace_folder
 
 logger = logging.getLogger(__name__)
 _FIX = "this is a bug in llmtailor: please report it; nothing was removed"
-_OF_A_RESUME = re.compile(r"rng_state(_\d+)?\.pth|zero_to_\w+\.py")
+_SCRIPT = re.compile(r"zero_to_\w+\.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +127,8 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
 def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
     """Lay out what is to be written, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
-    for one in scan.usable:  # oldest first
-        for fact in read_manifest(one.path, one.name).bundles if one.is_partial else ():
+    for one in scan.partial:  # oldest first
+        for fact in read_manifest(one.path, one.name).bundles:
             frozen[fact.path] = (one.path, fact.num_bytes)
     measured = []
     for action in actions:
@@ -262,7 +260,11 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, anatom
 
 def is_kept(path: str) -> bool:
     """Whether a file of a full checkpoint stays when its optimizer is removed: all but the states of a resume."""
-    return "/" not in path and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER) and not _OF_A_RESUME.fullmatch(path)
+    return (
+        "/" not in path
+        and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER)
+        and not (is_rng_file(path) or _SCRIPT.fullmatch(path))
+    )
 
 
 def reduce_to_weights(index: CheckpointIndex) -> None:
@@ -278,11 +280,11 @@ def reduce_to_weights(index: CheckpointIndex) -> None:
     for path in index.files:
         if is_kept(path):
             link_or_copy(root / path, staging / path)
-    sync(staging)
+    fsync_folder(staging)
     if read_weights(staging, index.name) != read_weights(root, index.name):
         raise VerificationError.at(index.name, "its weights would not be there any more", "report this bug")
     check_unchanged(index)
     old = staged(root, Kind.OLD)
     replace_folder(staging, root, old)
-    sync(root.parent)
+    fsync_folder(root.parent)
     remove_replaced(root, now_at=staging if staging.exists() else old)

@@ -31,12 +31,12 @@ from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import WEIGHT, State
-from llmtailor.runs.folder import Kind, link_or_copy, staged, sync
-from llmtailor.storage.local import FileFact, Files, added_since, write_durably
+from llmtailor.runs.folder import Kind, link_or_copy, staged
+from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
 
-Observe = Callable[[int], None]
+OnProgress = Callable[[int], None]
 _BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
 _ALIKE = (
     *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
@@ -45,13 +45,13 @@ _ALIKE = (
 """The fields in which the index of a partial checkpoint equals that of the full one it was made from"""
 
 
-def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, observe: Observe) -> None:
+def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
     """Read files from the disk and compare their CRC-32.
 
     Raises VerificationError with every file that differs, OSError, or Interrupted.
     """
     with Files(root) as reader:
-        jobs = [partial(_crc_of_file, reader, path, _watched(stop, observe)) for path in wanted]
+        jobs = [partial(_crc_of_file, reader, path, _watched(stop, on_progress)) for path in wanted]
         found = dict(zip(wanted, run_all(jobs, num_workers(), stop), strict=True))
     if wrong := [path for path, crc in wanted.items() if found[path] != crc]:
         raise VerificationError(
@@ -77,10 +77,10 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
         elif there.is_here != (state.param in kept or state.param not in trained):
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
-        for piece in file.pieces:
+        for start, piece in file.placed():
             if isinstance(piece, Copy) and piece.state is not None and made.held[piece.state].is_here:
-                end = piece.begin + _numel(made, piece.state, piece.stop - piece.start)
-                planned = Fragment(piece.begin, end, Extent(file.path, piece.start, piece.stop))
+                end = piece.begin + _numel(made, piece.state, piece.num_bytes)
+                planned = Fragment(piece.begin, end, Extent(file.path, start, start + piece.num_bytes))
                 if list(made.held[piece.state].place.cover(piece.begin, end)) != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
     if wrong:
@@ -92,7 +92,7 @@ def compared(one: CheckpointIndex) -> list[State]:
     return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
 
 
-def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe: Observe) -> None:
+def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
     """Compare every state that a partial checkpoint holds with the full one of its step, by CRC-32.
 
     Raises VerificationError for those that differ, OSError, or Interrupted.
@@ -102,7 +102,7 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, observe
     crcs = []
     for index in (one, other):
         with Files(index.root) as reader:
-            jobs = [partial(_crc_of_state, reader, index, state, _watched(stop, observe)) for state in pairs]
+            jobs = [partial(_crc_of_state, reader, index, state, _watched(stop, on_progress)) for state in pairs]
             crcs.append(run_all(jobs, num_workers(), stop))
     lacking = [state for state in states if state not in other.held]
     wrong = lacking + [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
@@ -142,24 +142,24 @@ def _numel(index: CheckpointIndex, state: State, num_bytes: int) -> int:
     return num_bytes * held.numel // held.num_bytes
 
 
-def _watched(stop: Stop, observe: Observe) -> Observe:
+def _watched(stop: Stop, on_progress: OnProgress) -> OnProgress:
     def watch(num_bytes: int) -> None:
         stop.check()
-        observe(num_bytes)
+        on_progress(num_bytes)
 
     return watch
 
 
-def _crc_of_file(reader: Files, path: str, observe: Observe) -> int:
+def _crc_of_file(reader: Files, path: str, on_progress: OnProgress) -> int:
     reader.forget(path)
-    return crc_of_range(reader, path, 0, (reader.root / path).stat().st_size, observe)
+    return crc_of_range(reader, path, 0, (reader.root / path).stat().st_size, on_progress)
 
 
-def _crc_of_state(reader: Files, index: CheckpointIndex, state: State, observe: Observe) -> int:
+def _crc_of_state(reader: Files, index: CheckpointIndex, state: State, on_progress: OnProgress) -> int:
     held, crc = index.held[state], 0
     for fragment in held.place.cover(0, held.numel):
         extent = fragment.extent
-        crc = crc_of_range(reader, extent.path, extent.start, extent.stop, observe, crc)
+        crc = crc_of_range(reader, extent.path, extent.start, extent.stop, on_progress, crc)
     return crc
 
 
@@ -236,11 +236,11 @@ def plan_conversion(
 
 
 def write_conversion(
-    conversion: Conversion, stop: Stop, observe: Callable[[int], None] = lambda num_bytes: None
+    conversion: Conversion, stop: Stop, on_progress: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
-    ``observe`` gets the bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
+    ``on_progress`` gets the bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
 
     Raises StorageError if there is no space for it, SourceError, also if the full checkpoint changes meanwhile,
     VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
@@ -251,7 +251,7 @@ def write_conversion(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        results = execute(conversion.plan, staging, Context([source.files], on_progress=observe, stop=stop))
+        results = execute(conversion.plan, staging, Context(facts=[source.files], on_progress=on_progress, stop=stop))
         crcs = {result.path: result.crc for result in results}
         logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
         for name, folder in conversion.links.items():
@@ -259,15 +259,15 @@ def write_conversion(
                 (staging / name).unlink()
                 link_or_copy(folder / name, staging / name)
         write_durably(staging / MANIFEST, _manifest(conversion, crcs))
-        sync(staging)
-        check_crcs(staging, crcs, stop, observe)
+        fsync_folder(staging)
+        check_crcs(staging, crcs, stop, on_progress)
         params = {name for names in conversion.params_of.values() for name in names}
         check_places(conversion.plan, index_checkpoint(staging, display_name(target)), source, params)
         check_unchanged(source)
         logger.info("read it back in %s", watch.lap())
         stop.check()
         staging.rename(target)
-        sync(target.parent)
+        fsync_folder(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

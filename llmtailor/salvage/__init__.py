@@ -1,1 +1,1 @@
-"""Makes something resumable out of what a crash left: recipe and merge, with sources that were verified first."""
+"""Recovery from damaged checkpoints: verifies the sources first, then merges what is intact."""

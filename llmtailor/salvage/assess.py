@@ -16,13 +16,12 @@ from llmtailor.containers.torch_zip import Record, list_records
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest
-from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
+from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_rng_file, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
 
-_RNG = re.compile(r"rng_state(_\d+)?\.pth")
 _OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
@@ -93,7 +92,7 @@ def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None]
             raise SourceError(damage.fatal)
         lost = _trusting_checksums(index, found.states, found.values)
         findings += [*more, *found.values]
-    weights_lost = index.stage > 0 and (damage.weights_lost or any(state.kind == WEIGHT for state in lost))
+    weights_lost = index.has_masters and (damage.weights_lost or any(state.kind == WEIGHT for state in lost))
     problems = tuple(dict.fromkeys(finding.problem for finding in findings))
     damaged_files = {one.path for one in problems}.intersection(index.files)
     return Holder(
@@ -102,7 +101,7 @@ def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None]
         lost={
             state: runs
             for state, runs in lost.items()
-            if state.kind != MODULE and not (state.kind == WEIGHT and index.stage)
+            if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters)
         },
         is_whole=not (lost or damaged_files or any(finding.severity == ERROR for finding in findings)),
         unfit=damage.unfit,
@@ -129,7 +128,7 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
             weights_lost = True
         elif path == MANIFEST:
             fatal.append(finding)
-        elif path == LATEST or _RNG.fullmatch(path):
+        elif path == LATEST or is_rng_file(path):
             dropped.add(path)
             if path == LATEST and len([tag for tag in index.root.glob("global_step*") if tag.is_dir()]) > 1:
                 fatal.append(finding)
@@ -141,6 +140,8 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
 
 
 def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool) -> CheckpointIndex:
+    # the safetensors files of a partial checkpoint hold masters, moments and frozen params
+    weights_lost = weights_lost and not index.is_partial
     return replace(
         index,
         files={
@@ -179,7 +180,7 @@ def _trusting_checksums(
             return False
 
     def is_right(state: State, runs: Runs) -> bool:
-        if index.stage == 0 or state.kind not in (MASTER, FROZEN):
+        if not index.has_masters or state.kind not in (MASTER, FROZEN):
             return False
         place = index.held[state].place
         extents = {fragment.extent for begin, end in runs for fragment in place.cover(begin, end)}

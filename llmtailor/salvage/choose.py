@@ -65,7 +65,12 @@ def choose(holders: Sequence[Holder], anatomy: Anatomy, fragments: bool) -> Choi
         states = wanted.get(part, {})
         whole = next((at for at, one in enumerate(holders) if not _lost(one, states, holders[0].index)), None)
         choice = PartChoice(part, whole, {} if whole is None else {whole: _numel(states, holders[0].index)}, "")
-        if fragments and holders[0].index.stage and whole != 0 and (mixed := _mix(part, states, holders)) is not None:
+        if (
+            fragments
+            and holders[0].index.has_masters
+            and whole != 0
+            and (mixed := _mix(part, states, holders)) is not None
+        ):
             choice, more = mixed
             cuts |= more
         why = _why(holders[0], _lost(holders[0], states, holders[0].index)) if set(choice.shares) != {0} else ""
@@ -80,7 +85,7 @@ def _states_by_part(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, dict[
     """Return the states that must be there, by part and param. Under ZeRO weights are the rounded masters."""
     found: dict[str, dict[str, list[State]]] = {}
     for state in index.held:
-        if state.param in index.params and not (state.kind == WEIGHT and index.stage):
+        if state.param in index.params and not (state.kind == WEIGHT and index.has_masters):
             found.setdefault(anatomy.part_of[state.param], {}).setdefault(state.param, []).append(state)
     return found
 

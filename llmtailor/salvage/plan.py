@@ -8,20 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmtailor.checkpoint.layout import FileLayout, Literal
-from llmtailor.compose.opened import Opened
-from llmtailor.compose.plan import Composition, Options, plan_merge
+from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.resume import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records, read_torch_file
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, dissect_checkpoint
+from llmtailor.formats.trainer import is_rng_file
 from llmtailor.model.parts import Anatomy
 from llmtailor.model.states import State
-from llmtailor.recipe.candidates import Assignment
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
@@ -43,6 +42,11 @@ class Scan:
     holders: tuple[Holder, ...]
     refused: tuple[Problem, ...]
     """Why the others can't give anything"""
+
+    @property
+    def damage(self) -> tuple[Problem, ...]:
+        """Everything that is damaged in the holders"""
+        return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
     assert choice.base is not None
     used = {number: scan.holders[number] for number in choice.used}
     base = used[choice.base]
-    from_masters = base.index.stage and (choice.cuts or any(holder.weights_lost for holder in used.values()))
+    from_masters = base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values()))
     if from_masters:
         used = {number: without_weights(holder) for number, holder in used.items()}
     assignment = Assignment(
@@ -212,14 +216,14 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
     others = list(reversed(RunFolder(scan.run).full().values()))
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
-        if not path.startswith("rng_state"):
+        if not is_rng_file(path):
             donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "copy it into the output before the resume, if you have it elsewhere"
             notices.append(Problem(where, "the file is damaged, and left out", fix))
             continue
         data = read_source(donor / path, PathIn(display_name(donor), path), MAX_BYTES)
-        layouts.append(FileLayout(path, (Literal(data, f"from {donor.name}"),)))
+        layouts.append(FileLayout(path, (Bytes(data, f"from {donor.name}"),)))
         what = f"the file is damaged, and comes from {display_name(donor)}"
         notices.append(Problem(where, what, "look whether it is right, if the run changed it in between"))
     return layouts, notices
@@ -254,5 +258,4 @@ def _notices(scan: Scan, choice: Choice) -> list[Problem]:
         params = len({state.param for state in choice.cuts})
         what = f"{params} params are made of elements from several steps (--fragments)"
         notices.append(Problem(display_name(scan.run), what, "compare the losses after the resume"))
-    notices += [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
-    return [*notices, *scan.refused]
+    return [*notices, *scan.damage, *scan.refused]

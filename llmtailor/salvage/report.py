@@ -82,7 +82,6 @@ def gain(salvage: Salvage) -> float:
 def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
     """Return the outcome as JSON data; the keys are stable within a schema version."""
     composition, scan = salvage.composition, salvage.scan
-    damage = [problem for holder in scan.holders for problem in (*holder.unfit, *holder.damage)]
     return {
         "schema": SCHEMA,
         "run": str(scan.run),
@@ -93,6 +92,6 @@ def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
         "fragments": salvage.fragments,
         "fragments_would_gain": gain(salvage),
         "parts": [asdict(row) for row in rows(salvage)],
-        "damage": [problem.to_json() for problem in dict.fromkeys([*damage, *scan.refused])],
+        "damage": [problem.to_json() for problem in dict.fromkeys([*scan.damage, *scan.refused])],
         "plan": plan_to_json(composition.report) if composition else None,
     }

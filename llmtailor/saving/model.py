@@ -21,8 +21,7 @@ import torch
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.model.disk_names import naming_of, on_disk
 from llmtailor.model.find_parts import dissect_model
-from llmtailor.model.params import Param, SavedAs
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import Anatomy, Param, SavedAs
 from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Training, describe, tied_names

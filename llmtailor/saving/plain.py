@@ -13,7 +13,7 @@ from llmtailor.formats.plain.optimizer import NAME_KEYS
 from llmtailor.formats.trainer import OPTIMIZER, SCALER
 from llmtailor.formats.weights import NAMING
 from llmtailor.model.disk_names import on_disk
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from llmtailor.model.states import MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.ranks import Ranks

@@ -13,7 +13,6 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
 from llmtailor.formats.attempt_mark import read_mark, stated_attempt
 from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.trainer import MANIFEST, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.report import give_up_after
@@ -59,7 +58,7 @@ def _find(
 ) -> Resumed:
     path = folder.at(step)
     stated = read_mark(trainer_state, step) if trainer_state is not None else None
-    if not is_partial(path) or not _is_same_save(path, step, trainer_state):
+    if step not in folder.complete() or not _is_same_save(path, step, trainer_state):
         if trainer_state is None:
             stated = stated_attempt(folder.run / f"checkpoint-{step}")
         history = {**stated.history, stated.lineage: step} if stated else {}

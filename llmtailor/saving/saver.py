@@ -24,7 +24,7 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, StorageError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import read_mark, with_mark
 from llmtailor.formats.partial.manifest import BundleFact
-from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
+from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE, rng_file
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.retention import check_keep, deletable
@@ -245,7 +245,7 @@ class PartialSaver:
 
     def _trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
         """Return the object trees of all stock files that this rank would write."""
-        path = "rng_state.pth" if self.ranks.world_size == 1 else f"rng_state_{self.ranks.rank}.pth"
+        path = rng_file(self.ranks.rank, self.ranks.world_size)
         trees = {**self.training.trees(), path: rng_tree() if rng is None else rng}
         if self.ranks.is_first and self.scheduler is not None:
             trees[SCHEDULER] = self.scheduler.state_dict()

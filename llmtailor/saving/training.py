@@ -13,7 +13,7 @@ import torch
 
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.saving.bundle import DTYPES
+from llmtailor.saving.live import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

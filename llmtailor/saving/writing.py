@@ -6,9 +6,8 @@ Small files of a checkpoint that do not change during a run: config, generation 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from typing import Any
 import torch
 
 from llmtailor import __version__
+from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.containers.safetensors import read_header
+from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
     SCHEMA_BUNDLE,
-    TREE,
     BundleFact,
     Manifest,
     bundle_name,
@@ -30,14 +30,15 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.trees import encode, placeholder, stored
+from llmtailor.formats.partial.write import Bundle, lay_out_tensors, to_text
 from llmtailor.model.states import BUFFER
-from llmtailor.runs.folder import link_or_copy, sync
-from llmtailor.saving.bundle import DTYPES, Entry, bytes_of, write_bundle
+from llmtailor.runs.folder import link_or_copy
+from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import TrainedModel, is_adapted
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Kept, Left, Training
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import replace_durably
+from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
 """Bytes of each frozen param that tell whether it has changed since it was written."""
@@ -56,38 +57,35 @@ def write_rank(
 ) -> BundleFact:
     """Write this rank's bundle: its fragments of ``params``, its buffers, and object trees of stock files by path.
 
-    Raises OSError, or UnsupportedCheckpoint for an object in a tree that a checkpoint may not hold.
+    Raises StorageError, or UnsupportedCheckpoint for an object in a tree that a checkpoint may not hold.
     """
-    path = folder / bundle_name(ranks.rank, ranks.world_size)
-    entries, begin = [], {}
+    live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
     for one in training.fragments(params):
-        entries.append(Entry(f"{one.kind}/{one.param}", one.tensor))
-        begin[one.param] = one.begin
-    entries += [Entry(f"{BUFFER}/{name}", tensor) for name, tensor in training.buffers().items()]
-    metadata = {
-        "schema": SCHEMA_BUNDLE,
+        bundle.entries.append(live.entry(f"{one.kind}/{one.param}", one.tensor))
+        bundle.begin[one.param] = one.begin
+    bundle.entries += [live.entry(f"{BUFFER}/{name}", tensor) for name, tensor in training.buffers().items()]
+    for stock, tree in trees.items():
+        bundle.trees[stock] = to_text(_encode(tree, _Special(bundle, live), stock))
+    facts = {
         "save_id": save.save_id,
         "step": str(save.step),
         "rank": str(ranks.rank),
         "world_size": str(ranks.world_size),
-        "begin": _json(begin),
     }
-    for stock, tree in trees.items():
-        metadata[TREE + stock] = _json(_encode(tree, _Special(path.name, entries), stock))
-    entries.sort(key=lambda entry: -entry.tensor.element_size())
-    return write_bundle(path, entries, metadata)
+    return _write(folder, bundle.lay_out(facts), live)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
     """Raise UnsupportedCheckpoint for object trees that `write_rank` would not write."""
     for stock, tree in trees.items():
-        _encode(tree, _Special("", []), stock)
+        _encode(tree, _Special(Bundle(""), LiveTensors()), stock)
 
 
 def write_frozen(folder: Path, training: Training, before: Path | None) -> BundleFact | None:
     """Write this rank's frozen params, or link the file of the save before if they are the same.
 
-    Whether they are is told by a sample of each: what training changes, it changes all over. Raises OSError.
+    Whether they are is decided by a sample of each: what training changes, it changes all over. Raises OSError, or
+    StorageError.
     """
     frozen = training.frozen()
     if not frozen:
@@ -97,10 +95,17 @@ def write_frozen(folder: Path, training: Training, before: Path | None) -> Bundl
     if before is not None and (fact := _known(before, path.name, fingerprint)) is not None:
         link_or_copy(before / path.name, path)
         return fact
-    entries = sorted(
-        (Entry(name, tensor) for name, tensor in frozen.items()), key=lambda one: -one.tensor.element_size()
-    )
-    return write_bundle(path, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint})
+    live = LiveTensors()
+    entries = [live.entry(name, tensor) for name, tensor in frozen.items()]
+    layout = lay_out_tensors(path.name, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint})
+    return _write(folder, layout, live)
+
+
+def _write(folder: Path, layout: FileLayout, live: LiveTensors) -> BundleFact:
+    pieces = tuple(replace(piece, source=0) if isinstance(piece, Copy) else piece for piece in layout.pieces)
+    plan = Plan((SOURCE,), (FileLayout(layout.path, pieces),))
+    (result,) = execute(plan, folder, Context(stores={SOURCE: live}))
+    return BundleFact(result.path, result.num_bytes, result.crc)
 
 
 def publish(
@@ -147,25 +152,25 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     for path in folder.iterdir():
-        sync(path)
-    sync(folder)
+        fsync_file(path)
+    fsync_folder(folder)
     replace_durably(folder / MANIFEST, content)
-    sync(folder)
-    sync(folder.parent)
+    fsync_folder(folder)
+    fsync_folder(folder.parent)
 
 
 class _Special:
     """Writes the tensors of a tree as entries of the bundle, or as references to where they are."""
 
-    def __init__(self, file: str, entries: list[Entry]) -> None:
-        self.file = file
-        self.entries = entries
+    def __init__(self, bundle: Bundle, live: LiveTensors) -> None:
+        self.bundle = bundle
+        self.live = live
 
     def __call__(self, value: Any) -> dict[str, Any] | None:
         if isinstance(value, torch.Tensor):
-            key = f"tree/{len(self.entries)}"
-            self.entries.append(Entry(key, value.detach()))
-            return stored(self.file, key)
+            key = f"tree/{len(self.bundle.entries)}"
+            self.bundle.entries.append(self.live.entry(key, value))
+            return stored(self.bundle.path, key)
         if isinstance(value, Kept):
             return stored(value.file, value.key)
         if isinstance(value, Left):
@@ -206,10 +211,6 @@ def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     return f"{crc:08x}"
 
 
-def _json(data: Any) -> str:
-    return json.dumps(data, separators=(",", ":"))
-
-
 class CarriedFiles:
     """Written by their owners at the first save, then hard links to the save before."""
 
@@ -235,7 +236,7 @@ class CarriedFiles:
                 raise StorageError.at(folder, str(error), fix) from error
         self.written = sorted(path for path in set(folder.iterdir()) - before if path.is_file())
         for path in self.written:
-            sync(path)
+            fsync_file(path)
 
 
 def owners_of(model: Any, processing_class: Any = None) -> list[Any]:

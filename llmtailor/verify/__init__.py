@@ -1,1 +1,1 @@
-"""Will a stock resume take a checkpoint for what it claims to be? Nothing is written, and no framework imported."""
+"""Whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly. Nothing is written."""

@@ -15,11 +15,12 @@ from llmtailor.containers.torch_zip import Record, list_records
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.registry import dissect_checkpoint
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.model.disk_names import naming_of, on_disk
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.storage.checksums import part_digest
 from llmtailor.verify.bad_values import (
@@ -32,7 +33,6 @@ from llmtailor.verify.bad_values import (
     lost_elements,
 )
 from llmtailor.verify.read import Reading, bundle_states
-from llmtailor.verify.structure import is_resumed_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def read_everything(
         *_unread(index, reading),
         *sorted(about_sums, key=str),
         *(_digests(index, reading, manifest, lost) if manifest else ()),
-        *(find_zeroed(index, reading.not_zero) if index.stage and not (lost or index.is_partial) else ()),
+        *(find_zeroed(index, reading.not_zero) if index.has_masters and not (lost or index.is_partial) else ()),
         *_not_compared(index, saved_as),
     )
     return Deep(findings, tuple(find_bad_values(index, reading.bad_values, is_split)), join(damaged))
@@ -147,10 +147,10 @@ def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, 
     part_of = dissect_checkpoint(index).part_of
     parts: dict[str, list[tuple[State, int, int]]] = {}
     for state in reading.by_state:
-        if state.kind != MODULE and not (state.kind == WEIGHT and index.stage):
+        if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters):
             parts.setdefault(part_of[state.param], []).append((state, *reading.by_state.whole(state)))
     not_whole = {part_of[state.param] for state in lost}
-    if index.stage == 3:
+    if index.has_buffers_by_rank:
         not_whole |= {part_of[param.name] for param in index.params.values() if param.role == "buffer"}
     for part, digest in manifest.digests.items():
         if part not in not_whole and part_digest(parts.get(part, ())) != digest:
@@ -173,6 +173,6 @@ def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]]:
 def _not_compared(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Finding]:
     known = {*index.params, *index.tied, *(piece.name for pieces in saved_as.values() for piece in pieces)}
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
-    if index.stage and names:
+    if index.has_masters and names:
         what = f"the weights of {some(names)} go by other names than the params, and were not compared with the masters"
         yield Finding(index.name, what, "try to resume it: --resume-smoke", Code.NOT_COMPARED, NOTE)

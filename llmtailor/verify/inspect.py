@@ -89,7 +89,7 @@ def describe(index: CheckpointIndex) -> Inspection:
     steps = index.steps()
     by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for state, held in index.held.items():
-        if not held.is_here or (index.stage == 0 and not index.is_partial and state.kind in (MASTER, FROZEN, BUFFER)):
+        if not held.is_here or (index.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
             continue  # without DeepSpeed these are the same bytes as the weight
         by_kind[anatomy.part_of[state.param]][state.kind] += held.num_bytes
     absent = absent_parts(index, anatomy)

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.intervals import Intervals
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.checksums import crc32
+from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.storage.local import Files
 from llmtailor.verify.bad_values import (
     DIFFERS,
@@ -66,7 +65,7 @@ def bundle_states(
 ) -> Iterator[Bundle]:
     """Yield everything that is to be read, each byte once: padding is in no placement, so in no bundle.
 
-    ``saved_as`` tells of params whose weights go by other names.
+    ``saved_as`` lists params whose weights go by other names.
     """
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():
@@ -81,7 +80,7 @@ def bundle_states(
         if param.role == "buffer":
             state = State(param.name, BUFFER)
             if state in index.held:
-                numel = index.held[state].numel if index.stage == 3 else param.numel  # else one copy for all ranks
+                numel = index.held[state].numel if index.has_buffers_by_rank else param.numel
                 yield from once.bundle(numel, [Stream(state, index.held[state], (NOT_A_NUMBER,))])
             continue
         original = State(param.name, MASTER if param.role == "trainable" else FROZEN)

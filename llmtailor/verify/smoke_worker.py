@@ -1,4 +1,4 @@
-"""What torchrun starts for ``--resume-smoke``: a rank that resumes with stock classes, and tells what it then has.
+"""What torchrun starts for ``--resume-smoke``: a rank that resumes with stock classes, and reports what it then has.
 
 ``python -m llmtailor.verify.smoke_worker TASK.json FOLDER`` writes ``FOLDER/rank-R.json``. Nothing of this package is
 used to read the checkpoint, so that its reading is put to the test as well. The only module here that imports torch.

@@ -1,4 +1,4 @@
-"""What an index alone tells: are the states those that a resume, and what follows it, expects? Pure.
+"""What an index alone shows: are the states those that a resume, and what follows it, expects? Pure.
 
 A composite is also compared with what its manifest says the merge has written.
 """
@@ -12,8 +12,9 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
-from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST, OPTIMIZER, is_weight_file
+from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
@@ -64,21 +65,14 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
-    """Whether a resume, or in its stead a composite of a partial checkpoint, takes states from a file."""
-    if index.is_partial:
-        return path.endswith(".safetensors")
-    return "/" in path or path == OPTIMIZER or (index.stage == 0 and is_weight_file(path))
-
-
 def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
-    """A resume casts moments to what it keeps them in. DeepSpeed keeps them in fp32 unless told to save space."""
+    """A resume casts moments to what it keeps them in. DeepSpeed keeps them in fp32 unless it is set to save space."""
     cast: dict[tuple[str, str, str], list[str]] = {}
     for state, held in index.held.items():
         master = index.held.get(State(state.param, MASTER))
         if state.kind in _NOT_MOMENTS or master is None or held.dtype == master.dtype:
             continue
-        if index.stage == 0 or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
+        if not index.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)
     for (kind, dtype, wanted), params in cast.items():
         what = f"{kind} of {some(params)} is {dtype}, the param is trained in {wanted}; a resume casts it"
@@ -90,7 +84,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
     lost = [
         param.name
         for param in index.params.values()
-        if index.stage and param.role == "frozen" and State(param.name, FROZEN) not in index.held
+        if index.has_masters and param.role == "frozen" and State(param.name, FROZEN) not in index.held
     ]
     if lost:
         what = f"the frozen {some(lost)} {'is' if len(lost) == 1 else 'are'} not in the model states"
@@ -101,7 +95,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     """Without DeepSpeed the weights are the masters, and `formats.plain.names` has compared them already."""
     weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
-    if not index.stage or not weights:
+    if not index.has_masters or not weights:
         return
     lacking = {name: param.numel for name, param in index.params.items() if name not in weights and param.numel}
     extra = {name: held.numel for name, held in weights.items() if name not in index.params and name not in index.tied}

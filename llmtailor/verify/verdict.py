@@ -50,7 +50,7 @@ class Verdict:
     """The severe ones first."""
     damage: Damage
     index: CheckpointIndex | None
-    """What can be told of the checkpoint in spite of the damage; see `checkpoint.index.Survey`."""
+    """What is known of the checkpoint in spite of the damage; see `checkpoint.index.Survey`."""
     is_partial: bool = False
     """No stock resume reads it; it is judged as a source of composites."""
     holding: Holding | None = None

@@ -1,15 +1,9 @@
-"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict.
-
-What the index of a partial checkpoint does not tell: can a composite of the run be made with it?
-
-The files that no state lies in and no resume reads: are they whole?
-"""
+"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -26,14 +20,23 @@ from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.partial.read import looks_partial
 from llmtailor.formats.plain.read import detects as is_plain
 from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, survey_checkpoint
-from llmtailor.formats.trainer import CONFIG, MANIFEST, TRAINER_STATE, is_rng_file, is_weight_file
+from llmtailor.formats.trainer import (
+    CONFIG,
+    MANIFEST,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+    is_rng_file,
+    is_weight_file,
+)
 from llmtailor.storage.local import read_source
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.bad_values import join, lost_elements
 from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
 
-_READ = re.compile(rf"rng_state.*\.pth|scheduler\.pt|scaler\.pt|optimizer\.pt|{TRAINER_STATE}|{CONFIG}|{MANIFEST}")
+_READ = {SCHEDULER, SCALER, OPTIMIZER, TRAINER_STATE, CONFIG, MANIFEST}
 """What the index has decoded already"""
 _FIX = "a resume does not read it; copy it again if it is of use to you"
 
@@ -42,7 +45,7 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
     for path in index.files:
         where = PathIn(index.name, path)
-        if "/" in path or _READ.fullmatch(path):
+        if "/" in path or path in _READ or is_rng_file(path):
             continue
         try:
             if path.endswith(".json"):

@@ -69,6 +69,13 @@ def test_strategies(run, arguments, steps):
     assert steps_of(run.parent, "run", *arguments) == steps
 
 
+def test_a_path_with_a_dollar(run):
+    """In a recipe, $ begins a variable."""
+    run.rename(run.with_name("$run"))
+    assert steps_of(run.parent, "$run", "--strategy", "parity", "--at", "130") == [130, 130, 120, 130, 120, 130, 130]
+    assert "$$run" in (run.parent / "recipe.yaml").read_text()
+
+
 def test_a_map(run):
     (run.parent / "parts.json").write_text(json.dumps({"odd": 110, "norm": "checkpoint-100", "lm_head": 130}))
     assert steps_of(run.parent, "run", "--map", "parts.json") == [140, 140, 110, 140, 110, 100, 130]

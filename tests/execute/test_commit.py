@@ -25,7 +25,7 @@ IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "
 
 def begun(staging: Staging, name: str = "file") -> Staging:
     """Begin a merge and write a file."""
-    staging.begin(IDENTITY)
+    staging.reset(IDENTITY)
     (staging.path / name).write_text("x")
     return staging
 
@@ -85,7 +85,7 @@ def test_the_next_one_finds_what_was_kept(tmp_path):
         assert staging.unfinished.identity == IDENTITY
         assert staging.unfinished.marks == {"file": (Mark(1, 2),)}
         assert staging.kept_bytes == 1
-        staging.go_on()
+        staging.resume()
         assert names(staging.path) == ["file"]
         staging.publish()
         assert staging.kept_bytes == 0
@@ -98,7 +98,7 @@ def test_beginning_anew_forgets_what_was_kept(tmp_path):
         begun(staging, "old").journal.add("old", Mark(1, 2))
         raise Interrupted([])
     with Staging(tmp_path / "out") as staging:
-        staging.begin(IDENTITY)
+        staging.reset(IDENTITY)
         assert names(staging.path) == []
         assert staging.kept_bytes == 0
         assert peek(tmp_path / "out").marks == {}
@@ -112,7 +112,7 @@ def test_what_a_killed_run_left_without_a_journal_is_removed_by_the_next(tmp_pat
     (left / "link").symlink_to(tmp_path)
     with Staging(tmp_path / "out") as staging:
         assert staging.unfinished is None
-        staging.begin(IDENTITY)
+        staging.reset(IDENTITY)
         assert staging.path == left and names(left) == []
         staging.publish()
     assert names(tmp_path / "out") == []

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Plan, Zeros
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.journal import identify, is_another, plan_digest, why_not
 from llmtailor.model.states import MASTER, WEIGHT, State
 from llmtailor.storage.local import FileFact
@@ -15,18 +16,17 @@ FACT = FileFact(100, 5, 6, 7)
 PLAN = Plan(
     ("/a", "/b"),
     (
-        FilePlan(
+        FileLayout(
             "one",
-            34,
             (
-                Inline(0, b"head", "why"),
-                Copy(4, 12, 0, "x", 0, State("w", MASTER), 0),
-                Zeros(12, 20, "padding"),
-                Convert(20, 30, 1, "y", 0, "F32", "BF16", State("w", WEIGHT), 0, 1.0),
-                Checksum(30, 4, 12),
+                Bytes(b"head", "why"),
+                Copy(Extent("x", 0, 8), 0, State("w", MASTER), 0),
+                Zeros(8, "padding"),
+                Cast(Extent("y", 0, 20), "F32", "BF16", 1, State("w", WEIGHT), 0, 1.0),
+                Crc(4, 12),
             ),
         ),
-        FilePlan("two", 4, (Inline(0, b"more", "why"),)),
+        FileLayout("two", (Bytes(b"more", "why"),)),
     ),
 )
 FACTS = ({"x": FACT, "unread": FACT}, {"y": FACT})
@@ -50,12 +50,12 @@ def changed(plan: Plan, number: int, **fields) -> Plan:
     [
         changed(PLAN, 0, data=b"HEAD"),
         changed(PLAN, 1, source=1),
-        changed(PLAN, 1, path="z"),
-        changed(PLAN, 1, offset=8),
+        changed(PLAN, 1, extent=Extent("z", 0, 8)),
+        changed(PLAN, 1, extent=Extent("x", 8, 16)),
         changed(PLAN, 1, begin=2),
-        changed(PLAN, 3, source_dtype="F64"),
+        changed(PLAN, 3, source_dtype="I32"),
         changed(PLAN, 3, scale=0.5),
-        changed(PLAN, 4, over_stop=20),
+        changed(PLAN, 4, stop=20),
         replace(PLAN, sources=("/a", "/c")),
         replace(PLAN, files=PLAN.files[::-1]),
         replace(PLAN, files=(PLAN.files[0], replace(PLAN.files[1], path="three"))),

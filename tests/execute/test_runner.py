@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.render import render_plan
-from llmtailor.checkpoint.layout import Checksum, Convert, Copy, FilePlan, Inline, Plan, Zeros
+from helpers.render import render
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Plan, Zeros
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine import copy as runner
 from llmtailor.engine import pool, streams
 from llmtailor.engine.copy import Context, execute
@@ -36,15 +37,15 @@ def source(tmp_path):
 def a_plan(source, name="sub/out"):
     state = State("w", MASTER)
     pieces = (
-        Inline(0, b"head", "header"),
-        Copy(4, 12_004, 0, "data", 100, state, 0),
-        Zeros(12_004, 14_000, "padding"),
-        Copy(14_000, 20_000, 0, "data", 20_000, state, 3000),
-        Checksum(20_000, 4, 14_000),
-        Inline(20_004, b"tail", "end"),
-        Checksum(20_008, 14_000, 20_000),
+        Bytes(b"head", "header"),
+        Copy(Extent("data", 100, 12100), 0, state, 0),
+        Zeros(1996, "padding"),
+        Copy(Extent("data", 20000, 26000), 0, state, 3000),
+        Crc(4, 14000),
+        Bytes(b"tail", "end"),
+        Crc(14000, 20000),
     )
-    return Plan((str(source),), (FilePlan(name, 20_012, pieces),))
+    return Plan((str(source),), (FileLayout(name, pieces),))
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 7, 4096, 8 << 20])
@@ -54,7 +55,7 @@ def test_the_bytes_are_those_of_the_slow_executor(source, tmp_path, monkeypatch,
     seen = []
     (result,) = execute(plan, tmp_path / "out", Context(on_progress=seen.append))
     written = (tmp_path / "out/sub/out").read_bytes()
-    assert written == render_plan(plan.files[0], [source])
+    assert written == render(plan.files[0], source)
     assert result.crc == zlib.crc32(written) and result.num_bytes == len(written) == sum(seen)
     data = (source / "data").read_bytes()
     assert [(run.begin, run.num_bytes, run.crc) for run in result.runs()] == [
@@ -68,18 +69,18 @@ def test_conversions_are_torchs(source, tmp_path, monkeypatch, buffer_bytes):
     monkeypatch.setattr(streams, "BUFFER_BYTES", buffer_bytes)
     masters = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     (source / "masters").write_bytes(masters.numpy().tobytes())
-    piece = Convert(0, 10_000, 0, "masters", 0, "F32", "BF16", State("w", WEIGHT), 0)
-    execute(Plan((str(source),), (FilePlan("w", 10_000, (piece,)),)), tmp_path / "out")
+    piece = Cast(Extent("masters", 0, 20000), "F32", "BF16", 0, State("w", WEIGHT), 0)
+    execute(Plan((str(source),), (FileLayout("w", (piece,)),)), tmp_path / "out")
     written = torch.frombuffer(bytearray((tmp_path / "out/w").read_bytes()), dtype=torch.bfloat16)
     assert torch.equal(written, masters.bfloat16())
 
 
 def test_many_files_at_once(source, tmp_path):
     one = a_plan(source).files[0]
-    plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(20)))
+    plan = Plan((str(source),), tuple(FileLayout(f"f{number}", one.pieces) for number in range(20)))
     results = execute(plan, tmp_path / "out")
     assert [result.path for result in results] == [file.path for file in plan.files]
-    wanted = render_plan(one, [source])
+    wanted = render(one, source)
     assert all((tmp_path / "out" / file.path).read_bytes() == wanted for file in plan.files)
 
 
@@ -102,12 +103,13 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
     program = textwrap.dedent(f"""
         import resource, signal, sys
         from pathlib import Path
-        from llmtailor.checkpoint.layout import FilePlan, Plan, Copy
+        from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
+        from llmtailor.checkpoint.placement import Extent
         from llmtailor.errors import StorageError
         from llmtailor.engine.copy import execute
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        plan = Plan(({str(source)!r},), (FilePlan("f", 20_000, (Copy(0, 20_000, 0, "data", 0),)),))
+        plan = Plan(({str(source)!r},), (FileLayout("f", (Copy(Extent("data", 0, 20_000), 0),)),))
         try:
             execute(plan, Path({str(tmp_path / "out")!r}))
         except StorageError as error:
@@ -128,7 +130,7 @@ def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_
 
     monkeypatch.setattr(runner.os, "fsync", fsync)
     one = a_plan(source).files[0]
-    plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(2)))
+    plan = Plan((str(source),), tuple(FileLayout(f"f{number}", one.pieces) for number in range(2)))
     results = execute(plan, tmp_path / "out")
     assert [result.path for result in results] == ["f0", "f1"]
 
@@ -147,7 +149,7 @@ def test_no_more_files_are_written_at_once_than_there_are_workers(source, tmp_pa
 
     monkeypatch.setattr(runner, "_fill", fill)
     one = a_plan(source).files[0]
-    plan = Plan((str(source),), tuple(FilePlan(f"f{number}", one.num_bytes, one.pieces) for number in range(20)))
+    plan = Plan((str(source),), tuple(FileLayout(f"f{number}", one.pieces) for number in range(20)))
     execute(plan, tmp_path / "out")
     assert alone == [True] * 20
 
@@ -164,8 +166,8 @@ def test_one_failure_stops_the_others(source, tmp_path, monkeypatch):
         begun.set()
         released.append(failed.wait(timeout=30))
 
-    long = FilePlan("long", 256 << 20, (Copy(0, 256 << 20, 0, "large", 0),))
-    bad = FilePlan("bad", 10, (Copy(0, 10, 0, "missing", 0),))
+    long = FileLayout("long", (Copy(Extent("large", 0, 268435456), 0),))
+    bad = FileLayout("bad", (Copy(Extent("missing", 0, 10), 0),))
     monkeypatch.setattr(pool, "MAX_WORKERS", 2)
     monkeypatch.setattr(pool.os, "cpu_count", lambda: 2)
     original = SourceError.at
@@ -187,9 +189,9 @@ def test_memory_stays_flat(tmp_path):
     source.mkdir()
     with (source / "data").open("wb") as file:
         file.truncate(512 << 20)
-    piece = Copy(0, 512 << 20, 0, "data", 0)
+    piece = Copy(Extent("data", 0, 536870912), 0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the tests before this one
     before = peak()
-    execute(Plan((str(source),), (FilePlan("f", 512 << 20, (piece,)),)), tmp_path / "out")
+    execute(Plan((str(source),), (FileLayout("f", (piece,)),)), tmp_path / "out")
     assert peak() - before < 64 << 10  # in KiB
     (tmp_path / "out/f").unlink()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128
 
-from llmtailor.checkpoint.layout import Convert, Copy, FilePlan, Inline, Plan
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, FileLayout, Plan
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine import recheck as sources
 from llmtailor.engine.copy import execute
 from llmtailor.engine.pool import Stop
@@ -22,15 +23,15 @@ def merged(tmp_path):
         (tmp_path / name).write_bytes(data.standard_normal(numel, "f4").tobytes() + b"x")
     (tmp_path / "empty").touch()
     pieces = (
-        Inline(0, b"head", "why"),
-        Copy(4, 10_004, 0, "a", 10_000),
-        Copy(10_004, 10_104, 0, "a", 3),
-        Convert(10_104, 10_704, 0, "b", 0, "F32", "BF16"),
-        Convert(10_704, 15_704, 0, "a", 1, "F32", "F16", scale=0.5),
-        Copy(15_704, 15_704, 0, "empty", 0),
-        Copy(15_704, 15_705, 0, "a", 20_004),
+        Bytes(b"head", "why"),
+        Copy(Extent("a", 10000, 20000), 0),
+        Copy(Extent("a", 3, 103), 0),
+        Cast(Extent("b", 0, 1200), "F32", "BF16", 0),
+        Cast(Extent("a", 1, 10001), "F32", "F16", 0, scale=0.5),
+        Copy(Extent("empty", 0, 0), 0),
+        Copy(Extent("a", 20004, 20005), 0),
     )
-    plan = Plan((str(tmp_path),), (FilePlan("one", 15_705, pieces), FilePlan("two", 5, (Copy(0, 5, 0, "a", 10_000),))))
+    plan = Plan((str(tmp_path),), (FileLayout("one", pieces), FileLayout("two", (Copy(Extent("a", 10000, 10005), 0),))))
     return plan, execute(plan, tmp_path / "out"), tmp_path
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.render import render
-from llmtailor.checkpoint.layout import FileLayout, Literal, Slot
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.containers.safetensors import (
     INDEX,
     SINGLE,
@@ -58,10 +58,10 @@ def test_every_tensor_is_found_where_the_library_wrote_it(folder):
 def fill(layout: FileLayout, tensors) -> FileLayout:
     """Turn slots into literal bytes, as the planner and the runner would."""
     filled = []
-    for segment in layout.segments:
+    for segment in layout.pieces:
         if isinstance(segment, Slot):
             assert segment.state == State(segment.state.param, WEIGHT)
-            filled.append(Literal(raw(tensors[segment.state.param]), "data"))
+            filled.append(Bytes(raw(tensors[segment.state.param]), "data"))
         else:
             filled.append(segment)
     return FileLayout(layout.path, tuple(filled))

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.render import render
-from llmtailor.checkpoint.layout import Carry, Fill, Literal
+from llmtailor.checkpoint.layout import Bytes, Copy, Zeros
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
 from llmtailor.containers.torch_zip import ALIGNMENT, lay_out_torch_file, read_torch_file
@@ -87,7 +87,7 @@ def test_a_file_laid_out_again_loads_alike(tmp_path):
 
 
 def test_a_laid_out_file_is_a_sound_zip(tmp_path):
-    filled = make_tensor("F32", (5,), (Literal(b"abcd" * 3, "data"), Fill(8, "padding")))
+    filled = make_tensor("F32", (5,), (Bytes(b"abcd" * 3, "data"), Zeros(8, "padding")))
     (tmp_path / "x.pt").write_bytes(render(lay_out_torch_file("x.pt", {"t": filled, "u": [filled]}), tmp_path))
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         assert archive.testzip() is None
@@ -108,13 +108,13 @@ def test_records_beyond_4_gib(tmp_path):
     numel = (1 << 30) + 7
     with (tmp_path / "source").open("wb") as file:
         file.truncate(numel * 4)
-    large = make_tensor("F32", (numel,), (Carry(Extent("source", 0, numel * 4)),))
-    small = make_tensor("I64", (1,), (Literal(b"\x07" + bytes(7), "seven"),))
+    large = make_tensor("F32", (numel,), (Copy(Extent("source", 0, numel * 4)),))
+    small = make_tensor("I64", (1,), (Bytes(b"\x07" + bytes(7), "seven"),))
     layout = lay_out_torch_file("x.pt", {"large": large, "small": small})
     at = 0
     with (tmp_path / "x.pt").open("wb") as out:
-        for segment in layout.segments:
-            if isinstance(segment, Literal):
+        for segment in layout.pieces:
+            if isinstance(segment, Bytes):
                 out.seek(at)
                 out.write(segment.data)
             at += segment.num_bytes

@@ -1,4 +1,4 @@
-"""The slow, obvious executors: build whole files in memory."""
+"""The slow, obvious executor: builds whole files in memory."""
 
 from __future__ import annotations
 
@@ -6,47 +6,25 @@ import zlib
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import (
-    Carry,
-    Checksum,
-    ChecksumOf,
+    Bytes,
     Copy,
+    Crc,
     FileLayout,
-    FilePlan,
-    Fill,
-    Inline,
-    Literal,
     Zeros,
 )
 
 
-def render(layout: FileLayout, root: Path) -> bytes:
-    """Fill a layout without slots; carried bytes come from files below ``root``."""
+def render(layout: FileLayout, *roots: Path) -> bytes:
+    """Fill a layout or a plan without slots and casts; bytes are copied from files below ``roots``, by source."""
     out = bytearray()
-    for segment in layout.segments:
-        if isinstance(segment, Literal):
-            out += segment.data
-        elif isinstance(segment, Fill):
-            out += bytes(segment.num_bytes)
-        elif isinstance(segment, ChecksumOf):
-            out += zlib.crc32(out[segment.start : segment.stop]).to_bytes(4, "little")
-        else:
-            assert isinstance(segment, Carry), segment
-            out += (root / segment.extent.path).read_bytes()[segment.extent.start : segment.extent.stop]
-    return bytes(out)
-
-
-def render_plan(plan: FilePlan, roots: list[Path]) -> bytes:
-    """Carry out a file's plan without conversions."""
-    out = bytearray()
-    for piece in plan.pieces:
-        if isinstance(piece, Inline):
+    for piece in layout.pieces:
+        if isinstance(piece, Bytes):
             out += piece.data
         elif isinstance(piece, Zeros):
-            out += bytes(piece.stop - piece.start)
-        elif isinstance(piece, Checksum):
-            out += zlib.crc32(out[piece.over_start : piece.over_stop]).to_bytes(4, "little")
+            out += bytes(piece.num_bytes)
+        elif isinstance(piece, Crc):
+            out += zlib.crc32(out[piece.start : piece.stop]).to_bytes(4, "little")
         else:
             assert isinstance(piece, Copy), piece
-            data = (roots[piece.source] / piece.path).read_bytes()
-            out += data[piece.offset : piece.offset + piece.stop - piece.start]
+            out += (roots[piece.source] / piece.extent.path).read_bytes()[piece.extent.start : piece.extent.stop]
     return bytes(out)

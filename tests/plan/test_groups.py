@@ -9,7 +9,7 @@ from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.regroup import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.errors import MismatchError, SourceError
 from llmtailor.model.find_parts import dissect
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 
 HYPER = {"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 

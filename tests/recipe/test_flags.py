@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.candidates import Assignment
+from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.update_log import FlagLine, assign_flags, numbering, read_flags
 from recipe.anatomies import llama
 
@@ -242,7 +242,7 @@ def test_partial_checkpoints():
     assert found.base == full(110)
     (problem,) = problems(lines((110, [1]), (120, [0, 2])), 160, full(100), checkpoints, llama(2))
     assert problem.where == f"{LOG}:2"
-    assert problem.what == "step 120 is flagged for layer 1, but step-120 does not hold it"
+    assert problem.what == "step 120 is flagged for layer 1, but no checkpoint of that step holds it"
     found = assign_flags(lines((120, [0, 2])), 160, full(100), [*checkpoints, full(120)], llama(2), None, LOG)
     assert found.source_of["layer 1"] == full(120)
     whole = RunCheckpoint(Path("/p"), 120, None, resumable=False)

@@ -14,7 +14,7 @@ from recipe.anatomies import llama
 from saving.policy_runs import alike
 from scripts.saving_table import MODELS, POLICIES, SAVES, main, measure, table
 
-PAGE = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 LLAMA, QWEN = MODELS
 
 
@@ -70,8 +70,7 @@ def test_a_policy_that_is_none(capsys, monkeypatch):
 
 
 def test_the_examples_of_the_page():
-    policies = PAGE[PAGE.index("## Policies") :]
-    specs, own = re.findall(r"^```python\n(.*?)^```$", policies, re.DOTALL | re.MULTILINE)[:2]
+    specs, own = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     anatomy = llama(12)
     for line in specs.splitlines():
         found: dict[str, Any] = {}

@@ -257,3 +257,12 @@ def test_after_thinning(tmp_path):
     assert removed(call("gc", run, "--keep", 1, "--yes")) == []
     shutil.rmtree(run / "checkpoint-300")
     assert call("gc", run)["composable_after"] == [100, 200]
+
+
+def test_two_folders_of_one_step(run):
+    """Somebody has copied a partial checkpoint under a name with another number of zeros: what the plan names goes."""
+    shutil.copytree(run / "partial" / "step-00000200", run / "partial" / "step-000000200")
+    assert removed(call("gc", run, "--yes")) == []
+    told = call("gc", run, "--keep", 2, "--yes")
+    assert removed(told) == ["step-000000200", "step-00000100", "step-00000200"]
+    assert folders(run) == [f"partial/step-00000{step}" for step in (300, 400, 500)]

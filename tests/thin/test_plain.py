@@ -18,7 +18,7 @@ from helpers.cases import mostly_long
 from helpers.indexes import make_index
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.write import check_can_be_partial
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from plain.training import train
 from thin.scene import call, compose, copy_of, sources, taken
 from thin.test_real import assert_alike

@@ -13,7 +13,7 @@ from helpers.indexes import make_index
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.regroup import DEFAULT, LAYER, find_decaying, regroup
 from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
 from real.harness import start_ranks
 from real.models import CONFIGS, build

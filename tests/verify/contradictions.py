@@ -99,7 +99,7 @@ def decay_the_norms(tree: Tree) -> None:
 DAMAGES: dict[str, list[tuple[tuple[str, ...], Damage]]] = {
     "Adam's steps of flat ids that differ, in no composite": [(("llama", "zero2"), on_ranks(one_step_more))],
     "masters in another dtype than fp32": [(("llama", "zero2", "zero1-bf16opt"), on_ranks(round_masters))],
-    "moments, or the module of ZeRO-1/2, that are no floating-point numbers": [
+    "moments, or the module of ZeRO-1/2, that are not floating-point numbers": [
         (("llama", "zero2"), on_ranks(moments_as_ints)),
         (("zero2",), on_models(module_as_ints)),
     ],

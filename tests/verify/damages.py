@@ -1,6 +1,6 @@
 """Every way to damage a checkpoint that is known to make a stock resume fail, or go wrong without a word.
 
-Each was tried on stock DeepSpeed and the stock Trainer; the titles are those of docs/verify.md.
+Each was tried on stock DeepSpeed and the stock Trainer; the titles are those of docs/findings.md.
 """
 
 from __future__ import annotations

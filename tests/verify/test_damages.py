@@ -13,7 +13,7 @@ from llmtailor.findings import SEVERITIES
 from llmtailor.verify.verify import verify_checkpoint
 from verify.damages import CASES, OTHER_STEP, STEP, Case
 
-DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
+DOCS = Path(__file__).parents[2] / "docs" / "findings.md"
 
 
 def short_run(at: int, case: Case) -> str:

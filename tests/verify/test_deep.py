@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.checkpoints import edit, make, optim_states
-from llmtailor.checkpoint.intervals import Intervals
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.checksums import crc32
+from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.verify import read as reading
 from llmtailor.verify.bad_values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, all_held, differing, find
 from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE

@@ -64,7 +64,7 @@ def bind(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(os.mkfifo, "a named pipe"), (os.mkdir, "a folder"), (bind, "a socket")],
-    ids=lambda one: str(one),
+    ids=["a named pipe", "a folder", "a socket"],
 )
 def test_what_is_no_file_is_told_as_what_it_is(
     checkpoint: Path, path: str, severity: str, make: Callable[[Path], None], kind: str

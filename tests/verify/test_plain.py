@@ -21,7 +21,7 @@ from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.training import NamedGroups, train  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs" / "verify.md"
+DOCS = Path(__file__).parents[2] / "docs" / "findings.md"
 
 
 def freeze_embeddings(model):
@@ -245,7 +245,7 @@ def test_states_of_equal_shape_swapped_cannot_be_seen(trained, tmp_path):
         number for number, state in torch.load(root / "optimizer.pt")["state"].items() if state["exp_avg"].dim() == 1
     ]
     swap(*ids[:2])(root)
-    assert verify_checkpoint(root, deep=True).level == RESUMABLE  # as docs/verify.md says
+    assert verify_checkpoint(root, deep=True).level == RESUMABLE  # as docs/findings.md says
 
 
 def test_the_page_lists_these_damages():

@@ -1,1 +1,1 @@
-"""Partial checkpoints: what the training-side saver writes. See `manifest` for the folder's layout."""
+"""Partial checkpoints, the format of the training-side saver. `manifest` describes the folder's layout."""

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey
+from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Absent, Sliced
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.findings import Finding
 from llmtailor.formats.partial.manifest import bundle_name, frozen_name
@@ -25,7 +24,7 @@ from llmtailor.formats.trainer import OPTIMIZER, SCHEDULER, read_trainer_files
 from llmtailor.formats.zero.common import attempt
 from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.formats.zero.read import survey_shards
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.storage.local import FileFact
 

@@ -30,7 +30,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.local import read_source
 
@@ -139,7 +139,7 @@ class ParamFact:
 
     shape: tuple[int, ...]
     role: str
-    """See `model.params.Param`."""
+    """See `model.parts.Param`."""
     dtype: str
     """Of the live tensor"""
 
@@ -171,7 +171,7 @@ class Manifest:
     shards: Mapping[str, Any]
     """Of DeepSpeed: ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
-    """The saver's memory after this save; see `recipe.candidates`."""
+    """The saver's memory after this save; see `checkpoint.lineage`."""
 
 
 def read_manifest(root: Path, name: str) -> Manifest:

@@ -13,6 +13,7 @@ from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
+from llmtailor.formats.format import Decoded
 from llmtailor.formats.partial.manifest import (
     FOLDER,
     MANIFEST,
@@ -24,7 +25,6 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.trees import decode
-from llmtailor.formats.trees import Decoded
 from llmtailor.model.states import BUFFER, ITEMSIZE, State
 
 _FIX = "leave this checkpoint out; its save is damaged"
@@ -50,7 +50,7 @@ class Partial:
         return self.tree_of.keys()
 
     def read(self, path: str, where: str) -> Decoded:
-        """Decode the object tree of a stock file; see `formats.trees.Trees`."""
+        """Decode the object tree of a stock file; see `formats.format.Trees`."""
         if path not in self.tree_of:
             raise SourceError.at(where, "no bundle has this file inside", _FIX)
         bundle = self.tree_of[path]

@@ -2,9 +2,8 @@
 
 JSON's own values stand for themselves; everything else is an object whose key ``$`` says what it is. Classes and
 functions are written by name, and only those that a checkpoint's pickle may name. Tensors are references into
-safetensors files, or placeholders that only say what was there.
-
-Decoded pickles as JSON, in the form of `encoding`: for object trees that come from files, not from a live run.
+safetensors files, or placeholders that only say what was there. Trees come from a live training, or from the decoded
+pickles of files.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.layout import Carry
+from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.pickle_machine import check_keys
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, TensorView, as_shape, as_tensor, make_tensor
@@ -157,7 +156,7 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
         )
     if kind == STORED:
         dtype, shape, extent = find(data["file"], data["key"])
-        return make_tensor(dtype, shape, (Carry(extent),))
+        return make_tensor(dtype, shape, (Copy(extent),))
     if kind == PLACEHOLDER:
         return _nowhere(data["dtype"], tuple(data["shape"]))
     raise ValueError(f"{kind!r} is no kind of node")
@@ -180,7 +179,7 @@ def _nowhere(dtype: str, shape: tuple[int, ...]) -> Call:
     if as_shape(shape) is None:
         raise ValueError("a placeholder has no shape")
     num_bytes = math.prod(shape) * ITEMSIZE[dtype]
-    return make_tensor(dtype, shape, (Carry(Extent("", 0, num_bytes)),))
+    return make_tensor(dtype, shape, (Copy(Extent("", 0, num_bytes)),))
 
 
 @dataclass(frozen=True, slots=True)

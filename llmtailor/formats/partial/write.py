@@ -1,22 +1,19 @@
-"""Lays out a partial checkpoint from a full one: what the saver would have written at that step.
+"""Lays out partial checkpoints: a rank's file, files of frozen params, and the partial form of a full checkpoint.
 
-Fragments are cut as the states lie on the ranks of the full checkpoint, so nothing is gathered. Weights are left out,
-as in any partial checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
-
-Lays out a bundle, or a file of frozen params: a safetensors file whose tensors are filled by segments.
+Fragments are cut as the states lie on the ranks, so nothing is gathered. Weights are left out, as in any partial
+checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Carry, FileLayout, Fill, Literal, Segment, Slot
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.sharding import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import read_json
@@ -34,12 +31,22 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
 from llmtailor.formats.plain.write import optimizer_tree
-from llmtailor.formats.trainer import CARD, CONFIG, OPTIMIZER, SCALER, SCHEDULER, carry, is_weight_file
+from llmtailor.formats.trainer import (
+    CARD,
+    CONFIG,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    carry,
+    is_rng_file,
+    is_weight_file,
+    rng_file,
+)
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
 from llmtailor.formats.zero.target import ZeroTarget
 from llmtailor.formats.zero.write import make_shards
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.params import SavedAs
+from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 
@@ -50,7 +57,7 @@ class Entry:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    content: tuple[Segment, ...]
+    content: tuple[Piece, ...]
 
 
 @dataclass(slots=True)
@@ -70,21 +77,21 @@ class Bundle:
 
         def place(view: TensorView) -> Mapping[str, Any]:
             key, content = f"tree/{len(self.entries)}", view.storage.content
-            if not content or any(isinstance(part, (Slot, Fill)) for part in content):
+            if not content or any(isinstance(part, (Slot, Zeros)) for part in content):
                 return placeholder(view.storage.dtype, view.shape)
-            if isinstance(content[0], Carry):
+            if isinstance(content[0], Copy):
                 extent = extent_of(view, key, where)
-                content = (Carry(extent),) if extent.num_bytes else ()
+                content = (Copy(extent),) if extent.num_bytes else ()
             self.entries.append(Entry(key, view.storage.dtype, view.shape, content))
             return stored(self.path, key)
 
-        self.trees[stock] = _json(encode_nodes(tree, place))
+        self.trees[stock] = to_text(encode_nodes(tree, place))
 
     def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
         metadata = {
             "schema": SCHEMA_BUNDLE,
             **facts,
-            "begin": _json(self.begin),
+            "begin": to_text(self.begin),
             **{TREE + stock: text for stock, text in self.trees.items()},
         }
         return lay_out_tensors(self.path, self.entries, metadata)
@@ -93,23 +100,21 @@ class Bundle:
 def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
     """Lay out a safetensors file; by falling item size, so that every tensor is aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    segments: list[Segment] = []
+    pieces: list[Piece] = []
     at = 0
     for entry in sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype]):
-        stop = at + sum(segment.num_bytes for segment in entry.content)
+        stop = at + sum(piece.num_bytes for piece in entry.content)
         header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, stop]}
-        segments += entry.content
+        pieces += entry.content
         at = stop
-    text = _json(header).encode()
+    text = to_text(header).encode()
     text += b" " * (-len(text) % 8)
-    return FileLayout(path, (Literal(struct.pack("<Q", len(text)) + text, "safetensors header"), *segments))
+    return FileLayout(path, (Bytes(struct.pack("<Q", len(text)) + text, "safetensors header"), *pieces))
 
 
-def _json(data: Any) -> str:
+def to_text(data: Any) -> str:
+    """Return JSON as the headers of bundles have it."""
     return json.dumps(data, separators=(",", ":"))
-
-
-_RNG = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +235,7 @@ def _live_dtype(index: CheckpointIndex, name: str) -> str:
 
 def _is_carried(path: str) -> bool:
     made = {LATEST, CARD, MANIFEST, OPTIMIZER, SCHEDULER, SCALER}
-    return "/" not in path and path not in made and not is_weight_file(path) and not _RNG.fullmatch(path)
+    return "/" not in path and path not in made and not is_weight_file(path) and not is_rng_file(path)
 
 
 def _add_fragments(bundles: list[Bundle], index: CheckpointIndex, params: Collection[str]) -> None:
@@ -273,9 +278,9 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
         for name, held in frozen.items():
             part = part_size(held.numel, ranks)
             begin, end = min(rank * part, held.numel), min((rank + 1) * part, held.numel)
-            content: list[Segment] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
+            content: list[Piece] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
             if padding := part - (end - begin):
-                content.append(Fill(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
+                content.append(Zeros(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
             entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, tuple(content)))
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 
@@ -299,7 +304,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
         if path in index.train.trees:
             add(0, path, index.train.trees[path])
     for rank in ranks:
-        path = "rng_state.pth" if index.world_size == 1 else f"rng_state_{rank}.pth"
+        path = rng_file(rank, index.world_size)
         if path in index.train.trees:
             add(rank, path, index.train.trees[path])
 

@@ -1,1 +1,1 @@
-"""The Hugging Face Trainer's checkpoint without DeepSpeed: optimizer.pt, safetensors, and names from elsewhere."""
+"""The Hugging Face Trainer's checkpoint without DeepSpeed: optimizer.pt and safetensors."""

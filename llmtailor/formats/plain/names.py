@@ -1,8 +1,6 @@
-"""Do optimizer, weights and model of a plain checkpoint fit together, and what is each param?
+"""From the ids of ``optimizer.pt`` to params: what each is called, and whether optimizer, weights and model fit.
 
-From the ids of ``optimizer.pt`` to names.
-
-Where the param groups list names, these count. Else the groups must be the Trainer's own two: params with weight
+Where the param groups list names, these count. Otherwise the groups must be the Trainer's own two: params with weight
 decay, then those without, each in the order of the model, frozen ones left out. Shapes are compared id by id.
 """
 
@@ -19,7 +17,7 @@ from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, Unsu
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.optimizer import FLOATING, SavedOptimizer
 from llmtailor.formats.trainer import OPTIMIZER
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 
 _OTHER_RUN = "put the optimizer.pt and the config.json of one and the same save together"
 _NAME_THEM = (

@@ -26,11 +26,11 @@ from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.refused_names import find_refused
+from llmtailor.formats.format import Trees
 from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
 from llmtailor.formats.resumed.tables import EACH, Field, Kind, Says, Table, check_fields, has, is_number
 from llmtailor.formats.trainer import OPTIMIZER
-from llmtailor.formats.trees import Trees
+from llmtailor.formats.trainer_checks import find_refused
 
 _GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
 _STEP = "torch.optim.AdamW.step"
@@ -61,22 +61,22 @@ OPTIMIZER_TABLE = Table(
         *optimizer_fields(),
         Field(
             (*_GROUP, "maximize"), _OFF, _STEP, None, FAILS_AT_STEP, Says(ERROR, "silent: the weights move uphill"),
-            only="Adam and its kin", applies=is_adam,
+            only="Adam and its variants", applies=is_adam,
         ),
         Field(
             (*_GROUP, "differentiable"), _OFF, _STEP, None, FAILS_AT_STEP, FAILS_AT_STEP,
-            only="Adam and its kin", applies=is_adam,
+            only="Adam and its variants", applies=is_adam,
         ),
         Field(
             (*_STATE, "step"), _COUNTER, _STEP,
             Says(ERROR, "a resume fails"), Says(ERROR, "a resume fails"),
-            only="Adam and its kin, where some state has it", applies=_counts_by_param,
+            only="Adam and its variants, where some state has it", applies=_counts_by_param,
         ),
     ),
     (
         ("initial_lr", "not read once the schedule is there; compared with its base_lrs"),
-        ("foreach, fused, capturable", "ways to compute the same, to rounding"),
-        ("a hyperparameter changed alike in all groups", "what the run is told to begin with does not count any more"),
+        ("foreach, fused, capturable", "they change only how the result is computed, up to rounding"),
+        ("a hyperparameter changed alike in all groups", "the run's arguments no longer count"),
     ),
 )  # fmt: skip
 

@@ -7,22 +7,21 @@ Adam counts its ``step`` per param here, so every param is a sub-group by itself
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey
+from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.format import FileTrees
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
@@ -34,6 +33,7 @@ from llmtailor.formats.trainer import (
     CONFIG,
     MANIFEST,
     OPTIMIZER,
+    RNG_FILE,
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
@@ -41,7 +41,6 @@ from llmtailor.formats.trainer import (
     find_lost_rng,
     read_trainer_files,
 )
-from llmtailor.formats.trees import FileTrees
 from llmtailor.formats.weights import read_adapter
 from llmtailor.formats.zero.common import attempt
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -50,7 +49,6 @@ FORMAT = "trainer"
 OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, with commas between."""
-_RNG = re.compile(r"rng_state_([0-9]{1,5})\.pth")
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "optimizer.bin", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files of a checkpoint of DeepSpeed or FSDP."""
 
@@ -283,8 +281,8 @@ def number_params(groups: Iterable[tuple[str, ...]], steps: Iterable[float]) -> 
 
 
 def _world_size(files: Iterable[str]) -> int:
-    """One process writes rng_state.pth, several write one file each."""
-    return max((int(match[1]) + 1 for path in files if (match := _RNG.fullmatch(path))), default=1)
+    ranks = (int(match[1] or 0) for path in files if (match := RNG_FILE.fullmatch(path)))
+    return max((rank + 1 for rank in ranks), default=1)
 
 
 def _listed_buffers(root: Path, name: str) -> set[str]:

@@ -17,16 +17,16 @@ from dataclasses import replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, Held
-from llmtailor.checkpoint.layout import FileLayout, Literal, Slot
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.format import Wanted
 from llmtailor.formats.plain.optimizer import NAME_KEYS, without_names
 from llmtailor.formats.plain.read import BUFFERS_KEY
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, SCHEDULER, lay_out_trainer_files
-from llmtailor.formats.wanted import Wanted
 from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
@@ -89,7 +89,7 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, 
     for group in layout.groups:
         ids = list(range(len(state), len(state) + len(group.params)))
         for number, param in zip(ids, group.params, strict=True):
-            step = (Literal(struct.pack("<f", steps[number]), f"step of {param}"),)
+            step = (Bytes(struct.pack("<f", steps[number]), f"step of {param}"),)
             state[number] = {
                 "step": make_tensor("F32", (), step),
                 **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
@@ -110,15 +110,16 @@ def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
             what = f"{ADAPTER} has its masters without DeepSpeed, but what it calls the trained params is not known"
             raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: say --stage 1, 2 or 3")
         file = replace(file, filled_by=_originals(file.filled_by, base))
-        return [lay_out_weights(file, "F32" if base.stage else None)]
-    if base.stage == 0 and (base.is_partial or _is_renamed(base)):  # a resume looks for the params' own names
+        return [lay_out_weights(file, "F32" if base.has_masters else None)]
+    if not base.has_masters and (base.is_partial or _is_renamed(base)):  # a resume looks for the params' own names
         files = _with_buffers_named(new_weights(replace(base, saved_as=None)), base)
         return lay_out_weight_files(
             tuple(replace(file, filled_by=_originals(file.filled_by, base)) for file in files), None
         )
-    files = read_weights(base.root, base.name) if base.stage == 0 else new_weights(base, dtype="F32")
-    if base.stage:
-        files = _with_buffers_named(files, base)
+    if base.has_masters:
+        files = _with_buffers_named(new_weights(replace(base, saved_as=None), dtype="F32"), base)
+    else:
+        files = read_weights(base.root, base.name)
     return lay_out_weight_files(tuple(replace(file, filled_by=_copies(file.tensors, base)) for file in files), None)
 
 

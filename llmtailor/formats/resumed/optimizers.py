@@ -1,7 +1,4 @@
-"""The state dict of a torch optimizer: what `load_state_dict` and the next `step` read, with DeepSpeed or without.
-
-``scheduler.pt``: what a resume reads of the state of a scheduler of torch 2.13.
-"""
+"""What a resume reads of an optimizer's and a scheduler's state (torch 2.13), with DeepSpeed or without."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ from llmtailor.formats.resumed.tables import (
 
 FAILS = Says(ERROR, "a resume fails")
 FAILS_AT_STEP = Says(ERROR, "a resume fails at the first step")
-_EVERY_RANK_BY_ITS_OWN = Says(ERROR, "silent: every rank trains by its own")
+_EVERY_RANK_BY_ITS_OWN = Says(ERROR, "silent: every rank trains with its own value")
 OTHER_RUN = Says(ERROR, "resumes; but the file is of another save or run than those of the other ranks")
 _DIVERGES = Says(ERROR, "silent: the weights become NaN, or move uphill")
 _STEP = "torch.optim.AdamW.step"
@@ -56,7 +53,7 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
         return is_cpu_adam(tree, *at)
 
     group, state = (*at, "param_groups", EACH), (*at, "state", EACH)
-    like_adam = {"only": "Adam and its kin", "applies": of_adam}
+    like_adam = {"only": "Adam and its variants", "applies": of_adam}
     hyper = {"missing": FAILS_AT_STEP, "mistyped": FAILS_AT_STEP, "beyond": _DIVERGES, "unlike": _EVERY_RANK_BY_ITS_OWN}
     flag = {"mistyped": FAILS_AT_STEP, "unlike": Says(ERROR, "silent, or it fails on that rank and the others wait")}
     lost = Says(ERROR, "a resume fails at the first step", code=Code.STATE_MISSING)
@@ -77,7 +74,7 @@ def optimizer_fields(*at: str) -> tuple[Field, ...]:
             only="DeepSpeedCPUAdam",
             applies=of_cpu_adam,
         ),
-        Field((*group, "initial_lr"), RATE, "nobody: the scheduler has base_lrs", unlike=OTHER_RUN),
+        Field((*group, "initial_lr"), RATE, "nothing: the scheduler has base_lrs", unlike=OTHER_RUN),
         *(
             Field((*group, key), FLAG, _BY_DEFAULT, **flag, **like_adam)  # type: ignore[arg-type]
             for key in ("amsgrad", "maximize", "differentiable")
@@ -180,9 +177,9 @@ SCHEDULER_FIELDS = (
         ("last_epoch",),
         STEPS,
         f"{_SCHEDULER}.LRScheduler.step",
-        Says(ERROR, "silent: the schedule begins anew"),
+        Says(ERROR, "silent: the schedule starts over"),
         Says(ERROR, "a resume fails at the end of the first step"),
-        Says(ERROR, "silent: the schedule goes on from elsewhere"),
+        Says(ERROR, "silent: the schedule continues from elsewhere"),
         only="all but ChainedScheduler",
         applies=lambda tree: is_torch_scheduler(tree) or is_by_metric(tree),
     ),
@@ -190,7 +187,7 @@ SCHEDULER_FIELDS = (
         ("base_lrs",),
         RATES,
         f"{_SCHEDULER}.LambdaLR.get_lr",
-        Says(WARNING, "a resume takes the rates that the new run is told, whatever the old one had"),
+        Says(WARNING, "a resume uses the rates of the new run's arguments, not those of the old run"),
         Says(ERROR, "a resume fails at the end of the first step"),
         Says(ERROR, "silent: the weights become NaN, or move uphill"),
         only="LambdaLR",
@@ -239,9 +236,9 @@ SCHEDULER_TABLE = Table(
     "scheduler.pt",
     SCHEDULER_FIELDS,
     (
-        ("_get_lr_called_within_step, _is_initial, verbose", "set anew before they are read"),
-        ("all else of schedulers that are not LambdaLR", "their classes are known by their keys only"),
-        ("a whole file of another class", "which class the run uses is known to its script alone"),
+        ("_get_lr_called_within_step, _is_initial, verbose", "reset before they are read"),
+        ("everything else of schedulers that are not LambdaLR", "their classes are known by their keys only"),
+        ("a whole file of another class", "only the run's script knows which class it uses"),
     ),
 )
 SCHEDULER_OWN_NAMES = frozenset(

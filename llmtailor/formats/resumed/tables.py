@@ -1,10 +1,8 @@
-"""What fields may hold. Pure.
-
-Tables of fields: their form, and the checks that they drive. Pure.
+"""Tables of the fields that a resume reads, and the checks that they drive. Pure.
 
 A field is a place in a file's tree, as decoded by `containers.torch_zip` or `containers.json`. Four things can be wrong
-with it: it is missing, it has another type, it has a value that no run has, or the ranks' files differ in it. A field
-says for each of them what stock does; where it says nothing, stock does not mind, or it can't be.
+with it: it is missing, it has another type, it has a value that no run has, or the ranks' files differ in it. For each
+of them, a field says what stock software does; where it says nothing, stock does not mind, or it cannot happen.
 """
 
 from __future__ import annotations

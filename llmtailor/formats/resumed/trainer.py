@@ -1,9 +1,4 @@
-"""What the generators of Python, numpy and torch take for a state.
-
-The Trainer's smaller files: what a resume by transformers 5.23 and torch 2.13 reads of them.
-
-``trainer_state.json``: what a resume by transformers 5.23 reads of it.
-"""
+"""What a resume reads of the Trainer's small files and of random states (transformers 5.23, torch 2.13)."""
 
 from __future__ import annotations
 
@@ -133,7 +128,7 @@ TORCH = Kind("byte tensor of torch's generator", is_torch_state, lambda value: T
 CUDA = Kind("byte tensor of a GPU's generator, or a list of them", is_cuda_state, lambda value: True, ("x", []))
 _LOADS = "Trainer._load_rng_state"
 _FAILS = Says(ERROR, "a resume fails")
-_UNDEFINED = Says(ERROR, "undefined: a resume fails, reads beyond the end, or draws the same number for ever")
+_UNDEFINED = Says(ERROR, "undefined: a resume fails, reads beyond the end, or draws the same number forever")
 
 RNG_FIELDS = (
     Field(("python",), PYTHON, _LOADS, _FAILS, _FAILS, _UNDEFINED),
@@ -154,7 +149,7 @@ _ALL_WAYS = frozenset((MISSING, MISTYPED, BEYOND))
 _BEGINS = "TrainerState.load_from_json"
 _FLOW = "DefaultFlowCallback.on_step_end"
 _LOST = Says(WARNING, "a resume works; what the file said is lost")
-_OVERWRITTEN = "set anew from the run's arguments before anything reads it"
+_OVERWRITTEN = "reset from the run's arguments before anything reads them"
 
 
 INTERVAL = number("number other than 0", lambda value: value != 0, (0,))
@@ -179,17 +174,17 @@ TRAINER_STATE_TABLE = Table(
             ("global_step",),
             count(),
             "Trainer._init_training_state",
-            Says(ERROR, "silent: it begins at step 0"),
-            Says(ERROR, "a resume fails, or begins at another step"),
-            Says(ERROR, "silent: it begins at another step, or is at its end"),
+            Says(ERROR, "silent: it starts at step 0"),
+            Says(ERROR, "a resume fails, or starts at another step"),
+            Says(ERROR, "silent: it starts at another step, or is already at its end"),
             told_by_reader=_ALL_WAYS,
         ),
         Field(
             ("train_batch_size",),
             number("number", lambda value: True, ()),
             "compare_trainer_and_checkpoint_args",
-            Says(ERROR, "a resume fails: it divides it"),
-            Says(ERROR, "a resume fails: it divides it"),
+            Says(ERROR, "a resume fails: it divides the value"),
+            Says(ERROR, "a resume fails: it divides the value"),
         ),
         Field(
             ("logging_steps",),
@@ -223,7 +218,7 @@ TRAINER_STATE_TABLE = Table(
             LOG,
             "Trainer.log",
             Says(WARNING, "a resume works; the log of the run so far is lost"),
-            Says(ERROR, "a resume fails when it logs first"),
+            Says(ERROR, "a resume fails when it first logs"),
             Says(WARNING, "a resume works; the log of the run so far is lost, or can't be read"),
         ),
         Field(
@@ -231,7 +226,7 @@ TRAINER_STATE_TABLE = Table(
             FROM_ZERO,
             "Trainer.store_flos",
             _LOST,
-            Says(ERROR, "a resume fails when it saves or logs first"),
+            Says(ERROR, "a resume fails when it first saves or logs"),
             _LOST,
         ),
         Field(("num_input_tokens_seen",), count(), "Trainer.log", None, _LOST, _LOST),
@@ -241,7 +236,7 @@ TRAINER_STATE_TABLE = Table(
             "Trainer._determine_best_metric",
             None,
             Says(WARNING, "a resume fails at the first evaluation, if it looks for the best model"),
-            Says(WARNING, "no evaluation after a resume is ever the best"),
+            Says(WARNING, "no evaluation after a resume ever counts as the best"),
         ),
         Field(("best_global_step",), optional(count()), "Trainer._save_checkpoint", None, _LOST, _LOST),
         Field(
@@ -249,21 +244,21 @@ TRAINER_STATE_TABLE = Table(
             optional(FOLDER),
             "Trainer._init_training_state",
             None,
-            Says(ERROR, "a resume fails: it looks whether there is such a folder"),
+            Says(ERROR, "a resume fails: it looks for such a folder"),
         ),
         Field(("is_hyper_param_search",), YES_OR_NO, "integrations for logging", None, _LOST),
         Field(
             ("stateful_callbacks",),
             DICT,
             "Trainer._save_checkpoint",
-            Says(ERROR, "a resume fails when it saves first"),
-            Says(ERROR, "a resume fails, or does so when it saves first"),
+            Says(ERROR, "a resume fails when it first saves"),
+            Says(ERROR, "a resume fails at once, or when it first saves"),
         ),
         Field(
             ("stateful_callbacks", "TrainerControl"),
             ANYTHING,
             "Trainer._save_checkpoint",
-            Says(ERROR, "a resume fails when it saves first"),
+            Says(ERROR, "a resume fails when it first saves"),
         ),
         Field(
             ("stateful_callbacks", EACH),
@@ -275,9 +270,9 @@ TRAINER_STATE_TABLE = Table(
     ),
     (
         ("max_steps, num_train_epochs, is_local_process_zero, is_world_process_zero, trial_params", _OVERWRITTEN),
-        ("epoch", "set anew at the end of the first step; compared with log_history only"),
+        ("epoch", "reset at the end of the first step; compared with log_history only"),
         ("trial_name", "only logged"),
-        ("best_model_checkpoint", "a path where the run was; one that leads nowhere is ignored, with a warning"),
+        ("best_model_checkpoint", "a path on the run's machine; one that does not exist is ignored, with a warning"),
         ("a key that is there twice", "the last one counts, here as there"),
     ),
 )
@@ -292,7 +287,7 @@ DTYPES = frozenset(
 )
 """What a config may call the dtype of weights"""
 _GRADES = "torch.amp.GradScaler.load_state_dict"
-_SKIPS = Says(ERROR, "silent: no step is made any more, or each with other gradients")
+_SKIPS = Says(ERROR, "silent: no more steps are made, or each with wrong gradients")
 SCALER_TABLE = Table(
     "scaler.pt (fp16 without DeepSpeed)",
     "scaler.pt",
@@ -324,7 +319,7 @@ RNG_TABLE = Table(
     "rng_state.pth",
     RNG_FIELDS,
     (
-        ("random numbers of another step", "nothing else on disk tells what they were"),
+        ("random numbers of another step", "nothing else on disk says what they were"),
         ("xla, npu, hpu, mlu, musa", "read on these machines only"),
     ),
 )
@@ -366,6 +361,6 @@ CONFIG_TABLE = Table(
             _FAILS,
         ),
     ),
-    (("all else", "a resume makes the model as its script says, and reads the config for its version only"),),
+    (("all else", "the run's script builds the model; a resume reads only the version from the config"),),
 )
 TABLES = (TRAINER_STATE_TABLE, SCHEDULER_TABLE, RNG_TABLE, SCALER_TABLE, CONFIG_TABLE)

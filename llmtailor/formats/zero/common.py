@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import Held, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, some
 from llmtailor.findings import Finding
+from llmtailor.formats.format import Trees
 from llmtailor.formats.trainer import file_fact
-from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.shards3 import Counters
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from llmtailor.model.states import State
 from llmtailor.storage.local import FileFact
 

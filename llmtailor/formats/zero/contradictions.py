@@ -1,6 +1,6 @@
 """Fields of DeepSpeed's files that say the same thing twice, or could not be so together: do they agree? Pure.
 
-Each row of `CONTRADICTIONS` says what stock does; docs/verify.md is made from them, and tests/verify damages each.
+Each row of `CONTRADICTIONS` says what stock does; docs/findings.md is made from them, and tests/verify damages each.
 """
 
 from __future__ import annotations
@@ -196,21 +196,21 @@ CONTRADICTIONS = (
         "masters in another dtype than fp32",
         ERROR,
         Code.STATE_DTYPE,
-        "silent: they are copied into fp32, rounded as they are",
+        "silent: they are copied into fp32 as they are",
         _master_dtype,
     ),
     Contradiction(
-        "moments, or the module of ZeRO-1/2, that are no floating-point numbers",
+        "moments, or the module of ZeRO-1/2, that are not floating-point numbers",
         ERROR,
         Code.STATE_DTYPE,
-        "silent: they are cast, rounded as they are",
+        "silent: they are cast as they are",
         _not_floats,
     ),
     Contradiction(
         "frozen params in fewer bits than the run has",
         ERROR,
         Code.STATE_DTYPE,
-        "silent: they are cast, rounded as they are",
+        "silent: they are cast as they are",
         _frozen_dtype,
     ),
     Contradiction(
@@ -224,7 +224,7 @@ CONTRADICTIONS = (
         "max_exp_avg_sq with amsgrad off",
         ERROR,
         Code.FIELD_CONFLICT,
-        "silent: the optimizer is no AMSGrad any more",
+        "silent: the optimizer is no longer AMSGrad",
         _amsgrad,
     ),
     Contradiction(
@@ -238,21 +238,21 @@ CONTRADICTIONS = (
         "maximize in all param groups",
         ERROR,
         Code.FIELD_CONFLICT,
-        "silent: the loss goes up (neither the Trainer nor DeepSpeed can be told to maximize)",
+        "silent: the loss goes up (neither the Trainer nor DeepSpeed has an option to maximize)",
         _uphill,
     ),
     Contradiction(
         "weight decay on norms and biases alone",
         ERROR,
         Code.FIELD_CONFLICT,
-        "silent: a resume decays these, and not the matrices",
+        "silent: a resume decays these instead of the matrices",
         _decay,
     ),
     Contradiction(
         "param groups with different betas, eps, amsgrad or bias_correction",
         WARNING,
         Code.FIELD_CONFLICT,
-        "silent: each group is trained by its own",
+        "silent: each group trains with its own",
         _unlike_groups,
     ),
     Contradiction(
@@ -266,7 +266,7 @@ CONTRADICTIONS = (
         "a loss scale other than 1 without fp16",
         WARNING,
         Code.FIELD_CONFLICT,
-        "resumes; gradients are scaled for nothing",
+        "resumes; gradients are scaled to no effect",
         _scale_without_fp16,
     ),
     Contradiction(

@@ -20,7 +20,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import as_dict
 from llmtailor.containers.pickle_nodes import as_ints
 from llmtailor.errors import COPY_FILE, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
-from llmtailor.formats.trees import Trees
+from llmtailor.formats.format import Trees
 from llmtailor.storage.local import read_source
 
 LATEST = "latest"

@@ -1,8 +1,7 @@
 """From a folder with DeepSpeed shards to a `CheckpointIndex`, whatever the ZeRO stage.
 
-Do the shards and the Trainer's files around them come from one save, and will a stock resume take them?
-
-Facts about what a resume does were checked against deepspeed 0.19.8 and transformers 5.23, by damaging checkpoints.
+It also checks that the shards and the Trainer's files around them come from one save, and that a stock resume accepts
+them. What a resume does was checked against deepspeed 0.19.8 and transformers 5.23, by damaging checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.format import FileTrees, Trees
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     MANIFEST,
@@ -25,7 +25,6 @@ from llmtailor.formats.trainer import (
     find_lost_rng,
     read_trainer_files,
 )
-from llmtailor.formats.trees import FileTrees, Trees
 from llmtailor.formats.zero.common import Saved, attempt, file_facts, optimizer_name, precision, read_settings
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
 from llmtailor.formats.zero.files import LATEST, ShardFiles, survey_shard_files

@@ -1,10 +1,8 @@
 """ZeRO-1 and ZeRO-2: where the states lie in the files of all ranks.
 
-Names and order come from ``param_shapes``, which is right also under ``round_robin_gradients``; the mappings that
-DeepSpeed saves beside it are then wrong. Masters are saved without the padding at the vector's end, moments with it;
-BF16_Optimizer saves both with it and elastic checkpoints both without.
-
-ZeRO-1/2: files of two ranks that have changed places look alike, but for one thing that they tell.
+Names and order come from ``param_shapes``, which is right even under ``round_robin_gradients``, where the mappings that
+DeepSpeed saves beside it are wrong. Masters are saved without the padding at the vector's end, moments with it;
+BF16_Optimizer saves both with it, and elastic checkpoints both without.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import Held, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Sliced
 from llmtailor.checkpoint.sharding import Vector, lay_out_vector, round_robin
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.containers.fields import (
     Tensor,
@@ -33,9 +30,9 @@ from llmtailor.containers.fields import (
 from llmtailor.containers.json import check_name
 from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.format import Trees
 from llmtailor.formats.resumed.tables import check_fields
 from llmtailor.formats.trainer import ADAPTER_CONFIG
-from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.common import (
     Saved,
     attempt,
@@ -52,7 +49,7 @@ from llmtailor.formats.zero.files import ShardFiles, fit_world_size
 from llmtailor.formats.zero.shards3 import Counters, read_counters, refuse_other_parallelism, rest_of_model
 from llmtailor.formats.zero.shards12 import PartitionShard, read_partition_shard
 from llmtailor.formats.zero.tables import MODEL
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 
 

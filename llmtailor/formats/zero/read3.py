@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import Held, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.sharding import part_size
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.codes import Code
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding
+from llmtailor.formats.format import Trees
 from llmtailor.formats.trainer import ADAPTER_CONFIG
-from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.common import (
     Saved,
     attempt,
@@ -33,7 +32,7 @@ from llmtailor.formats.zero.common import (
 )
 from llmtailor.formats.zero.files import ShardFiles, fit_world_size
 from llmtailor.formats.zero.shards3 import ModelShard, OptimShard, read_model_shard, read_optim_shard
-from llmtailor.model.params import Param
+from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, State
 
 

@@ -27,8 +27,8 @@ from llmtailor.containers.json import is_count
 from llmtailor.containers.pickle_nodes import Call
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.findings import Finding
+from llmtailor.formats.format import Trees
 from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
-from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.files import read_param_group, read_shard
 from llmtailor.formats.zero.shards3 import check_alike, rest_of_optim
 from llmtailor.formats.zero.tables import ZERO12

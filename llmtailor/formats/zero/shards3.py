@@ -36,9 +36,9 @@ from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
 from llmtailor.errors import COPY_FILE, SourceError, some
 from llmtailor.findings import Finding
+from llmtailor.formats.format import Trees
 from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
-from llmtailor.formats.trees import Trees
 from llmtailor.formats.zero.files import read_param_group, read_shard, unsupported_parallelism
 from llmtailor.formats.zero.tables import MODEL, ZERO3
 from llmtailor.model.states import MASTER

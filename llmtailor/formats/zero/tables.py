@@ -34,7 +34,7 @@ _SCALER_CLASSES = {"LossScaler", "DynamicLossScaler"}
 _OLDEST = (0, 3, 17)
 MOST_SCALE = 2.0**64
 """A loss scale beyond this overflows in fp16 for dozens of steps, whatever the loss."""
-_OWN_SCHEDULE = Says(ERROR, "silent: every rank follows a schedule of its own")
+_OWN_SCHEDULE = Says(ERROR, "silent: each rank follows its own schedule")
 _OWN_SCALE = Says(ERROR, "silent: gradients of different scales are added up")
 _DRIFT = Says(ERROR, "silent: the scales of the ranks drift apart", read=True)
 _SCALES_WRONG = Says(ERROR, "silent: gradients overflow or vanish")
@@ -121,7 +121,7 @@ _LOAD12 = "deepspeed.runtime.zero.stage_1_and_2._load_legacy_checkpoint"
 _GLOBAL12 = "deepspeed.runtime.zero.stage_1_and_2._load_global_state"
 _ENGINE = "deepspeed.runtime.engine._load_checkpoint"
 _NOT_READ = (
-    ("ds_config, ds_version (of the file)", "not read: the run that resumes has settings of its own"),
+    ("ds_config, ds_version (of the file)", "not read: the resumed run has its own settings"),
     ("overflow", "overwritten at every step; ZeRO-3 wants it to be there"),
 )
 
@@ -160,7 +160,7 @@ ZERO12 = Table(
             _GLOBAL12,
             mistyped=FAILS,
             beyond=Says(ERROR, "silent: gradients are not clipped, or become NaN"),
-            unlike=Says(ERROR, "silent: every rank clips by its own"),
+            unlike=Says(ERROR, "silent: every rank clips at its own value"),
         ),
         Field(
             (_OUTER, "ds_version"),
@@ -180,10 +180,10 @@ ZERO12 = Table(
         *_NOT_READ,
         (
             "param_alignment_paddings",
-            "another layout than that of the run fails; without it, lengths do not fit: an error",
+            "a layout other than the run's fails; if it is missing, lengths do not fit, which is an error",
         ),
-        ("group_paddings", "read for elastic checkpoints alone"),
-        ("param_slice_mappings", "not read; `verify` sees by it whose file it is"),
+        ("group_paddings", "read only for elastic checkpoints"),
+        ("param_slice_mappings", "not read; `verify` uses it to tell whose file it is"),
         ("partition_count, zero_stage", "not read by a resume, but by DeepSpeed's tools: a warning, an error"),
     ),
 )
@@ -204,7 +204,7 @@ MODEL = Table(
                 missing=FAILS,
                 mistyped=FAILS_AT_STEP,
                 beyond=Says(ERROR, "silent: the tags of later saves follow it", read=True),
-                unlike=Says(ERROR, "silent: the ranks count by their own", read=True),
+                unlike=Says(ERROR, "silent: each rank counts separately", read=True),
             )
         ),
         _told(
@@ -215,7 +215,7 @@ MODEL = Table(
                 missing=FAILS,
                 mistyped=FAILS_AT_STEP,
                 beyond=Says(ERROR, "silent: a wrong count", read=True),
-                unlike=Says(ERROR, "silent: the ranks count by their own", read=True),
+                unlike=Says(ERROR, "silent: each rank counts separately", read=True),
             )
         ),
         Field(
@@ -237,10 +237,10 @@ MODEL = Table(
         ),
     ),
     (
-        ("ds_config, ds_version", "not read: the run that resumes has settings of its own"),
+        ("ds_config, ds_version", "not read: the resumed run has its own settings"),
         (
             "param_shapes, shared_params, buffer_names, frozen_param_shapes",
-            "not read by a resume, but by DeepSpeed's tools and by `merge`, which can't do without",
+            "not read by a resume, but required by DeepSpeed's tools and by `merge`",
         ),
         ("optimizer, data_sampler, random_ltd", "read without ZeRO, or with curriculum learning and random LTD only"),
         ("checkpoint_parallel_dimensions", "not read; other than 1 it is a kind of checkpoint that is refused"),

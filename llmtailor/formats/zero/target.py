@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Literal
+from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.layout import Bytes
 from llmtailor.checkpoint.optimizer import OptimizerLayout
-from llmtailor.checkpoint.train_state import TrainState
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
@@ -63,7 +62,7 @@ class ZeroTarget:
         step = self.layout.sub_groups[number].step
         if not self.base.train.step_is_tensor:
             return int(step)
-        return make_tensor("F32", (), (Literal(struct.pack("<f", step), f"step of flat id {number}"),))
+        return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of flat id {number}"),))
 
     def optim_tree(self, rest: Mapping[str, Any], stages: Sequence[int], made: Mapping[str, Any]) -> dict[str, Any]:
         """Return an ``optim_states``: what is ``made`` anew, and the rest of the base's.

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Literal
-from llmtailor.checkpoint.train_state import TrainState
+from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.format import Wanted
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
-from llmtailor.formats.wanted import Wanted
 from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.formats.zero import write3, write12
 from llmtailor.formats.zero.files import LATEST, model_name, optim_name
@@ -55,7 +54,7 @@ def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Ite
         model = (tree and _with_scheduler(tree, where, old, from_group) for tree in train.model)
         train = replace(train, model=tuple(model))
     if LATEST not in base.files or not base.train.optim:
-        yield FileLayout(LATEST, (Literal(target.tag.encode(), "the tag"),))
+        yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
     for _, path, tree in make_shards(target, train):
         yield lay_out_torch_file(path, tree)
 

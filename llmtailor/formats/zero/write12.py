@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmtailor.checkpoint.layout import Fill, Segment, Slot
+from llmtailor.checkpoint.layout import Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import SubGroup
 from llmtailor.checkpoint.sharding import Vector, lay_out_vector
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
@@ -96,15 +96,15 @@ def _partition(target: ZeroTarget, one: SubGroup, vector: Vector, kind: str, ran
     """One rank's partition of a kind, without the padding at its end if ``strip``."""
     length = vector.partition - (vector.padding(rank) if strip else 0)
     dtype = next((target.dtype(State(param, kind)) for param in one.params), "F32")
-    content: list[Segment] = []
+    content: list[Piece] = []
     at = 0
     for param, begin, end, offset in _runs(target, one, vector, rank):
         if at < offset:
-            content.append(Fill((offset - at) * ITEMSIZE[dtype], _PADDING))
+            content.append(Zeros((offset - at) * ITEMSIZE[dtype], _PADDING))
         content.append(Slot(State(param, kind), dtype, begin, end))
         at = offset + end - begin
     if at < length:
-        content.append(Fill((length - at) * ITEMSIZE[dtype], _PADDING))
+        content.append(Zeros((length - at) * ITEMSIZE[dtype], _PADDING))
     return make_tensor(dtype, (length,), tuple(content))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmtailor.checkpoint.layout import Fill, Segment, Slot
+from llmtailor.checkpoint.layout import Piece, Slot, Zeros
 from llmtailor.checkpoint.sharding import part_size
 from llmtailor.containers.pickle_nodes import Ordered, make_tensor
 from llmtailor.formats.zero.target import ZeroTarget, scaling_nodes, stage_node
@@ -73,7 +73,7 @@ def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 
 def _flat_tensor(target: ZeroTarget, params: tuple[str, ...], kind: str, rank: int) -> Any:
     """The flat tensor of one sub-group on one rank: the slices of its params, one after the other."""
-    content: list[Segment] = []
+    content: list[Piece] = []
     numel, dtype = 0, "F32"
     for param in params:
         state = State(param, kind)
@@ -83,7 +83,7 @@ def _flat_tensor(target: ZeroTarget, params: tuple[str, ...], kind: str, rank: i
     return make_tensor(dtype, (numel,), tuple(content))
 
 
-def _slice(target: ZeroTarget, state: State, rank: int) -> Iterator[Segment]:
+def _slice(target: ZeroTarget, state: State, rank: int) -> Iterator[Piece]:
     """One rank's slice of a state: its elements, then padding."""
     numel, dtype = target.base.held[state].numel, target.dtype(state)
     part = part_size(numel, target.layout.world_size)
@@ -91,4 +91,4 @@ def _slice(target: ZeroTarget, state: State, rank: int) -> Iterator[Segment]:
     if begin < end:
         yield Slot(state, dtype, begin, end)
     if padding := part - (end - begin):
-        yield Fill(padding * ITEMSIZE[dtype], _PADDING)
+        yield Zeros(padding * ITEMSIZE[dtype], _PADDING)
