@@ -102,7 +102,7 @@ What the codes mean for each command, as `llmtailor COMMAND --help` shows:
 ## What to do
 
 {table(("code", "what to do"), list(then))}
-A job script can rerun the same command after 130, and after 8 once there is space. The other errors need a person.
+A job script can rerun the same command after 9 and 130, and after 8 once there is space. Other errors need a person.
 
 ## stdout and stderr
 

@@ -28,4 +28,4 @@ fi
 # more than four would only import the same libraries again.
 echo "== pytest"
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
-exec pytest --numprocesses logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder "$@"
+exec pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -53,9 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("long")
         if absent and item.get_closest_marker("real"):
             item.add_marker(pytest.mark.skip(reason=f"real training needs {', '.join(absent)}"))
-        if config.pluginmanager.hasplugin("xdist"):  # a worker gets whole files, and one all that share `trained`
-            shared = "trained" in fixtures and item.path.parent.name == "partial"
-            item.add_marker(pytest.mark.xdist_group("trained" if shared else str(item.path)))
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]

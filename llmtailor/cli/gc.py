@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         0: "done; or shown, without --yes; or there is nothing to remove",
         4: "nothing can resume from the newest checkpoint, or no step can be composed, so nothing is removed",
         6: "a training or another llmtailor is writing in RUN_DIR",
-        8: "what was removed before is gone, and the same command goes on",
-        130: "what was removed before is gone, and the same command goes on",
+        8: "earlier removals stay; rerun the same command to continue",
+        130: "earlier removals stay; rerun the same command to continue",
     },
 )
 @RUN_DIR

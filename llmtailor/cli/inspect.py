@@ -15,8 +15,8 @@ from llmtailor.cli.options import JSON, PATH
     name="inspect",
     cls=Command,
     exit_codes={
-        0: "it can be read, also if something is missing or odd",
-        4: "it can't be read, or is no checkpoint",
+        0: "it can be read, even if something is missing or odd",
+        4: "it can't be read, or is not a checkpoint",
     },
 )
 @click.argument("checkpoint", type=PATH)

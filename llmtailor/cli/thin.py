@@ -26,9 +26,9 @@ if TYPE_CHECKING:
         0: "done; or shown, without --yes; or there is nothing to thin out",
         4: "nothing can resume from the newest checkpoint, so nothing older is touched",
         6: "a training or another llmtailor is writing in RUN_DIR",
-        7: "the checkpoints that are named stay as they were; what was done before stays done",
-        8: "what was done before stays done, and the same command goes on",
-        130: "what was done before stays done, and the same command goes on",
+        7: "the named checkpoints stay as they were; earlier changes stay",
+        8: "earlier changes stay; rerun the same command to continue",
+        130: "earlier changes stay; rerun the same command to continue",
     },
 )
 @RUN_DIR

@@ -18,7 +18,7 @@ from llmtailor.errors import VerificationError
     exit_codes={
         0: "CHECKPOINT is resumable, or partial and intact; also with warnings",
         2: "also if --resume-smoke can't be done here",
-        4: "it is no checkpoint, or of a kind that can't be judged",
+        4: "it is not a checkpoint, or of a kind that can't be judged",
         7: "CHECKPOINT is not resumable, or partial and damaged",
     },
 )

@@ -1,4 +1,7 @@
-"""Training that goes on from composites of partial checkpoints: by the stock Trainer, and with the saver attached."""
+"""Trainings with the saver: what it wrote, what goes wrong, and what goes on from it.
+
+One file, because they share trainings: a worker of pytest-xdist gets whole files.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,51 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.real
 
-from partial.checking import newest  # noqa: E402
+from partial.checking import check_composite, newest  # noqa: E402
 from partial.runs import CHECKED_2, CHECKED_3, LIVELY  # noqa: E402
 
+CHECKED = [job.name for job in (*CHECKED_2, *CHECKED_3)]
 SPEEDS = ("_runtime", "_per_second")
 INEXACT = {"z3-cpu-adam"}
 """DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little."""
 NOISE = 2e-3
 """Of the loss, when gradients are summed in another order and rounded to bf16"""
+
+
+# Composites: what the processes held, and what the Trainer would have saved, bit for bit
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_first_save_is_a_complete_checkpoint(trained, name, tmp_path):
+    done = trained[name]
+    first = done.saves[0]
+    assert set(check_composite(done, first, tmp_path).values()) == {first}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_composite_has_of_every_part_the_newest_that_was_saved(trained, name, tmp_path):
+    done = trained[name]
+    last = done.saves[-1]
+    assert set(check_composite(done, last, tmp_path).values()) == set(done.saves[-1 if name == "z3-full" else -2 :])
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "steps"),
+    [
+        ("z3-again", 6, {4, 6}),  # what it went on from, and what it saved itself
+        ("z3-again", 8, {6, 8}),
+        ("z3-twice", 8, {6, 8}),
+        ("z3-then-filter", 8, {6, 8}),
+        ("z3-on-3", 6, {4, 6}),  # of 2 and of 3 ranks
+        ("z3-on-3", 8, {6, 8}),
+        ("z3-full-on-3", 8, {8}),
+    ],
+)
+def test_it_is_so_after_failures_too(trained, name, at, steps, tmp_path):
+    assert set(check_composite(trained[name], at, tmp_path).values()) == steps
+
+
+# Training that goes on from composites: by the stock Trainer, and with the saver attached
 
 
 def comparable(done):
@@ -153,3 +193,71 @@ def test_update_saves_what_has_changed_and_what_would_get_too_old(trained):
                 assert number - (since // 2 - 1) <= stalest
         seen |= {why.split(" by ")[0] for why in chosen.values()}
     assert seen == {"changed", "max_staleness"}
+
+
+# Saves that go wrong, and trainings that are refused
+
+
+@pytest.mark.parametrize("name", ["full-0", "full-1"])
+def test_a_full_disk_costs_one_save(trained, name, tmp_path):
+    """Training goes on as if nothing had been, one warning says what happened, and the next save makes up for it."""
+    done = trained[name]
+    assert len(done.losses) == done.job.steps
+    assert done.saves == [2, 6]
+    assert not list((done.folder / "partial").glob("step-00000004*"))
+    [warning] = done.messages
+    rank = done.job.disturb["rank"]
+    assert "step 4 failed" in warning and f"rank-{rank:05}-of-00002.safetensors: can't write" in warning and "fix:" in warning
+    lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
+    assert [(line["step"], "failed" in line) for line in lines] == [(2, False), (4, True), (6, False)]
+    assert [part["why"] for part in done.manifest(6)["parts"]] == ["odd half"] * 2
+    assert set(check_composite(done, 6, tmp_path).values()) == {2, 6}
+
+
+@pytest.mark.parametrize(("name", "files"), [("frozen-2", 1), ("frozen-3", 2)])
+def test_frozen_params_are_written_once_and_again_when_they_change(trained, name, files, tmp_path):
+    done = trained[name]
+    inodes = {step: [path.stat().st_ino for path in sorted(done.partial(step).glob("frozen-*"))] for step in done.saves}
+    assert [len(found) for found in inodes.values()] == [files] * 3
+    assert inodes[2] == inodes[4] and not set(inodes[4]) & set(inodes[6])
+    check_composite(done, 6, tmp_path)  # has them as they are now
+
+
+def test_small_files_that_do_not_change_are_links(trained):
+    done = trained["z3-extras-w3"]
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert len({(done.partial(step) / name).stat().st_ino for step in done.saves}) == 1
+
+
+@pytest.mark.parametrize("name", ["z3-fp16", "z2-fp16"])
+def test_nothing_is_saved_before_the_first_step_of_the_optimizer(trained, name):
+    """fp16: the first steps overflow."""
+    done = trained[name]
+    assert done.saves == [2, 3, 4, 5, 6]
+    [warning] = done.messages
+    assert "step 1: nothing was saved" in warning
+    assert [part["why"] for part in done.manifest(2)["parts"]] == ["complete base"] * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("locked", "TargetError", "another run is saving"),
+        ("anew", "TargetError", "up to step 8"),
+        ("sgd-2", "UnsupportedCheckpoint", "keeps no moments"),
+        ("sgd-3", "UnsupportedCheckpoint", "keeps no moments"),
+        ("adafactor-2", "UnsupportedCheckpoint", "has not an element for each"),
+        ("adafactor-3", "UnsupportedCheckpoint", "has not an element for each"),
+    ],
+)
+def test_a_refusal_is_the_same_on_all_ranks(trained, name, kind, words):
+    done = trained[name]
+    errors = [done.result(rank)["error"] for rank in range(2)]
+    assert errors[0] == errors[1]
+    assert errors[0]["class"] == kind
+    assert words in errors[0]["text"] and "fix:" in errors[0]["text"]
+    assert len(done.losses) <= 1
+    if name == "anew":
+        assert newest(done, 8) == newest(trained["z3"], 8)
+    else:
+        assert not done.saves
