@@ -20,9 +20,8 @@ from helpers.checkpoints import make
 from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import bytes_to_move, write
-from llmtailor.engine import copy as runner
+from llmtailor.engine import pool, streams
 from llmtailor.engine import staging as commit
-from llmtailor.engine import streams
 from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, SourceError, StorageError
 
@@ -236,7 +235,7 @@ def test_nothing_is_kept_before_there_is_something(scene):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BUFFER_BYTES", 2048)
-    monkeypatch.setattr(runner, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
     for step in (100, 200):
         make(tmp_path, step)
     (tmp_path / "recipe.yaml").write_text(RECIPE)

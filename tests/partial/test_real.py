@@ -207,7 +207,11 @@ def test_a_full_disk_costs_one_save(trained, name, tmp_path):
     assert not list((done.folder / "partial").glob("step-00000004*"))
     [warning] = done.messages
     rank = done.job.disturb["rank"]
-    assert "step 4 failed" in warning and f"rank-{rank:05}-of-00002.safetensors: can't write" in warning and "fix:" in warning
+    assert (
+        "step 4 failed" in warning
+        and f"rank-{rank:05}-of-00002.safetensors: can't write" in warning
+        and "fix:" in warning
+    )
     lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
     assert [(line["step"], "failed" in line) for line in lines] == [(2, False), (4, True), (6, False)]
     assert [part["why"] for part in done.manifest(6)["parts"]] == ["odd half"] * 2
