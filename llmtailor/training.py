@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from llmtailor.checkpoint.regroup import LAYER, NAMES_KEY, NO_DECAY, arrange
-from llmtailor.model.find_parts import dissect_model
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.find_parts import find_parts
+from llmtailor.model.parts import ModelStructure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +56,7 @@ def decaying_names(model: nn.Module) -> set[str]:
     return {name for name in names if not NO_DECAY.search(name) and not name.startswith(tuple(norms))}
 
 
-def dissect_live(model: nn.Module) -> Anatomy:
+def dissect_live(model: nn.Module) -> ModelStructure:
     """Return the parts of a model, which are those of its checkpoints."""
     first: dict[int, str] = {}
     numels: dict[str, int] = {}
@@ -71,7 +71,7 @@ def dissect_live(model: nn.Module) -> Anatomy:
     config = dict(to_dict()) if to_dict else None
     if config is not None:  # transformers only writes the class into it when it saves
         config["architectures"] = config.get("architectures") or [type(model).__name__]
-    return dissect_model([*numels, *tied], tied, numels, config)
+    return find_parts([*numels, *tied], tied, numels, config)
 
 
 class LayerGroupsMixin:

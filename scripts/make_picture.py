@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmtailor.model.parts import EMBED, HEAD, Anatomy  # noqa: E402
+from llmtailor.model.parts import EMBED, HEAD, ModelStructure  # noqa: E402
 from llmtailor.policies import Situation, make_policy  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "save-and-compose.svg"
@@ -43,7 +43,7 @@ def saves() -> tuple[list[str], dict[int, list[str]]]:
     names = {f"model.layers.{number}.w": f"layer {number}" for number in range(LAYERS)}
     names = {"model.embed_tokens.weight": EMBED, **names, "model.norm.weight": "norm", "lm_head.weight": HEAD}
     parts = list(names.values())
-    anatomy = Anatomy(names, tuple(parts), LAYERS, tied=False)
+    structure = ModelStructure(names, tuple(parts), LAYERS, tied=False)
     policy, held = make_policy("parity"), {STEPS[0]: parts}
     last = dict.fromkeys(parts, 0)
     for number, step in enumerate(STEPS[1:], 1):
@@ -51,7 +51,7 @@ def saves() -> tuple[list[str], dict[int, list[str]]]:
             Situation(
                 step=step,
                 save=number,
-                anatomy=anatomy,
+                structure=structure,
                 parts=tuple(parts),
                 num_bytes=dict.fromkeys(parts, 1),
                 last=last,

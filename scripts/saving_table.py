@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmtailor.errors import TailorError
-from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy
 
 PARTIAL_BYTES, STOCK_BYTES = 12, 14
@@ -75,13 +75,13 @@ def measure(policy: Policy, numels: Mapping[str, int], saves: int) -> Cost:
     """Run a policy over a model."""
     parts = tuple(numels)
     num_layers = sum(part not in (EMBED, NORM, HEAD) for part in parts)
-    anatomy = Anatomy({f"{part}.weight": part for part in parts}, parts, num_layers, tied=False)
+    structure = ModelStructure({f"{part}.weight": part for part in parts}, parts, num_layers, tied=False)
     num_bytes = {part: numel * PARTIAL_BYTES for part, numel in numels.items()}
-    limit = check_policy(policy, anatomy, parts, num_bytes)
+    limit = check_policy(policy, structure, parts, num_bytes)
     last = dict.fromkeys(parts, 0)
     costs, oldest = [], 0
     for save in range(1, saves + 1):
-        chosen = choose(policy, Situation(save, save, anatomy, parts, num_bytes, dict(last)), limit).parts
+        chosen = choose(policy, Situation(save, save, structure, parts, num_bytes, dict(last)), limit).parts
         last |= dict.fromkeys(chosen, save)
         costs.append(sum(num_bytes[part] for part in chosen))
         oldest = max(oldest, *(save - held for held in last.values()))

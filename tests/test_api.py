@@ -89,7 +89,7 @@ class Mine:
     def choose(self, situation: saving.Situation) -> dict[str, str]:
         return {situation.parts[0]: "first"}
 
-    def worst_staleness(self, anatomy: object, parts: object) -> None:
+    def worst_staleness(self, structure: object, parts: object) -> None:
         return None
 
     def settings(self) -> dict[str, object]:

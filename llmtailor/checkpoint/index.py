@@ -35,7 +35,7 @@ class TrainState:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorEntry:
     """A state: what it looks like, and where in the checkpoint its elements lie."""
 
     dtype: str
@@ -79,9 +79,9 @@ class CheckpointIndex:
     params: Mapping[str, Param]
     tied: Mapping[str, str]
     """A tied name and the name its values are stored under."""
-    held: Mapping[State, Held]
-    """A partial checkpoint lists what it left out, too; see `Held.is_here`. Weights go by the names of the safetensors
-    file, which may differ from the params' (transformers fuses the experts of a MoE in memory, but not on disk)."""
+    held: Mapping[State, TensorEntry]
+    """A partial checkpoint also lists what it left out; see `TensorEntry.is_here`. Weights have the names of the
+    safetensors file, which may differ from the params' (transformers fuses the experts of a MoE in memory only)."""
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
     settings: ZeroSettings
@@ -93,7 +93,7 @@ class CheckpointIndex:
     """What is odd, or keeps a stock resume from working, but does not keep the states from being read."""
     part_steps: Mapping[str, int] = field(default_factory=dict)
     """If this is a composite of ours: the step each part really comes from, by its manifest."""
-    module: Mapping[str, Held] = field(default_factory=dict)
+    module: Mapping[str, TensorEntry] = field(default_factory=dict)
     """ZeRO-1/2: the trainable params, and tied names, as the model states hold them: the rounded masters, with which a
     resume takes its first step. Never a source of states, so that the two agree."""
     inside: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from typing import Any
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.errors import MismatchError, Problem, SourceError
-from llmtailor.model.parts import Anatomy, layer_part
+from llmtailor.model.parts import ModelStructure, layer_part
 
 KEEP, LAYER, DEFAULT = "keep", "layer", "default"
 CHOICES = (KEEP, LAYER, DEFAULT)
@@ -45,7 +45,9 @@ class Regrouping:
     notices: tuple[Problem, ...]
 
 
-def regroup(base: CheckpointIndex, anatomy: Anatomy, how: str, model_order: Sequence[str]) -> Regrouping | None:
+def regroup(
+    base: CheckpointIndex, structure: ModelStructure, how: str, model_order: Sequence[str]
+) -> Regrouping | None:
     """Make the param groups of a composite; None if they are those of the base.
 
     ``model_order`` are the params in the order of ``model.named_parameters()``, or of the model's state dict; names of
@@ -62,7 +64,7 @@ def regroup(base: CheckpointIndex, anatomy: Anatomy, how: str, model_order: Sequ
         what = f"the order of the model's params is not known: {min(missing)} is not among them"
         raise SourceError.at(base.name, what, "copy the checkpoint again, or keep the groups (--groups keep)")
     decays = find_decaying(base)
-    arranged = arrange(names, anatomy, decays, how)
+    arranged = arrange(names, structure, decays, how)
     if arranged == list(base.group_params):
         return None
     origins = [sorted({old[name] for name in params}) for params in arranged]
@@ -74,7 +76,9 @@ def regroup(base: CheckpointIndex, anatomy: Anatomy, how: str, model_order: Sequ
     return Regrouping(groups, tuple(origin[0] for origin in origins), _guesses(base, decays, how))
 
 
-def arrange(names: Iterable[str], anatomy: Anatomy, decays: Collection[str], how: str) -> list[tuple[str, ...]]:
+def arrange(
+    names: Iterable[str], structure: ModelStructure, decays: Collection[str], how: str
+) -> list[tuple[str, ...]]:
     """Deal out trainable params, given in the order of the model, into groups; those stay in this order inside.
 
     ``default``: what decays, then what does not. ``layer``: two groups for each part of the model, first those without
@@ -84,10 +88,10 @@ def arrange(names: Iterable[str], anatomy: Anatomy, decays: Collection[str], how
     if how == DEFAULT:
         halves = ([name for name in names if name in decays], [name for name in names if name not in decays])
         return [tuple(half) for half in halves if half]
-    numbers = {layer_part(number): number for number in range(anatomy.num_layers)}
+    numbers = {layer_part(number): number for number in range(structure.num_layers)}
     groups: dict[tuple[bool, str], list[str]] = {}
     for name in names:
-        groups.setdefault((name in decays, anatomy.part_of[name]), []).append(name)
+        groups.setdefault((name in decays, structure.part_of[name]), []).append(name)
 
     def place(key: tuple[bool, str]) -> tuple[bool, int, str]:
         number = numbers.get(key[1], -1)

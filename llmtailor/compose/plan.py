@@ -23,10 +23,10 @@ from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.known_files import check_replaceable
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
-from llmtailor.formats.registry import display_name, dissect_checkpoint, find_model_order, index_checkpoint, writer_of
+from llmtailor.formats.registry import display_name, find_model_order, find_structure, index_checkpoint, writer_of
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
@@ -109,7 +109,7 @@ class Composition:
     options: Options
     indexes: tuple[CheckpointIndex, ...]
     base: int
-    anatomy: Anatomy
+    structure: ModelStructure
     target: OptimizerLayout
     steps: tuple[StepChoice, ...]
     plan: Plan
@@ -148,7 +148,7 @@ def plan_merge(
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
-    anatomy = dissect_checkpoint(reference)
+    structure = find_structure(reference)
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
@@ -156,14 +156,14 @@ def plan_merge(
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
         problems,
-        lambda: resolve(recipe, anatomy, reference.root, set(reference.params), allow_split=options.allow_split),
+        lambda: resolve(recipe, structure, reference.root, set(reference.params), allow_split=options.allow_split),
     )
     layout_of_tokenizer = _attempt(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
     stage = reference.stage if options.stage is None else options.stage
     _attempt(problems, lambda: writer_of(stage).check(recipe.dtype, options.allow_split))
-    regrouping: Regrouping | None = _attempt(problems, lambda: _regroup(reference, anatomy, options.groups))
+    regrouping: Regrouping | None = _attempt(problems, lambda: _regroup(reference, structure, options.groups))
     problems.raise_if_any()
     assert choice is not None
 
@@ -206,7 +206,7 @@ def plan_merge(
         base=reference.name,
         global_step=reference.global_step,
         world_size=target.world_size,
-        parts=part_rows(plan, anatomy, indexes, sources, base),
+        parts=part_rows(plan, structure, indexes, sources, base),
         sources=source_rows(plan, indexes, base),
         steps=step_rows(steps),
         files=file_rows(plan),
@@ -215,7 +215,7 @@ def plan_merge(
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    return Composition(recipe, out, options, indexes, base, anatomy, target, steps, plan, report, replaces)
+    return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, replaces)
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
@@ -295,10 +295,10 @@ def _number(choice: Choice, indexes: Sequence[CheckpointIndex]) -> Sources:
     )
 
 
-def _regroup(base: CheckpointIndex, anatomy: Anatomy, how: str) -> Regrouping | None:
+def _regroup(base: CheckpointIndex, structure: ModelStructure, how: str) -> Regrouping | None:
     if how == "keep":
         return None
-    return regroup(base, anatomy, how, find_model_order(base))
+    return regroup(base, structure, how, find_model_order(base))
 
 
 def _notices(
@@ -335,6 +335,6 @@ def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = Fal
     indexes, base = open_sources(recipe, problems)
     problems.raise_if_any()
     reference = indexes[base]
-    anatomy = dissect_checkpoint(reference)
-    choice = resolve(recipe, anatomy, reference.root, set(reference.params), allow_split=allow_split)
-    return write_normal_form(recipe, choice.source_of, reference.root, anatomy, folder, choice.weights_of)
+    structure = find_structure(reference)
+    choice = resolve(recipe, structure, reference.root, set(reference.params), allow_split=allow_split)
+    return write_normal_form(recipe, choice.source_of, reference.root, structure, folder, choice.weights_of)

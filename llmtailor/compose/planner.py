@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Cast, Copy, FileLayout, Piece, Plan, Slot, Sources
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
@@ -47,7 +47,7 @@ def plan_file(
     return FileLayout(layout.path, tuple(pieces))
 
 
-def _wrap(slot: Slot, held: Held) -> Slot:
+def _wrap(slot: Slot, held: TensorEntry) -> Slot:
     """Every rank has its own buffers; one that the source did not have takes those of the source's ranks in turn."""
     if slot.state.kind != BUFFER:
         return slot
@@ -55,7 +55,7 @@ def _wrap(slot: Slot, held: Held) -> Slot:
     return replace(slot, begin=begin, end=begin + slot.end - slot.begin)
 
 
-def _fill(slot: Slot, source: int, held: Held, scale: float) -> Iterator[Piece]:
+def _fill(slot: Slot, source: int, held: TensorEntry, scale: float) -> Iterator[Piece]:
     for have in held.place.cover(slot.begin, slot.end):
         if held.dtype == slot.dtype and scale == 1:
             yield Copy(have.extent, source, slot.state, have.begin)
@@ -63,7 +63,7 @@ def _fill(slot: Slot, source: int, held: Held, scale: float) -> Iterator[Piece]:
             yield Cast(have.extent, held.dtype, slot.dtype, source, slot.state, have.begin, scale)
 
 
-def holding(index: CheckpointIndex, state: State, dtype: str) -> Held:
+def holding(index: CheckpointIndex, state: State, dtype: str) -> TensorEntry:
     """Return where a checkpoint holds a state that shall be written in a dtype.
 
     A weight that is not in a safetensors file, or in another dtype there, is made from the master, of which it is the

@@ -14,7 +14,7 @@ from llmtailor.checkpoint.layout import Cast, Copy, Plan, Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.errors import Problem
 from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 
 SCHEMA_PLAN = "llmtailor.plan/1"
 SCHEMA_MANIFEST = "llmtailor.manifest/1"
@@ -83,18 +83,18 @@ class Report:
 
 
 def part_rows(
-    plan: Plan, anatomy: Anatomy, indexes: Sequence[CheckpointIndex], sources: Sources, base: int
+    plan: Plan, structure: ModelStructure, indexes: Sequence[CheckpointIndex], sources: Sources, base: int
 ) -> tuple[PartRow, ...]:
     """Say for every part which source it comes from, how old it is and how many bytes it has."""
     num_bytes: dict[tuple[str, int], int] = defaultdict(int)
     for file in plan.files:
         for piece in file.pieces:
             if isinstance(piece, (Copy, Cast)) and piece.state is not None:
-                num_bytes[anatomy.part_of[piece.state.param], piece.source] += piece.num_bytes
+                num_bytes[structure.part_of[piece.state.param], piece.source] += piece.num_bytes
     rows = []
-    for part in anatomy.parts:
+    for part in structure.parts:
         counts: dict[int, int] = defaultdict(int)
-        for name in anatomy.names(part):
+        for name in structure.names(part):
             for source in sources.of_any(name):
                 counts[source] += 1
         for source, count in sorted(counts.items()):

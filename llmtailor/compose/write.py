@@ -174,7 +174,7 @@ def _manifest(
     rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
     runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
     for (state, _), run in sorted(runs.items()):
-        states = crcs[composition.anatomy.part_of[state.param]]
+        states = crcs[composition.structure.part_of[state.param]]
         key = (state.param, state.kind)
         _, num_bytes, crc = states.get(key, (state, 0, 0))
         states[key] = (state, num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
@@ -37,7 +37,7 @@ class WeightFile:
     """One safetensors file: its tensors in the order of their data, and the header's metadata."""
 
     path: str
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     filled_by: Mapping[str, tuple[State, int]] = field(default_factory=dict)
     """In a file to be written: tensors that are not the weight of their own name, by the state they are made of and
@@ -140,7 +140,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
     return WeightFile(path, {name: held for name, (held, _) in ordered}, metadata)
 
 
-def _held(path: str, entry: Any, data_start: int) -> tuple[Held, Extent]:
+def _held(path: str, entry: Any, data_start: int) -> tuple[TensorEntry, Extent]:
     dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype {dtype!r:.40} is unknown")
@@ -149,7 +149,7 @@ def _held(path: str, entry: Any, data_start: int) -> tuple[Held, Extent]:
     if stop - start != math.prod(shape) * ITEMSIZE[dtype]:
         raise ValueError(f"{stop - start} bytes for a tensor of shape {shape} and dtype {dtype}")
     extent = Extent(path, data_start + start, data_start + stop)
-    return Held(dtype, tuple(shape), Contiguous(extent, ITEMSIZE[dtype])), extent
+    return TensorEntry(dtype, tuple(shape), Contiguous(extent, ITEMSIZE[dtype])), extent
 
 
 def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:

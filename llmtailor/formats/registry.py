@@ -30,8 +30,8 @@ from llmtailor.formats.trainer import CONFIG
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
 from llmtailor.formats.zero.common import attempt
-from llmtailor.model.find_parts import dissect_model
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.find_parts import find_parts
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT
 from llmtailor.timing import Stopwatch
 
@@ -112,14 +112,14 @@ def display_name(path: Path) -> str:
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)
 
 
-def dissect_checkpoint(index: CheckpointIndex) -> Anatomy:
+def find_structure(index: CheckpointIndex) -> ModelStructure:
     """Return the parts of the model in a checkpoint."""
     numels = {name: param.numel for name, param in index.params.items()}
     numels |= {state.param: held.numel for state, held in index.held.items() if state.kind == WEIGHT}
     config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else None
-    return dissect_model([*numels, *index.tied], dict(index.tied), numels, config)
+    return find_parts([*numels, *index.tied], dict(index.tied), numels, config)
 
 
-def absent_parts(index: CheckpointIndex, anatomy: Anatomy) -> frozenset[str]:
+def absent_parts(index: CheckpointIndex, structure: ModelStructure) -> frozenset[str]:
     """Return the parts that a partial checkpoint has left out, if only some state of them."""
-    return frozenset(anatomy.part_of[state.param] for state, held in index.held.items() if not held.is_here)
+    return frozenset(structure.part_of[state.param] for state, held in index.held.items() if not held.is_here)

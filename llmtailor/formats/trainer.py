@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -78,7 +78,7 @@ class TrainerFiles:
     """Stock files that a partial checkpoint has in its bundles."""
     trees: Mapping[str, Any]
     """See `TrainState.trees`."""
-    weights: Mapping[State, Held]
+    weights: Mapping[State, TensorEntry]
     global_step: int | None
     """Of trainer_state.json; None without the file."""
     scheduler: SchedulerFacts | None
@@ -97,7 +97,7 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFi
     files = {path: fact for path, fact in found if fact is not None}
     _tell_what_is_no_file(root, name, problems)
     findings: list[Finding] = []
-    weights: dict[State, Held] = {}
+    weights: dict[State, TensorEntry] = {}
     sound = len(problems.errors)
     for file in survey_weights(root, name, problems):
         weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})

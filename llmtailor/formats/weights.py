@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.containers.json import read_json
@@ -36,13 +36,13 @@ def new_weights(
     ``dtype`` is that of params; None gives them what the training run has: its precision, and a frozen param what that
     is held in. Buffers keep theirs. ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
     """
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, TensorEntry] = {}
     filled_by: dict[str, tuple[State, int]] = {}
     for param, stored in _listed(index, list_tied):
         held_as = _dtype(stored, index, dtype)
         for tensor in _tensors(param, index, naming):
             # where it lies in the output, the layout decides
-            tensors[tensor.name] = Held(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
+            tensors[tensor.name] = TensorEntry(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
             filled_by[tensor.name] = (State(stored.name, WEIGHT), tensor.begin)
     # the order of the safetensors library, so that the files are those that the Trainer would have written
     ordered = sorted(tensors.items(), key=lambda item: (-ITEMSIZE[item[1].dtype], item[0]))
@@ -78,9 +78,9 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
     return index.held[State(param.name, FROZEN)].dtype
 
 
-def _shard(tensors: Iterable[tuple[str, Held]]) -> list[tuple[str, dict[str, Held]]]:
+def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[str, TensorEntry]]]:
     """Spread tensors over files, by path."""
-    shards: list[dict[str, Held]] = [{}]
+    shards: list[dict[str, TensorEntry]] = [{}]
     room = SHARD_BYTES
     for name, held in tensors:
         if shards[-1] and held.num_bytes > room:
@@ -129,7 +129,7 @@ def adapter_file(base: CheckpointIndex) -> WeightFile | None:
     return replace(file, filled_by={name: (State(named[name].name, WEIGHT), 0) for name in file.tensors})
 
 
-def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, Held]:
+def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, TensorEntry]:
     """Return the tensors of the adapter's file by the params' names, which for all but ``trained`` are those on disk.
 
     Raises SourceError if the file is missing or damaged.

@@ -9,16 +9,16 @@ from typing import Any
 
 from llmtailor.model.mergekit_data import architecture_hints
 from llmtailor.model.module_paths import Key, Place, place_of, stored_name
-from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.model.roles import LAYER, ArchHints, find_roles, find_stack, undecided
 
 # A part must not be called what a selector means otherwise.
 RESERVED = re.compile(r"embed_tokens|norm|lm_head|layer \d+|all|layers|even|odd|first|last|\d+")
 
 
-def dissect(
+def find_parts_by_name(
     names: Collection[str], tied: Mapping[str, str], numels: Mapping[str, int], hints: ArchHints | None = None
-) -> Anatomy:
+) -> ModelStructure:
     """Say which part of the model each tensor belongs to.
 
     `names` are all params, buffers and safetensors weights, in the order of the model: parts other than the well-known
@@ -58,7 +58,7 @@ def dissect(
     order = dict.fromkeys([part for part in known if part in present] + list(part_of.values()))
     num_layers = max(numbers, default=first - 1) + 1 - first
     modules = _submodels(part_of, hints) if hints else {}
-    return Anatomy(part_of, tuple(order), num_layers, roles.tied, modules)
+    return ModelStructure(part_of, tuple(order), num_layers, roles.tied, modules)
 
 
 def _in_roles(places: Mapping[str, Place], roles: Mapping[Key, str]) -> Iterable[Place]:
@@ -124,16 +124,16 @@ def _short(key: Key, around: Key) -> str:
     return ".".join(key[shared:])
 
 
-def dissect_model(
+def find_parts(
     names: Collection[str], tied: Mapping[str, str], numels: Mapping[str, int], config: Mapping[str, Any] | None
-) -> Anatomy:
+) -> ModelStructure:
     """Say which part of the model each tensor belongs to: by the names, and by mergekit's data where they don't tell.
 
-    `config` is the model's config.json. See `dissect` for the rest. Reads mergekit's files, if it is installed and the
-    names leave something open; never raises.
+    `config` is the model's config.json. See `find_parts_by_name` for the rest. Reads mergekit's files, if it is
+    installed and the names leave something open; never raises.
     """
-    anatomy = dissect(names, tied, numels)
-    if config is None or not undecided(anatomy):
-        return anatomy
+    structure = find_parts_by_name(names, tied, numels)
+    if config is None or not undecided(structure):
+        return structure
     hints = architecture_hints(config)
-    return dissect(names, tied, numels, hints) if hints else anatomy
+    return find_parts_by_name(names, tied, numels, hints) if hints else structure

@@ -17,7 +17,7 @@ def layer_part(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelStructure:
     """Which part each tensor name belongs to.
 
     The parts are, in order: ``embed_tokens``, ``layer 0``.. ``layer L-1``, ``norm``, ``lm_head``, and then

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmtailor.model.module_paths import Key, Place, is_aside, place_of
-from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 
 LAYER = "${layer_index}"
 LAST = "${num_layers}"
@@ -30,21 +30,21 @@ class ArchHints:
     """Submodel -> its tensors; empty for a model without submodels."""
 
 
-def undecided(anatomy: Anatomy) -> bool:
-    """Tell whether names alone may have misled `dissect`, or have not told all.
+def undecided(structure: ModelStructure) -> bool:
+    """Tell whether names alone may have misled `find_parts_by_name`, or have not told all.
 
     That is so when embeddings, final norm, output embeddings or layers were not found, and when there are layers
     beside those of the text model: which stack is which, and what belongs to each, is then a guess by words.
     """
-    wanted = {EMBED, NORM, layer_part(0)} | (set() if anatomy.tied else {HEAD})
-    return not wanted <= set(anatomy.parts) or has_other_stacks(anatomy)
+    wanted = {EMBED, NORM, layer_part(0)} | (set() if structure.tied else {HEAD})
+    return not wanted <= set(structure.parts) or has_other_stacks(structure)
 
 
-def has_other_stacks(anatomy: Anatomy) -> bool:
+def has_other_stacks(structure: ModelStructure) -> bool:
     """Tell whether the model has layers beside those of the text model."""
-    numbered = {part for part in anatomy.parts if part.rpartition(".")[2].isdecimal()}
+    numbered = {part for part in structure.parts if part.rpartition(".")[2].isdecimal()}
     # An nn.Sequential has numbers too, but its items are plain modules.
-    return any(part in numbered and place_of(name).depth > 1 for name, part in anatomy.part_of.items())
+    return any(part in numbered and place_of(name).depth > 1 for name, part in structure.part_of.items())
 
 
 # What the modules are called, the most specific first.

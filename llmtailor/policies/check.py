@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.policies.policy import Choice, Policy, Situation, Stateful, nearest
 
 MAX_STALENESS = "max_staleness"
@@ -60,7 +60,7 @@ def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Prob
 
 def _own_bound(policy: Policy, situation: Situation) -> int | None:
     try:
-        return policy.worst_staleness(situation.anatomy, situation.parts)
+        return policy.worst_staleness(situation.structure, situation.parts)
     except Exception:  # someone else's code; without a bound of its own it gets ours
         return None
 
@@ -116,7 +116,7 @@ PATTERNS: Mapping[str, Pattern] = {
 class _Ground:
     """What simulated saves have in common."""
 
-    anatomy: Anatomy
+    structure: ModelStructure
     parts: tuple[str, ...]
     num_bytes: Mapping[str, int]
     max_staleness: int
@@ -124,7 +124,7 @@ class _Ground:
 
 def check_policy(
     policy: Policy,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     parts: Sequence[str],
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
@@ -139,9 +139,9 @@ def check_policy(
     if not parts:
         raise UsageError.at(where, "no part of the model is trainable", "unfreeze something before attaching")
     with _blaming(policy, "mend its worst_staleness; None is an answer, too"):
-        worst = policy.worst_staleness(anatomy, parts)
+        worst = policy.worst_staleness(structure, parts)
     limit = _limit(policy, worst, max_staleness)
-    ground = _Ground(anatomy, tuple(parts), num_bytes, limit if worst is None else worst)
+    ground = _Ground(structure, tuple(parts), num_bytes, limit if worst is None else worst)
     with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"), _copies(policy) as fresh:
         problems = _try_out(fresh, ground, is_promise=worst is not None, needs_drift=policy.needs_drift)
     if problems:
@@ -268,7 +268,7 @@ def _simulate(
             rates = [pattern(at, len(ground.parts)) for at in range(len(ground.parts))]
             drift = {part: rate * (save - last[part]) for part, rate in zip(ground.parts, rates, strict=True)}
         situation = Situation(
-            save * STEPS_PER_SAVE, save, ground.anatomy, ground.parts, ground.num_bytes, dict(last), drift
+            save * STEPS_PER_SAVE, save, ground.structure, ground.parts, ground.num_bytes, dict(last), drift
         )
         answers.append(choose(policy, situation, ground.max_staleness))
         last |= dict.fromkeys(answers[-1].parts, save)

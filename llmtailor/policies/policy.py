@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.model.parts import Anatomy, layer_part
+from llmtailor.model.parts import ModelStructure, layer_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Situation:
     """The global step of this save."""
     save: int
     """The number of this save: how many of this run came before it."""
-    anatomy: Anatomy
+    structure: ModelStructure
     parts: tuple[str, ...]
     """The parts that have trainable params, in the order of the model: what can be chosen."""
     num_bytes: Mapping[str, int]
@@ -65,7 +65,7 @@ class Policy(Protocol):
         """Return the parts to save, and for each a few words why."""
         ...
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int | None:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int | None:
         """Return after how many saves at most each of the parts is saved again, less one; None if that is open.
 
         0 says that every save holds every part, 1 that a part can be one save old.
@@ -100,9 +100,9 @@ class Choice:
     """What was wrong with the policy's answer, and was ignored."""
 
 
-def layer_numbers(anatomy: Anatomy) -> dict[str, int]:
+def layer_numbers(structure: ModelStructure) -> dict[str, int]:
     """Return the layers' parts with their numbers; all other parts are auxiliary."""
-    return {layer_part(number): number for number in range(anatomy.num_layers)}
+    return {layer_part(number): number for number in range(structure.num_layers)}
 
 
 MANY = 12

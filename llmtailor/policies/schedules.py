@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmtailor.errors import Problem
-from llmtailor.model.parts import EMBED, NORM, Anatomy
+from llmtailor.model.parts import EMBED, NORM, ModelStructure
 from llmtailor.policies.policy import Configured, Situation, layer_numbers, number, whole
 
 
@@ -24,7 +24,7 @@ class Full(Configured):
     def choose(self, situation: Situation) -> dict[str, str]:
         return dict.fromkeys(situation.parts, "full")
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
         return 0
 
 
@@ -40,12 +40,12 @@ class Parity(Configured):
 
     def choose(self, situation: Situation) -> dict[str, str]:
         half = situation.save % 2
-        numbers = layer_numbers(situation.anatomy)
+        numbers = layer_numbers(situation.structure)
         evens = {part for part, number in numbers.items() if number % 2 == 0} | {NORM, EMBED}
         why = "odd half" if half else "even half"
         return {part: why for part in situation.parts if (part in evens) != bool(half)}
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
         return 1
 
 
@@ -69,7 +69,7 @@ class Filter(Configured):
     aux_every: int = whole(1, 3)
 
     def choose(self, situation: Situation) -> dict[str, str]:
-        ends, rest, aux = self._sort(situation.anatomy, situation.parts)
+        ends, rest, aux = self._sort(situation.structure, situation.parts)
         chosen = dict(ends)
         turn, between = divmod(situation.save, self.every)
         if not between:
@@ -79,14 +79,14 @@ class Filter(Configured):
         chosen |= dict.fromkeys(deal(aux, situation.num_bytes, self.aux_every)[hand], "auxiliary")
         return chosen
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
-        _, rest, aux = self._sort(anatomy, parts)
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
+        _, rest, aux = self._sort(structure, parts)
         return max(self.every * self.groups - 1 if rest else 0, self.aux_every - 1 if aux else 0)
 
-    def _sort(self, anatomy: Anatomy, parts: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    def _sort(self, structure: ModelStructure, parts: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
         """Return the layers of every save with their reasons, the other layers, and the auxiliary parts."""
-        numbers = layer_numbers(anatomy)
-        tail = anatomy.num_layers - self.last
+        numbers = layer_numbers(structure)
+        tail = structure.num_layers - self.last
         ends = {
             part: f"first {self.first}" if numbers[part] < self.first else f"last {self.last}"
             for part in parts
@@ -109,7 +109,7 @@ class RoundRobin(Configured):
         turn = (situation.save - 1) % len(groups)
         return dict.fromkeys(groups[turn], f"group {turn + 1} of {len(groups)}")
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
         return min(self.k, len(parts)) - 1
 
 
@@ -185,7 +185,7 @@ class Update(Configured):
                 chosen[part] = f"changed by {drift[part]:.2%}" if math.isfinite(drift[part]) else "change unknown"
         return chosen
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> None:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> None:
         return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
 from llmtailor.recipe.selectors import numbering, read_selector, select
 from llmtailor.recipe.text import SelectorError, condense, layer_number
@@ -53,7 +53,7 @@ class _Document:
 
 
 def write_recipe(
-    assignment: Assignment, anatomy: Anatomy, folder: Path | None = None, header: Sequence[str] = ()
+    assignment: Assignment, structure: ModelStructure, folder: Path | None = None, header: Sequence[str] = ()
 ) -> str:
     """Write the recipe that composes an assignment.
 
@@ -68,16 +68,16 @@ def write_recipe(
             why.setdefault(assignment.reason[part], []).append(part)
         comments = [_age(source.step, assignment.base.step if sources else None)]
         comments += [f"{condense(same)} ({reason})" for reason, same in why.items()]
-        names = [name for name, part in anatomy.part_of.items() if part in parts]
+        names = [name for name, part in structure.part_of.items() if part in parts]
         sources.append(_Source(source.path, names, comments))
-    return _lay_out(_Document(folder, list(header) or [assignment.title], sources), anatomy)
+    return _lay_out(_Document(folder, list(header) or [assignment.title], sources), structure)
 
 
 def write_normal_form(
     recipe: Recipe,
     source_of: Mapping[str, Path],
     base: Path,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     folder: Path | None,
     weights_of: Mapping[str, Path] = MappingProxyType({}),
 ) -> str:
@@ -87,8 +87,8 @@ def write_normal_form(
     of tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
     """
     names_of: dict[Path, list[str]] = {source: [] for source in (base, *recipe.sources())}
-    split = dict.fromkeys(anatomy.part_of[name] for name in weights_of)
-    for name, part in anatomy.part_of.items():
+    split = dict.fromkeys(structure.part_of[name] for name in weights_of)
+    for name, part in structure.part_of.items():
         if part not in split:
             names_of.setdefault(source_of[name], []).append(name)
     document = _Document(folder, [f"the normal form of {recipe.name}"], [])
@@ -96,9 +96,9 @@ def write_normal_form(
     for source, names in names_of.items():
         step = _step(source)
         age = [_age(step, base_step)] if source != base and step is not None and base_step is not None else []
-        document.sources.append(_Source(source, names, age + _shares(names, anatomy)))
+        document.sources.append(_Source(source, names, age + _shares(names, structure)))
     for part in split:
-        _write_split(part, source_of, weights_of, anatomy, document)
+        _write_split(part, source_of, weights_of, structure, document)
     if split:
         document.header.append("weights and optimizer states of some parts differ in source: needs --allow-split")
     document.settings = {
@@ -107,16 +107,20 @@ def write_normal_form(
         "chat_template": recipe.chat_template,
         "output": recipe.output,
     }
-    return _lay_out(document, anatomy)
+    return _lay_out(document, structure)
 
 
 def _write_split(
-    part: str, source_of: Mapping[str, Path], weights_of: Mapping[str, Path], anatomy: Anatomy, document: _Document
+    part: str,
+    source_of: Mapping[str, Path],
+    weights_of: Mapping[str, Path],
+    structure: ModelStructure,
+    document: _Document,
 ) -> None:
     """Write a part whose weights come from elsewhere, which only slices with post_weights can say."""
-    names = anatomy.names(part)
+    names = structure.names(part)
     source, *others = dict.fromkeys(source_of[name] for name in names)
-    number = next((number for number, owner in numbering(anatomy).items() if owner == part), None)
+    number = next((number for number, owner in numbering(structure).items() if owner == part), None)
     if number is None or others:
         what = "the normal form can't say that its weights and optimizer states differ in source"
         document.problems.append(Problem(part, what, "keep the recipe as it is"))
@@ -130,7 +134,7 @@ def _write_split(
         document.weights += [(name, weights[name]) for name in names if name in weights_of]
 
 
-def _lay_out(document: _Document, anatomy: Anatomy) -> str:
+def _lay_out(document: _Document, structure: ModelStructure) -> str:
     base, *others = document.sources
     also = f"supplies the rest, and {_NO_PART}" if base.names else f"supplies no part, only {_NO_PART}"
     lines = [*_comment(document.header), "merge_method: passthrough", "", *_comment([*base.comments, also])]
@@ -141,7 +145,7 @@ def _lay_out(document: _Document, anatomy: Anatomy) -> str:
         lines += _comment(source.comments, "  ")
         lines.append(f"  - from: {_model(source.path, document)}")
         try:
-            lines += _entry("select", spell(source.names, anatomy), "    ")
+            lines += _entry("select", spell(source.names, structure), "    ")
         except RecipeError as error:
             document.problems += error.problems
     lines += ["", "slices:", "  # optimizer states"] if document.slices else []
@@ -218,13 +222,13 @@ def _age(step: int, base_step: int | None) -> str:
     return f"step {step}, {distance} step{'s' * (distance > 1)} {'behind' if step < base_step else 'ahead of'} the base"
 
 
-def _shares(names: Collection[str], anatomy: Anatomy) -> list[str]:
+def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
     """Name the parts that are taken whole, and those of which only some tensors are."""
     taken = set(names)
-    rest = {part for name, part in anatomy.part_of.items() if name not in taken}
-    touched = {anatomy.part_of[name] for name in taken}
-    whole = [part for part in anatomy.parts if part in touched and part not in rest]
-    split = [part for part in anatomy.parts if part in touched and part in rest]
+    rest = {part for name, part in structure.part_of.items() if name not in taken}
+    touched = {structure.part_of[name] for name in taken}
+    whole = [part for part in structure.parts if part in touched and part not in rest]
+    split = [part for part in structure.parts if part in touched and part in rest]
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
 
 
@@ -233,41 +237,41 @@ def _step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def spell(names: Collection[str], anatomy: Anatomy) -> tuple[str, ...]:
+def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     """Return a shortest list of selectors for exactly these tensors, at least one; tied names come together.
 
     Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs. Each list is
     checked by `select`. Raises RecipeError if some name can't be told from others by a selector.
     """
     wanted = frozenset(names)
-    rest = frozenset(anatomy.part_of) - wanted
+    rest = frozenset(structure.part_of) - wanted
     candidates = [
-        _sum_of(wanted, anatomy),
-        ["all", *(f"!{text}" for text in _sum_of(rest, anatomy, negating=False))],
+        _sum_of(wanted, structure),
+        ["all", *(f"!{text}" for text in _sum_of(rest, structure, negating=False))],
     ]
-    good = [texts for texts in candidates if select(texts, anatomy) == (wanted, ())]
+    good = [texts for texts in candidates if select(texts, structure) == (wanted, ())]
     if not good:
-        parts = condense(dict.fromkeys(anatomy.part_of[name] for name in names))
+        parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
         what = f"selectors can't tell these tensors from others: {sorted(wanted)[0]!r}, ..."
         raise RecipeError(Problem(parts, what, "take these parts from the base"))
     fewest = min(map(len, good))
     return tuple(next(texts for texts in good if len(texts) == fewest))
 
 
-def _sum_of(wanted: frozenset[str], anatomy: Anatomy, *, negating: bool = True) -> list[str]:
+def _sum_of(wanted: frozenset[str], structure: ModelStructure, *, negating: bool = True) -> list[str]:
     """Return selectors for layers, other parts, and tensors of split parts; without ``!`` unless `negating`."""
-    incomplete = {part for name, part in anatomy.part_of.items() if name not in wanted}
-    touched = {anatomy.part_of[name] for name in wanted}
-    whole = [part for part in anatomy.parts if part in touched - incomplete]
-    numbers = {part: number for part in anatomy.parts if (number := layer_number(part)) is not None}
+    incomplete = {part for name, part in structure.part_of.items() if name not in wanted}
+    touched = {structure.part_of[name] for name in wanted}
+    whole = [part for part in structure.parts if part in touched - incomplete]
+    numbers = {part: number for part in structure.parts if (number := layer_number(part)) is not None}
     texts = _spell_layers({numbers[part] for part in whole if part in numbers}, sorted(numbers.values()), negating)
     for part in whole:
         if part not in numbers:
-            own = anatomy.names(part)
-            is_selector = select([part], anatomy) == (frozenset(own), ())
+            own = structure.names(part)
+            is_selector = select([part], structure) == (frozenset(own), ())
             texts += [part] if is_selector else [_exactly(name) for name in own]
-    pieces = {name for name in wanted if anatomy.part_of[name] in incomplete}
-    return texts + (_spell_pieces(pieces, wanted, anatomy, negating) if pieces else [])
+    pieces = {name for name in wanted if structure.part_of[name] in incomplete}
+    return texts + (_spell_pieces(pieces, wanted, structure, negating) if pieces else [])
 
 
 def _spell_layers(taken: set[int], every: Sequence[int], negating: bool) -> list[str]:
@@ -303,10 +307,10 @@ def _exactly(name: str) -> str:
     return escaped if escaped != name else f"[{name[:1]}]{name[1:]}"
 
 
-def _spell_pieces(pieces: set[str], wanted: frozenset[str], anatomy: Anatomy, negating: bool) -> list[str]:
+def _spell_pieces(pieces: set[str], wanted: frozenset[str], structure: ModelStructure, negating: bool) -> list[str]:
     """Return selectors for tensors of parts that are split; globs may match whole parts too, if those are wanted."""
     groups: dict[str, set[str]] = {}  # globs over components of names, and single names; what each matches
-    for name in anatomy.part_of:
+    for name in structure.part_of:
         words = name.split(".")
         for begin in range(len(words)):
             for end in range(begin + 1, len(words) + 1):
@@ -318,7 +322,7 @@ def _spell_pieces(pieces: set[str], wanted: frozenset[str], anatomy: Anatomy, ne
     around = min(((len(group), len(text), text) for text, group in groups.items() if group >= pieces), default=None)
     if negating and around:
         excess = groups[around[2]] - wanted
-        out = [around[2], *(f"!{text}" for text in _cover(excess, frozenset(anatomy.part_of) - wanted, groups))]
+        out = [around[2], *(f"!{text}" for text in _cover(excess, frozenset(structure.part_of) - wanted, groups))]
         return out if len(out) < len(texts) else texts
     return texts
 

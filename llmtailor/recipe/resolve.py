@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import NamedWeight, Parts, PlaceRule, Recipe, Select
 from llmtailor.recipe.selectors import named_by, select
 from llmtailor.recipe.text import SelectorError, condense
@@ -19,7 +19,7 @@ class Choice:
     """Which checkpoint each tensor comes from."""
 
     source_of: Mapping[str, Path]
-    """Every name of `Anatomy.part_of`. Tied names have the same source, and so have a weight on disk and its params."""
+    """Every name of `ModelStructure.part_of`. Tied names share a source, as do a weight on disk and its params."""
     filled: tuple[str, ...]
     """Parts that no rule names and so come from the base; with `` (partly)`` where rules name some of it."""
     weights_of: Mapping[str, Path] = field(default_factory=dict)
@@ -29,12 +29,12 @@ class Choice:
 
 
 def resolve(
-    recipe: Recipe, anatomy: Anatomy, base: Path, params: Collection[str], *, allow_split: bool = False
+    recipe: Recipe, structure: ModelStructure, base: Path, params: Collection[str], *, allow_split: bool = False
 ) -> Choice:
     """Choose the source of every tensor; what no rule names comes from `base`.
 
-    `params` are the params and buffers as training knows them. Other names of `anatomy` are tensors with other names in
-    safetensors files (the experts of some MoE models): they follow the params of their part.
+    `params` are the params and buffers as training knows them. Other names of `structure` are tensors with other names
+    in safetensors files (the experts of some MoE models): they follow the params of their part.
 
     Slices, models, pre_weights and post_weights must not contradict each other; ``parts`` override them, the later ones
     the earlier ones. With `allow_split`, pre_weights and post_weights may contradict the others: they then decide the
@@ -42,32 +42,32 @@ def resolve(
     Raises RecipeError with every problem; gaps are one if the recipe has no base.
     """
     problems: list[Problem] = []
-    states, weights = _apply_places(recipe, anatomy, allow_split, problems)
+    states, weights = _apply_places(recipe, structure, allow_split, problems)
     for rule in recipe.rules:
         names: Collection[str] = ()
         if isinstance(rule, Select):
-            names, found = select(rule.selectors, anatomy, rule.where)
+            names, found = select(rule.selectors, structure, rule.where)
             problems += found
         elif isinstance(rule, Parts):
-            names = [name for name, part in anatomy.part_of.items() if part in rule.parts]
+            names = [name for name, part in structure.part_of.items() if part in rule.parts]
         states |= dict.fromkeys(names, rule.source)
         weights |= dict.fromkeys(names, rule.source)
 
-    source_of, filled = _complete(recipe, anatomy, states, base, params, problems)
+    source_of, filled = _complete(recipe, structure, states, base, params, problems)
     weights_of: dict[str, Path] = {}
     if weights != states:
-        of_weight, _ = _complete(recipe, anatomy, weights, base, params, problems)
+        of_weight, _ = _complete(recipe, structure, weights, base, params, problems)
         weights_of = {name: source for name, source in of_weight.items() if source != source_of[name]}
     if filled and recipe.base is None:
         fix = "add base_model: with the checkpoint that supplies the rest, or name these parts"
         problems.append(Problem(recipe.name, f"no rule says where these parts come from: {condense(filled)}", fix))
     if problems:
         raise RecipeError(dict.fromkeys(problems))
-    return Choice(source_of, filled, weights_of, _parts_with(weights_of, anatomy))
+    return Choice(source_of, filled, weights_of, _parts_with(weights_of, structure))
 
 
 def _apply_places(
-    recipe: Recipe, anatomy: Anatomy, allow_split: bool, problems: list[Problem]
+    recipe: Recipe, structure: ModelStructure, allow_split: bool, problems: list[Problem]
 ) -> tuple[dict[str, Path], dict[str, Path]]:
     """Apply the place rules: sources of optimizer states and of weights. Rules that contradict are a problem.
 
@@ -81,17 +81,17 @@ def _apply_places(
         if isinstance(rule, Select | Parts):
             continue
         try:
-            names = named_by(rule, anatomy)
+            names = named_by(rule, structure)
         except SelectorError as error:
             problems.append(Problem(rule.where, error.what, error.fix))
             continue
         own, other = (for_weights, for_states) if isinstance(rule, NamedWeight) else (for_states, for_weights)
-        for name in filter(names.__contains__, anatomy.part_of):
+        for name in filter(names.__contains__, structure.part_of):
             first = own.setdefault(name, rule)
             if first.source == rule.source and not allow_split:
                 first = other.get(name, rule)
             if first.source != rule.source:
-                clashes[first, rule].append(anatomy.part_of[name])
+                clashes[first, rule].append(structure.part_of[name])
     for (first, second), parts in clashes.items():
         what = (
             f"{condense(parts)}: {second.source} here, but {first.source} at {first.where}; "
@@ -106,27 +106,29 @@ def _apply_places(
     return states, {name: rule.source for name, rule in (for_states | for_weights).items()}
 
 
-def _parts_with(names: Collection[str], anatomy: Anatomy) -> tuple[str, ...]:
+def _parts_with(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     """Return the parts that names belong to, and where it is only a part of them."""
-    counts, whole = Counter(anatomy.part_of[name] for name in names), Counter(anatomy.part_of.values())
-    return tuple(part if counts[part] == whole[part] else f"{part} (partly)" for part in anatomy.parts if counts[part])
+    counts, whole = Counter(structure.part_of[name] for name in names), Counter(structure.part_of.values())
+    return tuple(
+        part if counts[part] == whole[part] else f"{part} (partly)" for part in structure.parts if counts[part]
+    )
 
 
 def _complete(
     recipe: Recipe,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     chosen: Mapping[str, Path],
     base: Path,
     params: Collection[str],
     problems: list[Problem],
 ) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Fill gaps from the base, and let weights that have other names on disk follow the params of their part."""
-    trained = set(params).intersection(anatomy.part_of) or set(anatomy.part_of)
-    by_part: dict[str, list[str]] = {part: [] for part in anatomy.parts}
-    for name, part in anatomy.part_of.items():
+    trained = set(params).intersection(structure.part_of) or set(structure.part_of)
+    by_part: dict[str, list[str]] = {part: [] for part in structure.parts}
+    for name, part in structure.part_of.items():
         by_part[part].append(name)
 
-    source_of: dict[str, Path] = {name: chosen.get(name, base) for name in anatomy.part_of if name in trained}
+    source_of: dict[str, Path] = {name: chosen.get(name, base) for name in structure.part_of if name in trained}
     everywhere = dict.fromkeys(source_of.values())
     filled: list[str] = []
     split: list[str] = []
@@ -147,4 +149,4 @@ def _complete(
     if unknown:
         what = f"{condense(unknown)}: these weights on disk have other names than the params, and it is not known whose"
         problems.append(Problem(recipe.name, f"{what} they are", "take the whole model from one checkpoint"))
-    return {name: source_of[name] for name in anatomy.part_of}, tuple(filled)
+    return {name: source_of[name] for name in structure.part_of}, tuple(filled)

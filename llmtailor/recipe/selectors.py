@@ -8,7 +8,7 @@
     norm  layer 3  wpe    a part by its name          *.mlp.*           tensors whose full name matches (case counts)
     !x                    takes x out of what this list has selected so far; first in the list, out of everything
 
-Submodels of ``modules:`` are those of mergekit's architecture data, if it knows the model (`Anatomy.modules`).
+Submodels of ``modules:`` are those of mergekit's architecture data, if it knows the model (`ModelStructure.modules`).
 Otherwise a name like ``text_decoder`` means the text model, and any other the parts whose path contains it.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from llmtailor.errors import Problem
 from llmtailor.model.module_paths import is_aside, place_of
-from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 from llmtailor.recipe.text import SelectorError, layer_number, nearest, quote
 
@@ -90,7 +90,9 @@ def _number(digits: str) -> int:
     return int(digits) if len(digits) < len(str(_TOO_MANY)) else _TOO_MANY
 
 
-def select(selectors: Sequence[str], anatomy: Anatomy, where: str = "") -> tuple[frozenset[str], tuple[Problem, ...]]:
+def select(
+    selectors: Sequence[str], structure: ModelStructure, where: str = ""
+) -> tuple[frozenset[str], tuple[Problem, ...]]:
     """Return the tensors that a list of selectors names, and its problems.
 
     Selectors add up from left to right; ``!x`` takes x out of what is selected so far. With problems, the set holds
@@ -101,9 +103,9 @@ def select(selectors: Sequence[str], anatomy: Anatomy, where: str = "") -> tuple
     for at, text in enumerate(selectors):
         try:
             selector = read_selector(text)
-            matched = _match(selector, anatomy)
+            matched = _match(selector, structure)
             if selector.negated and at == 0:
-                chosen = set(anatomy.part_of)
+                chosen = set(structure.part_of)
             if selector.negated and chosen.isdisjoint(matched):
                 raise SelectorError(f"{quote(text)} takes out nothing", "put it after a selector that selects it")
             chosen = chosen - matched if selector.negated else chosen | matched
@@ -115,22 +117,24 @@ def select(selectors: Sequence[str], anatomy: Anatomy, where: str = "") -> tuple
     return frozenset(chosen), tuple(problems)
 
 
-def _match(selector: Selector, anatomy: Anatomy) -> set[str]:
+def _match(selector: Selector, structure: ModelStructure) -> set[str]:
     """Return the tensors that a selector names, negated or not; at least one. Raises SelectorError."""
     if selector.form == "all":
-        found = set(anatomy.part_of)
+        found = set(structure.part_of)
     elif selector.form == "glob":
-        found = whole_embedding(filter(re.compile(fnmatch.translate(selector.word)).match, anatomy.part_of), anatomy)
+        found = whole_embedding(
+            filter(re.compile(fnmatch.translate(selector.word)).match, structure.part_of), structure
+        )
         if not found:
-            example = next(iter(anatomy.part_of), "")
+            example = next(iter(structure.part_of), "")
             raise SelectorError(f"{quote(selector.text)} matches no tensor name", f"names look like {example!r}")
     elif selector.form == "name":
-        found = _named(selector.word, anatomy)
+        found = _named(selector.word, structure)
     else:
-        wanted = _layers(selector, anatomy.num_layers)
-        found = {name for name, part in anatomy.part_of.items() if layer_number(part) in wanted}
+        wanted = _layers(selector, structure.num_layers)
+        found = {name for name, part in structure.part_of.items() if layer_number(part) in wanted}
     if not found:
-        raise SelectorError(f"{quote(selector.text)} selects nothing", count_layers(anatomy.num_layers))
+        raise SelectorError(f"{quote(selector.text)} selects nothing", count_layers(structure.num_layers))
     return found
 
 
@@ -144,24 +148,24 @@ def _layers(selector: Selector, num_layers: int) -> range:
     return range(selector.first) if selector.form == "first" else range(num_layers - selector.first, num_layers)
 
 
-def whole_embedding(names: Iterable[str], anatomy: Anatomy) -> set[str]:
+def whole_embedding(names: Iterable[str], structure: ModelStructure) -> set[str]:
     """Return `names`, and all names of tied embeddings if one of them is among these."""
     chosen = set(names)
-    if anatomy.tied and any(anatomy.part_of[name] == EMBED for name in chosen):
-        chosen.update(anatomy.names(EMBED))
+    if structure.tied and any(structure.part_of[name] == EMBED for name in chosen):
+        chosen.update(structure.names(EMBED))
     return chosen
 
 
-def _named(word: str, anatomy: Anatomy) -> set[str]:
+def _named(word: str, structure: ModelStructure) -> set[str]:
     """Return the tensors of a part, or the one tensor of that name. Raises SelectorError."""
-    if word in anatomy.part_of:
-        return whole_embedding([word], anatomy)
+    if word in structure.part_of:
+        return whole_embedding([word], structure)
     # The tied name may be nowhere: neither the optimizer nor the safetensors file need to have it.
-    if anatomy.tied and word.removesuffix(".weight") == HEAD:
+    if structure.tied and word.removesuffix(".weight") == HEAD:
         word = EMBED
-    if word in anatomy.parts:
-        return set(anatomy.names(word))
-    valid = anatomy.part_of if word.count(".") > 1 or word.endswith((".weight", ".bias")) else anatomy.parts
+    if word in structure.parts:
+        return set(structure.names(word))
+    valid = structure.part_of if word.count(".") > 1 or word.endswith((".weight", ".bias")) else structure.parts
     raise SelectorError(f"the model has no part or tensor {quote(word)}", nearest(word, valid))
 
 
@@ -172,29 +176,29 @@ def count_layers(num_layers: int, owner: str = "the model") -> str:
     return f"{owner} has {num_layers} layers, 0-{num_layers - 1}"
 
 
-def numbering(anatomy: Anatomy) -> dict[int, str]:
+def numbering(structure: ModelStructure) -> dict[int, str]:
     """Return LLMTailor's number of each part; parts that it does not know have none.
 
     0 is the final norm, 1..L are layers 0..L-1. Untied, L+1 is ``lm_head`` and L+2 ``embed_tokens``; tied, L+1 is
     ``embed_tokens``.
     """
-    names = [NORM, *map(layer_part, range(anatomy.num_layers)), *([] if anatomy.tied else [HEAD]), EMBED]
-    return {number: part for number, part in enumerate(names) if part in anatomy.parts}
+    names = [NORM, *map(layer_part, range(structure.num_layers)), *([] if structure.tied else [HEAD]), EMBED]
+    return {number: part for number, part in enumerate(names) if part in structure.parts}
 
 
-def named_by(rule: PlaceRule, anatomy: Anatomy) -> set[str]:
+def named_by(rule: PlaceRule, structure: ModelStructure) -> set[str]:
     """Return the tensors that a rule names. Raises SelectorError."""
     if isinstance(rule, NamedWeight):
-        return _named(rule.name, anatomy)
+        return _named(rule.name, structure)
     if isinstance(rule, GroupId):
-        return set(anatomy.names(_auxiliary(rule.number, anatomy)))
+        return set(structure.names(_auxiliary(rule.number, structure)))
     if isinstance(rule, Whole):
-        parts = anatomy.parts if rule.module is None else parts_of(rule.module, anatomy)
-        return {name for name, part in anatomy.part_of.items() if part in parts}
-    if rule.module is None or is_text(rule.module, anatomy):
-        numbers = {name: layer_number(part) for name, part in anatomy.part_of.items()}
-        return _in_range(rule, numbers, anatomy.num_layers, "the model")
-    numbers = layers_of(rule.module, anatomy)
+        parts = structure.parts if rule.module is None else parts_of(rule.module, structure)
+        return {name for name, part in structure.part_of.items() if part in parts}
+    if rule.module is None or is_text(rule.module, structure):
+        numbers = {name: layer_number(part) for name, part in structure.part_of.items()}
+        return _in_range(rule, numbers, structure.num_layers, "the model")
+    numbers = layers_of(rule.module, structure)
     return _in_range(rule, numbers, 1 + max(n for n in numbers.values() if n is not None), rule.module)
 
 
@@ -206,10 +210,10 @@ def _in_range(rule: LayerRange, numbers: dict[str, int | None], num_layers: int,
     return {name for name, number in numbers.items() if number in range(rule.start, stop)}
 
 
-def _auxiliary(number: int, anatomy: Anatomy) -> str:
+def _auxiliary(number: int, structure: ModelStructure) -> str:
     """Return the part that an empty range ``[n, n]`` means. Raises SelectorError."""
-    top = anatomy.num_layers
-    others = {n: part for n, part in numbering(anatomy).items() if not 1 <= n <= top}
+    top = structure.num_layers
+    others = {n: part for n, part in numbering(structure).items() if not 1 <= n <= top}
     if number in others:
         return others[number]
     valid = ", ".join(f"[{n}, {n}] is {part}" for n, part in others.items())
@@ -220,34 +224,34 @@ def _auxiliary(number: int, anatomy: Anatomy) -> str:
     raise SelectorError(what, ", so ".join(filter(None, [count_layers(top), valid])))
 
 
-def is_text(module: str, anatomy: Anatomy) -> bool:
+def is_text(module: str, structure: ModelStructure) -> bool:
     """Return whether this is the submodel whose layers are the model's layers."""
-    if module in anatomy.modules:
-        return any(layer_number(part) is not None for part in anatomy.modules[module])
+    if module in structure.modules:
+        return any(layer_number(part) is not None for part in structure.modules[module])
     return module in _TEXT_MODEL
 
 
-def parts_of(module: str, anatomy: Anatomy) -> set[str]:
+def parts_of(module: str, structure: ModelStructure) -> set[str]:
     """Return the parts of a submodel. Raises SelectorError."""
-    if module in anatomy.modules:
-        found = set(anatomy.modules[module])
-    elif is_text(module, anatomy):
-        found = {part for part in anatomy.parts if _is_of_text(part)}
+    if module in structure.modules:
+        found = set(structure.modules[module])
+    elif is_text(module, structure):
+        found = {part for part in structure.parts if _is_of_text(part)}
     else:
         inside = f".{module}."
-        found = {part for part in anatomy.parts if layer_number(part) is None and inside in f".{part}."}
+        found = {part for part in structure.parts if layer_number(part) is None and inside in f".{part}."}
     if not found:
-        roots = [part.split(".")[0] for part in anatomy.parts if not _is_of_text(part)]
-        fix = nearest(module, list(dict.fromkeys([*(anatomy.modules or ["text_decoder"]), *roots])))
+        roots = [part.split(".")[0] for part in structure.parts if not _is_of_text(part)]
+        fix = nearest(module, list(dict.fromkeys([*(structure.modules or ["text_decoder"]), *roots])))
         raise SelectorError(f"no tensors are known to belong to the module {quote(module)}", f"{fix}; {_GLOBS}")
     return found
 
 
-def layers_of(module: str, anatomy: Anatomy) -> dict[str, int | None]:
+def layers_of(module: str, structure: ModelStructure) -> dict[str, int | None]:
     """Return the tensors in the layers of a submodel other than the text model, with numbers. Raises SelectorError."""
-    parts = parts_of(module, anatomy)
+    parts = parts_of(module, structure)
     stacks: dict[str, dict[str, int | None]] = defaultdict(dict)
-    for name, part in anatomy.part_of.items():
+    for name, part in structure.part_of.items():
         place = place_of(name)
         # An nn.Sequential has numbers too, but its items are plain modules, not layers.
         if part in parts and place.number is not None and place.depth > 1:

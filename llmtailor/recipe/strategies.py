@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, Anatomy
+from llmtailor.model.parts import EMBED, HEAD, ModelStructure
 from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.text import condense, layer_number, nearest, quote
@@ -58,7 +58,7 @@ class _Task:
     steps: Sequence[int]
     """With a usable checkpoint, ascending: what ``every`` and ``over`` count. Full and partial ones count alike, and
     two of the same step as one."""
-    anatomy: Anatomy
+    structure: ModelStructure
     options: StrategyOptions
     problems: list[Problem] = field(default_factory=list)
 
@@ -68,16 +68,16 @@ class _Task:
     def for_layers(self, wish: Callable[[int], _Wish]) -> _Wishes:
         """Ask for each layer, and for the newest of every other part."""
         newest = _Wish(self.steps[-1], "newest")
-        numbers = {part: layer_number(part) for part in self.anatomy.parts}
+        numbers = {part: layer_number(part) for part in self.structure.parts}
         return {part: newest if number is None else wish(number) for part, number in numbers.items()}
 
 
-def assign(checkpoints: Sequence[RunCheckpoint], anatomy: Anatomy, options: StrategyOptions) -> Assignment:
+def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, options: StrategyOptions) -> Assignment:
     """Choose a checkpoint for every part; the newest that can be resumed from is the base.
 
     `checkpoints` are the usable ones at or before the failure, at least one. Raises RecipeError with every problem.
     """
-    task = _Task(checkpoints, sorted({checkpoint.step for checkpoint in checkpoints}), anatomy, options)
+    task = _Task(checkpoints, sorted({checkpoint.step for checkpoint in checkpoints}), structure, options)
     base = newest_resumable(checkpoints)
     if base is None:
         what = "none of them is complete enough to resume from, so none can be the base"
@@ -122,10 +122,10 @@ def _parity(task: _Task) -> _Wishes:
 
 
 def _filter(task: _Task) -> _Wishes:
-    options, anatomy = task.options, task.anatomy
-    others = [part for part in anatomy.parts if layer_number(part) is None]
+    options, structure = task.options, task.structure
+    others = [part for part in structure.parts if layer_number(part) is None]
     # The tied head is another name for the embeddings, as everywhere in a recipe.
-    named = [EMBED if anatomy.tied and part == HEAD else part for part in options.aux]
+    named = [EMBED if structure.tied and part == HEAD else part for part in options.aux]
     for part in dict.fromkeys(named):
         if part not in others:
             task.refuse("--aux", f"{quote(part)} is not a part other than a layer", nearest(part, others))
@@ -141,7 +141,7 @@ def _filter(task: _Task) -> _Wishes:
     def wish(number: int) -> _Wish:
         if number < options.first:
             return _Wish(newest, f"first {options.first}: newest")
-        is_last = number >= anatomy.num_layers - options.last
+        is_last = number >= structure.num_layers - options.last
         return _Wish(newest, f"last {options.last}: newest") if is_last else rest
 
     return task.for_layers(wish) | {part: rest for part in others if named and part not in named}
@@ -195,10 +195,10 @@ def _explicit(task: _Task) -> _Wishes:
 
 
 def _whole_parts(task: _Task, key: str) -> list[str]:
-    names, problems = select([key], task.anatomy, f"--map {quote(key)}")
+    names, problems = select([key], task.structure, f"--map {quote(key)}")
     task.problems.extend(problems)
-    touched = dict.fromkeys(part for name, part in task.anatomy.part_of.items() if name in names)
-    split = [part for part in touched if not names.issuperset(task.anatomy.names(part))]
+    touched = dict.fromkeys(part for name, part in task.structure.part_of.items() if name in names)
+    split = [part for part in touched if not names.issuperset(task.structure.names(part))]
     if split:
         what = f"it selects only some of the tensors of {condense(split)}"
         fix = "select whole parts; parts: in a recipe can split them by globs"

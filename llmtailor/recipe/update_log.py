@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering
 from llmtailor.recipe.text import condense, layer_number, quote
@@ -85,7 +85,7 @@ def assign_flags(
     failure_step: int,
     base: RunCheckpoint | None,
     checkpoints: Sequence[RunCheckpoint],
-    anatomy: Anatomy,
+    structure: ModelStructure,
     total_layers: int | None,
     name: str,
 ) -> Assignment:
@@ -94,11 +94,11 @@ def assign_flags(
     The newest checkpoint used, or `base` if none is newer, supplies what belongs to no part. `total_layers` is what the
     user expects the model to have. Raises RecipeError with every problem.
     """
-    number_of = {part: number for number, part in numbering(anatomy).items()}
-    problems = _check_ids(lines, anatomy, name)
-    if total_layers is not None and total_layers != anatomy.num_layers:
-        fix = f"give --total-layers {anatomy.num_layers}, or the log of this run"
-        what = f"{total_layers} layers are expected, but {count_layers(anatomy.num_layers)}"
+    number_of = {part: number for number, part in numbering(structure).items()}
+    problems = _check_ids(lines, structure, name)
+    if total_layers is not None and total_layers != structure.num_layers:
+        fix = f"give --total-layers {structure.num_layers}, or the log of this run"
+        what = f"{total_layers} layers are expected, but {count_layers(structure.num_layers)}"
         problems.append(Problem("--total-layers", what, fix))
     if base is not None and base.step > failure_step:
         what = f"{base.name} is of step {base.step}, which is later than the failure at step {failure_step}"
@@ -114,7 +114,7 @@ def assign_flags(
 
     source_of = _of_steps(flagged, lines, checkpoints, name, problems)
     reason = {part: f"flagged at {step}" for part, step in flagged.items()}
-    unflagged = [part for part in anatomy.parts if part not in flagged]
+    unflagged = [part for part in structure.parts if part not in flagged]
     if base is None and unflagged:
         what = f"never flagged at or before step {failure_step}: {condense(unflagged)}"
         problems.append(Problem(name, what, "name a checkpoint that holds them with --base"))
@@ -133,17 +133,17 @@ def assign_flags(
         problems.append(Problem(name, what, "name a full checkpoint with --base"))
     if problems or newest_used is None:
         raise RecipeError(dict.fromkeys(problems))
-    in_order = {part: source_of[part] for part in anatomy.parts}
+    in_order = {part: source_of[part] for part in structure.parts}
     return Assignment(newest_used, in_order, reason, f"update log {name}, failure at step {failure_step}")
 
 
-def _check_ids(lines: Iterable[FlagLine], anatomy: Anatomy, name: str) -> list[Problem]:
+def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) -> list[Problem]:
     """Find numbers of no part, after the failure too: the log may be that of another model."""
-    valid = numbering(anatomy)
+    valid = numbering(structure)
     layers = [number for number, part in valid.items() if layer_number(part) is not None]
     meanings = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
     meanings += [f"{number} is {part}" for number, part in valid.items() if number not in layers]
-    fix = f"{count_layers(anatomy.num_layers)}; {', '.join(meanings) or 'none of its parts has a number'}"
+    fix = f"{count_layers(structure.num_layers)}; {', '.join(meanings) or 'none of its parts has a number'}"
     problems = []
     for line in lines:
         if wrong := sorted(set(line.ids) - valid.keys()):

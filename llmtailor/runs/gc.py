@@ -64,7 +64,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     run = Path(run).absolute()
     scan = scan_run(run, every_chain=True)
     check_newest(scan)
-    parts = scan.anatomy.parts
+    parts = scan.structure.parts
     reachable = find_reachable(scan.usable, parts, keep)
     if not reachable.after:
         what = "no step of this run can be composed, so nothing is removed"

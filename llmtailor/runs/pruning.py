@@ -29,7 +29,7 @@ from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT
 from llmtailor.policies import Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
@@ -73,7 +73,7 @@ class Selected:
     def choose(self, situation: Situation) -> dict[str, str]:
         return {part: "selected" for part in situation.parts if part in self.parts}
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
         return UNBOUNDED
 
     def settings(self) -> dict[str, Any]:
@@ -87,30 +87,30 @@ class Chooser:
     policy: Policy
     bound: int
     """No part becomes older than so many saves."""
-    anatomy: Anatomy
+    structure: ModelStructure
     trained: tuple[str, ...]
     """The parts with trained params"""
 
     @classmethod
-    def of(cls, options: ThinOptions, anatomy: Anatomy, trained: Sequence[str]) -> Chooser:
+    def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[str]) -> Chooser:
         """Raises UsageError for an invalid strategy or selectors."""
         policy: Policy
         if options.strategy is None:
-            policy = Selected(_whole_parts(options.selectors, anatomy, trained), options.selectors)
+            policy = Selected(_whole_parts(options.selectors, structure, trained), options.selectors)
         else:
             if (kind := named_policy(options.strategy)) and kind.needs_drift:  # before its options are parsed
                 what = f"{kind.name} goes by how much the parts change, which only the training itself can measure"
                 raise UsageError.at("--strategy", what, "take full, parity, filter or round_robin:4")
             policy = make_policy(options.strategy)
-        bound = policy.worst_staleness(anatomy, trained)
+        bound = policy.worst_staleness(structure, trained)
         assert bound is not None, "only policies that need drift have no bound"
-        return cls(policy, bound, anatomy, tuple(trained))
+        return cls(policy, bound, structure, tuple(trained))
 
     def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> dict[str, str]:
         """Return the parts that the checkpoint of a step keeps, and why; the first one of a ledger keeps all."""
         if not ledger.held_by:
             return dict.fromkeys(self.trained, BASE)
-        situation = Situation(step, ledger.saves, self.anatomy, self.trained, num_bytes, ledger.last)
+        situation = Situation(step, ledger.saves, self.structure, self.trained, num_bytes, ledger.last)
         return dict(choose(self.policy, situation, self.bound).parts)
 
     def settings(self) -> dict[str, Any]:
@@ -118,11 +118,11 @@ class Chooser:
         return {"name": self.policy.name, **self.policy.settings(), "made_of_full_checkpoints": True}
 
 
-def _whole_parts(selectors: Sequence[str], anatomy: Anatomy, trained: Sequence[str]) -> frozenset[str]:
-    names, found = select(selectors, anatomy, "--select")
+def _whole_parts(selectors: Sequence[str], structure: ModelStructure, trained: Sequence[str]) -> frozenset[str]:
+    names, found = select(selectors, structure, "--select")
     problems = list(found)
-    touched = dict.fromkeys(part for name, part in anatomy.part_of.items() if name in names)
-    if split := [part for part in touched if not names.issuperset(anatomy.names(part))]:
+    touched = dict.fromkeys(part for name, part in structure.part_of.items() if name in names)
+    if split := [part for part in touched if not names.issuperset(structure.names(part))]:
         what = f"they select only some of the tensors of {condense(split)}"
         problems.append(Problem("--select", what, "select whole parts"))
     chosen = frozenset(touched) & frozenset(trained)
@@ -316,13 +316,13 @@ def read_losses(root: Path) -> dict[int, float]:
 
 
 def read_facts(
-    index: CheckpointIndex, anatomy: Anatomy, target: Path, usable: Collection[Path], *, weights_only: bool
+    index: CheckpointIndex, structure: ModelStructure, target: Path, usable: Collection[Path], *, weights_only: bool
 ) -> FullFacts:
     """Read the facts of a full checkpoint, no tensor; ``target`` is where it would be as a partial one."""
     obstacle = _why_untouchable(index)
     if not obstacle:
         obstacle = _why_no_weights(index) if weights_only else _why_not_partial(index, target, usable)
-    return FullFacts(obstacle, read_losses(index.root), part_bytes(index, anatomy))
+    return FullFacts(obstacle, read_losses(index.root), part_bytes(index, structure))
 
 
 def _why_untouchable(index: CheckpointIndex) -> str:

@@ -17,9 +17,9 @@ from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.formats.partial.read import is_partial
-from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, index_checkpoint
+from llmtailor.formats.registry import absent_parts, display_name, find_structure, index_checkpoint
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.strategies import StrategyOptions, assign
@@ -42,7 +42,7 @@ class Scan:
     """Oldest first; all of the model and layout of the newest"""
     refused: Mapping[Path, tuple[Problem, ...]]
     """Why the others can't be used"""
-    anatomy: Anatomy
+    structure: ModelStructure
     indexes: Mapping[Path, CheckpointIndex]
     """Of the usable ones, by folder"""
 
@@ -88,17 +88,17 @@ def scan_run(
     See `scan_back` for those that are skipped. With ``only_newest`` the scan ends, going backwards, where the newest
     state of every part is found. Raises SourceError if nothing is left.
     """
-    anatomy: Anatomy | None = None
+    structure: ModelStructure | None = None
     usable: list[RunCheckpoint] = []
 
     def is_enough(found: list[CheckpointIndex], step: int) -> bool:
-        nonlocal anatomy
-        anatomy = anatomy or dissect_checkpoint(found[0])
-        usable.extend(describe_checkpoint(index, anatomy) for index in found[len(usable) :])
+        nonlocal structure
+        structure = structure or find_structure(found[0])
+        usable.extend(describe_checkpoint(index, structure) for index in found[len(usable) :])
         if not only_newest:
             return False
-        newest = best_holders(usable, anatomy.parts)
-        return all(part in newest and newest[part].step_of(part) >= step for part in anatomy.parts)
+        newest = best_holders(usable, structure.parts)
+        return all(part in newest and newest[part].step_of(part) >= step for part in structure.parts)
 
     found, refused = scan_back(
         run,
@@ -115,9 +115,9 @@ def scan_run(
         head = Problem(display_name(run), f"no checkpoint{until} can be used", "mend one of those named here")
         raise SourceError([head, *(problem for problems in refused.values() for problem in problems)])
     is_enough(found, 0)
-    assert anatomy is not None
+    assert structure is not None
     usable.sort(key=lambda one: one.step)
-    return Scan(run, tuple(usable), refused, anatomy, {index.root: index for index in found})
+    return Scan(run, tuple(usable), refused, structure, {index.root: index for index in found})
 
 
 def scan_back(
@@ -190,10 +190,10 @@ def ledger_of(index: CheckpointIndex) -> Ledger | None:
     return RunCheckpoint.from_json(index.root, read_manifest(index.root, index.name).ledger, index.name).ledger
 
 
-def describe_checkpoint(index: CheckpointIndex, anatomy: Anatomy) -> RunCheckpoint:
+def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> RunCheckpoint:
     """Return what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
-    absent = absent_parts(index, anatomy)
-    parts = frozenset(anatomy.parts) - absent if absent else None
+    absent = absent_parts(index, structure)
+    parts = frozenset(structure.parts) - absent if absent else None
     is_resumable = TRAINER_STATE in index.files
     return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
 
@@ -244,7 +244,7 @@ def recipe_for_run(
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
         scan = scan_run(run, at, only_newest=is_latest, trust_unrecorded=trust_unrecorded)
-        assignment = assign(scan.usable, scan.anatomy, how)
+        assignment = assign(scan.usable, scan.structure, how)
     else:
         problems = Problems()
         lines = None
@@ -262,9 +262,9 @@ def recipe_for_run(
         problems.raise_if_any()
         assert lines is not None
         step = at if at is not None else scan.usable[-1].step
-        assignment = assign_flags(lines, step, found, scan.usable, scan.anatomy, how.total_layers, how.name)
+        assignment = assign_flags(lines, step, found, scan.usable, scan.structure, how.total_layers, how.name)
     _log_choice(assignment)
-    text = write_recipe(assignment, scan.anatomy, folder, _header(scan, assignment))
+    text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment))
     return Recipe.of(assignment, name, text, scan.skipped)
 
 

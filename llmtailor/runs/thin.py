@@ -27,7 +27,7 @@ from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER, is_rng_file
 from llmtailor.formats.zero.files import LATEST
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import (
     Kind,
@@ -90,22 +90,22 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
     """
     run = Path(run).absolute()
     folder, scan = RunFolder(run), scan_run(run, every_chain=True)
-    anatomy, indexes = scan.anatomy, scan.indexes
+    structure, indexes = scan.structure, scan.indexes
     index = indexes[check_newest(scan)]
-    trained = {anatomy.part_of[param] for param in trained_states(index)}
-    parts = [part for part in anatomy.parts if part in trained]
-    chooser = None if options.weights_only else Chooser.of(options, anatomy, parts)
+    trained = {structure.part_of[param] for param in trained_states(index)}
+    parts = [part for part in structure.parts if part in trained]
+    chooser = None if options.weights_only else Chooser.of(options, structure, parts)
     facts: dict[Path, FullFacts] = {}
 
     def facts_of(one: RunCheckpoint) -> FullFacts:
         if one.path not in facts:
             target = folder.at(one.step)
-            facts[one.path] = read_facts(indexes[one.path], anatomy, target, indexes, weights_only=chooser is None)
+            facts[one.path] = read_facts(indexes[one.path], structure, target, indexes, weights_only=chooser is None)
         return facts[one.path]
 
     pruner = Pruner(
         checkpoints=scan.usable,
-        parts=anatomy.parts,
+        parts=structure.parts,
         keep_full=options.keep_full,
         facts=facts_of,
         chooser=chooser,
@@ -120,7 +120,7 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
     rest = list(scan.usable)
     for action in actions:
         rest = action.applied_to(rest)
-    ages = compare_ages(scan.usable, rest, decision.after, anatomy.parts)
+    ages = compare_ages(scan.usable, rest, decision.after, structure.parts)
     return ThinPlan(run, options, scan, actions, decision.before, decision.after, tuple(left), freed, ages)
 
 
@@ -141,7 +141,7 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
         successor = action.successor if action.is_written else None
         if successor is not None and successor.ledger is not None and chooser is not None:
             contents = Contents(action.parts, successor.ledger, chooser.settings())
-            conversion = plan_conversion(index, scan.anatomy, successor.path, contents, frozen)
+            conversion = plan_conversion(index, scan.structure, successor.path, contents, frozen)
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
         num_bytes = sum(fact.num_bytes for fact in index.files.values())
@@ -221,8 +221,8 @@ def _replace(
         except VerificationError as error:
             raise _Different(error.problems) from error
     try:
-        check_on_disk(successor, plan.scan.anatomy)
-        check_composable(plan.run, action.applied_to(there), full.step, plan.scan.anatomy)
+        check_on_disk(successor, plan.scan.structure)
+        check_composable(plan.run, action.applied_to(there), full.step, plan.scan.structure)
     except VerificationError:
         if action.conversion is not None:
             remove_partial(successor.path)
@@ -232,20 +232,20 @@ def _replace(
     remove_replaced(full.path)
 
 
-def check_on_disk(promised: RunCheckpoint, anatomy: Anatomy) -> None:
+def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:
     """Raise VerificationError if a checkpoint on the disk is not the one that the decision is based on."""
-    found = describe_checkpoint(index_checkpoint(promised.path), anatomy)
+    found = describe_checkpoint(index_checkpoint(promised.path), structure)
     if found != promised or found.past != promised.past:
         raise VerificationError.at(promised.path, "it does not hold what was decided", _FIX)
 
 
-def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, anatomy: Anatomy) -> None:
+def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, structure: ModelStructure) -> None:
     """Plan the composite of a step from the checkpoints that will be left; nothing is written.
 
     Raises VerificationError, with every problem, if that can't be done.
     """
     usable = usable_at(left, step)
-    sources, base = sources_at(usable, step, anatomy.parts), newest_resumable(usable)
+    sources, base = sources_at(usable, step, structure.parts), newest_resumable(usable)
     if sources is None or base is None:
         raise VerificationError.at(run, f"step {step} could not be composed any more", _FIX)
     title = f"step {step} after thinning"

@@ -29,7 +29,7 @@ from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
 from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial, trained_states
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT, State
 from llmtailor.runs.folder import Kind, link_or_copy, staged
 from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, write_durably
@@ -185,7 +185,7 @@ class Conversion:
 
     source: CheckpointIndex
     target: Path
-    anatomy: Anatomy
+    structure: ModelStructure
     contents: Contents
     save_id: str
     layout: PartialLayout
@@ -196,7 +196,7 @@ class Conversion:
     @property
     def params_of(self) -> dict[str, list[str]]:
         """The trained params of each part that it holds"""
-        return _params_of(self.source, self.anatomy, self.contents)
+        return _params_of(self.source, self.structure, self.contents)
 
     @property
     def num_bytes_to_move(self) -> int:
@@ -212,7 +212,7 @@ class Conversion:
 
 def plan_conversion(
     source: CheckpointIndex,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     target: Path,
     contents: Contents,
     older: Mapping[str, tuple[Path, int]],
@@ -223,7 +223,7 @@ def plan_conversion(
     Raises SourceError or UnsupportedCheckpoint.
     """
     save_id = uuid.uuid4().hex
-    params = {name for names in _params_of(source, anatomy, contents).values() for name in names}
+    params = {name for names in _params_of(source, structure, contents).values() for name in names}
     layout = lay_out_partial(source, params, save_id)
     names = {*source.params, *source.tied, *(state.param for state in source.held)}
     plan = plan_composite(layout.files, [source], Sources(dict.fromkeys(names, 0)), 0)
@@ -232,7 +232,7 @@ def plan_conversion(
         for file in layout.frozen
         if file.path in older and older[file.path][1] == file.num_bytes
     }
-    return Conversion(source, target, anatomy, contents, save_id, layout, plan, links)
+    return Conversion(source, target, structure, contents, save_id, layout, plan, links)
 
 
 def write_conversion(
@@ -272,18 +272,18 @@ def write_conversion(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def part_bytes(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, int]:
+def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, int]:
     """Return the bytes of each part's trained states; parts without trained params are left out."""
     found: dict[str, int] = {}
     for param, states in trained_states(index).items():
-        part = anatomy.part_of[param]
+        part = structure.part_of[param]
         found[part] = found.get(part, 0) + sum(index.held[state].num_bytes for state in states)
-    return {part: found[part] for part in anatomy.parts if part in found}
+    return {part: found[part] for part in structure.parts if part in found}
 
 
-def _params_of(source: CheckpointIndex, anatomy: Anatomy, contents: Contents) -> dict[str, list[str]]:
+def _params_of(source: CheckpointIndex, structure: ModelStructure, contents: Contents) -> dict[str, list[str]]:
     trained = {name for group in source.group_params for name in group}
-    return {part: [name for name in anatomy.names(part) if name in trained] for part in contents.parts}
+    return {part: [name for name in structure.names(part) if name in trained] for part in contents.parts}
 
 
 def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
@@ -298,7 +298,7 @@ def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
             source, conversion.save_id, contents.parts, conversion.params_of, facts, contents.ledger.to_json()
         ),
         policy=contents.policy,
-        num_bytes=part_bytes(source, conversion.anatomy),
+        num_bytes=part_bytes(source, conversion.structure),
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs, count, union, without
 from llmtailor.errors import some
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT, State
 from llmtailor.salvage.assess import Holder
 
@@ -51,17 +51,17 @@ class Choice:
         return tuple(sorted(given | ({self.base} if self.base is not None else set())))
 
 
-def choose(holders: Sequence[Holder], anatomy: Anatomy, fragments: bool) -> Choice:
+def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool) -> Choice:
     """Take every part from the newest holder that has all of it; with ``fragments`` every element of those that are
     damaged in newer ones. ``holders`` are ordered from the newest on, and fit together.
 
     Each element's master and moments come from one holder. The base is the newest that can be one and gives something,
     or else the newest that can be one.
     """
-    wanted = _states_by_part(holders[0].index, anatomy)
+    wanted = _states_by_part(holders[0].index, structure)
     parts: list[PartChoice] = []
     cuts: dict[State, Cuts] = {}
-    for part in anatomy.parts:
+    for part in structure.parts:
         states = wanted.get(part, {})
         whole = next((at for at, one in enumerate(holders) if not _lost(one, states, holders[0].index)), None)
         choice = PartChoice(part, whole, {} if whole is None else {whole: _numel(states, holders[0].index)}, "")
@@ -81,12 +81,12 @@ def choose(holders: Sequence[Holder], anatomy: Anatomy, fragments: bool) -> Choi
     return Choice(tuple(parts), cuts, base)
 
 
-def _states_by_part(index: CheckpointIndex, anatomy: Anatomy) -> dict[str, dict[str, list[State]]]:
+def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[str, dict[str, list[State]]]:
     """Return the states that must be there, by part and param. Under ZeRO weights are the rounded masters."""
     found: dict[str, dict[str, list[State]]] = {}
     for state in index.held:
         if state.param in index.params and not (state.kind == WEIGHT and index.has_masters):
-            found.setdefault(anatomy.part_of[state.param], {}).setdefault(state.param, []).append(state)
+            found.setdefault(structure.part_of[state.param], {}).setdefault(state.param, []).append(state)
     return found
 
 

@@ -15,9 +15,9 @@ from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records, read_torch_file
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
-from llmtailor.formats.registry import display_name, dissect_checkpoint
+from llmtailor.formats.registry import display_name, find_structure
 from llmtailor.formats.trainer import is_rng_file
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
@@ -95,19 +95,19 @@ def plan_salvage(
     there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
-    scan, anatomy = _scan(run, at, deep, fragments, on_progress, trust_unrecorded)
+    scan, structure = _scan(run, at, deep, fragments, on_progress, trust_unrecorded)
     holders = scan.holders
-    choice = choose(holders, anatomy, fragments)
+    choice = choose(holders, structure, fragments)
     if not choice.is_complete:
-        raise _no_composite(scan, anatomy, choice)
-    deeper = None if fragments else choose(holders, anatomy, True)
+        raise _no_composite(scan, structure, choice)
+    deeper = None if fragments else choose(holders, structure, True)
     if deeper is not None and (not deeper.cuts or not deeper.is_complete):
         deeper = None
     base = choice.base
     assert base is not None
     composition = None
     if choice.used != (base,) or not holders[base].is_whole or holders[base].index.is_partial:
-        composition = _plan(scan, choice, anatomy, out, replace_out or in_place)
+        composition = _plan(scan, choice, structure, out, replace_out or in_place)
     salvage = Salvage(scan, choice, fragments, deeper, composition)
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage
@@ -119,7 +119,7 @@ def plan_salvage(
 
 def _scan(
     run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
-) -> tuple[Scan, Anatomy]:
+) -> tuple[Scan, ModelStructure]:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
     Raises SourceError if none of them can give anything.
@@ -136,7 +136,7 @@ def _scan(
         at,
         read=read,
         index_of=lambda holder: holder.index,
-        is_enough=lambda found, step: choose(found, dissect_checkpoint(found[0].index), fragments).is_complete,
+        is_enough=lambda found, step: choose(found, find_structure(found[0].index), fragments).is_complete,
         trust_unrecorded=trust_unrecorded,
     )
     problems = tuple(problem for problems in refused.values() for problem in problems)
@@ -144,7 +144,7 @@ def _scan(
         head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
         raise SourceError([head, *problems])
     newest = RunFolder(run).checkpoints_until(at)[0]
-    return Scan(run, newest, tuple(holders), problems), dissect_checkpoint(holders[0].index)
+    return Scan(run, newest, tuple(holders), problems), find_structure(holders[0].index)
 
 
 def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
@@ -159,9 +159,9 @@ def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder],
     return [informed(one) for one in holders], informed(found)
 
 
-def _no_composite(scan: Scan, anatomy: Anatomy, choice: Choice) -> SourceError:
+def _no_composite(scan: Scan, structure: ModelStructure, choice: Choice) -> SourceError:
     fix = "mend a file named here, or start anew"
-    if choose(scan.holders, anatomy, True).is_complete:
+    if choose(scan.holders, structure, True).is_complete:
         fix = "say --fragments: together they hold every element"
     problems = [
         Problem(row.part, "no checkpoint holds it intact" + (f" ({row.why})" if row.why else ""), fix)
@@ -181,7 +181,7 @@ def _no_composite(scan: Scan, anatomy: Anatomy, choice: Choice) -> SourceError:
     return SourceError(dict.fromkeys([*problems, *damage, *scan.refused]))
 
 
-def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replace_out: bool) -> Composition:
+def _plan(scan: Scan, choice: Choice, structure: ModelStructure, out: Path | None, replace_out: bool) -> Composition:
     assert choice.base is not None
     used = {number: scan.holders[number] for number in choice.used}
     base = used[choice.base]
@@ -194,7 +194,7 @@ def _plan(scan: Scan, choice: Choice, anatomy: Anatomy, out: Path | None, replac
         reason={row.part: row.why or "intact" for row in choice.parts},
         title=f"salvage of {display_name(scan.run)}",
     )
-    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, anatomy))
+    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
     files, about_files = _replace_files(scan, base)
     cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = {
         state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)

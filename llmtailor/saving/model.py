@@ -20,8 +20,8 @@ import torch
 
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.model.disk_names import naming_of, on_disk
-from llmtailor.model.find_parts import dissect_model
-from llmtailor.model.parts import Anatomy, Param, SavedAs
+from llmtailor.model.find_parts import find_parts
+from llmtailor.model.parts import ModelStructure, Param, SavedAs
 from llmtailor.policies import Policy, check_policy
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Training, describe, tied_names
@@ -120,7 +120,7 @@ _BYTES_PER_PARAM = 12
 class TrainedModel:
     """What does not change while a model is trained."""
 
-    anatomy: Anatomy
+    structure: ModelStructure
     params_of: Mapping[str, tuple[str, ...]]
     """Part -> its trained params; parts without any are left out."""
     num_bytes: Mapping[str, int]
@@ -137,11 +137,11 @@ class TrainedModel:
         return {name: part for part, names in self.params_of.items() for name in names}
 
 
-def dissect_training(training: Training, ranks: Ranks) -> TrainedModel:
+def find_trained_parts(training: Training, ranks: Ranks) -> TrainedModel:
     """Find the parts of a model, by its names and its config, and weigh them; all ranks take part."""
-    anatomy, params_of = _dissect(training.model, training.params, training.tied)
+    structure, params_of = _find_parts(training.model, training.params, training.tied)
     names = saved_names(training.model, training.params, training.tied)
-    return weigh(TrainedModel(anatomy, params_of, {}, names), training, ranks)
+    return weigh(TrainedModel(structure, params_of, {}, names), training, ranks)
 
 
 def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel:
@@ -162,24 +162,24 @@ def check_before_training(model: Any, policy: Policy, max_staleness: int | None)
     """Refuse a policy for a model whose optimizer does not exist yet. Raises what `check_policy` raises."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     facts, tied = describe(model, trained), tied_names(model)
-    anatomy, params_of = _dissect(model, facts, tied)
+    structure, params_of = _find_parts(model, facts, tied)
     num_bytes = {
         part: sum(_BYTES_PER_PARAM * math.prod(facts[name].shape) for name in names)
         for part, names in params_of.items()
     }
-    check_policy(policy, anatomy, tuple(params_of), num_bytes, max_staleness)
+    check_policy(policy, structure, tuple(params_of), num_bytes, max_staleness)
 
 
-def _dissect(
+def _find_parts(
     model: Any, facts: Mapping[str, ParamFact], tied: Mapping[str, str]
-) -> tuple[Anatomy, dict[str, tuple[str, ...]]]:
+) -> tuple[ModelStructure, dict[str, tuple[str, ...]]]:
     numels = {name: math.prod(fact.shape) for name, fact in facts.items()}
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else None
-    anatomy = dissect_model([*facts, *tied], dict(tied), numels, known)
+    structure = find_parts([*facts, *tied], dict(tied), numels, known)
     params_of = {}
-    for part in anatomy.parts:
-        names = [name for name in anatomy.names(part) if name in facts and facts[name].role == "trainable"]
+    for part in structure.parts:
+        names = [name for name in structure.names(part) if name in facts and facts[name].role == "trainable"]
         if names:
             params_of[part] = tuple(names)
-    return anatomy, params_of
+    return structure, params_of

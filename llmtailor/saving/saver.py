@@ -29,7 +29,7 @@ from llmtailor.policies import Policy, Situation, check_policy, choose, make_pol
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.retention import check_keep, deletable
 from llmtailor.saving.drift import Drift
-from llmtailor.saving.model import dissect_training, weigh
+from llmtailor.saving.model import find_trained_parts, weigh
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.report import SaveReport, append
 from llmtailor.saving.resuming import resume
@@ -84,9 +84,9 @@ class PartialSaver:
         self.keep_composable = keep_composable
         self.ranks = Ranks.here()
         self.carried = CarriedFiles(*carried)
-        self.model = dissect_training(training, self.ranks)
+        self.model = find_trained_parts(training, self.ranks)
         model = self.model
-        self.max_staleness = check_policy(self.policy, model.anatomy, model.parts, model.num_bytes, max_staleness)
+        self.max_staleness = check_policy(self.policy, model.structure, model.parts, model.num_bytes, max_staleness)
         self.drift = Drift(model.part_of, self.ranks)
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
@@ -207,7 +207,7 @@ class PartialSaver:
     def _forget(self) -> None:
         """Go on with another set of trained params, of which no earlier save knows."""
         logger.warning("other params are trained than before; the next save is complete")
-        self.model = dissect_training(self.training, self.ranks)
+        self.model = find_trained_parts(self.training, self.ranks)
         self.drift = Drift(self.model.part_of, self.ranks)
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
 
@@ -232,7 +232,7 @@ class PartialSaver:
         situation = Situation(
             step=step,
             save=self.ledger.saves,
-            anatomy=self.model.anatomy,
+            structure=self.model.structure,
             parts=self.model.parts,
             num_bytes=self.model.num_bytes,
             last=self.ledger.last,

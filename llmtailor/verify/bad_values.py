@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
@@ -140,14 +140,14 @@ def _joined(runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     yield begin, end
 
 
-def all_held(index: CheckpointIndex) -> Iterator[tuple[State, Held]]:
+def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:
     """Yield everything that is held, the module's weights of ZeRO-1/2 included."""
     yield from index.held.items()
     for name, held in index.module.items():
         yield State(name, MODULE), held
 
 
-def held_of(index: CheckpointIndex, state: State) -> Held:
+def held_of(index: CheckpointIndex, state: State) -> TensorEntry:
     return index.module[state.param] if state.kind == MODULE else index.held[state]
 
 

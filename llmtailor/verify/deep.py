@@ -17,7 +17,7 @@ from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
-from llmtailor.formats.registry import dissect_checkpoint
+from llmtailor.formats.registry import find_structure
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.model.disk_names import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
@@ -144,7 +144,7 @@ def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, 
     Not of those with states that could not be read, which are reported; nor, in ZeRO-3, of those with buffers: a digest
     counts the ranks' buffers as often as the sources had them. The files' checksums cover these.
     """
-    part_of = dissect_checkpoint(index).part_of
+    part_of = find_structure(index).part_of
     parts: dict[str, list[tuple[State, int, int]]] = {}
     for state in reading.by_state:
         if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters):

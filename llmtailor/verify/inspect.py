@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.formats.registry import absent_parts, dissect_checkpoint, index_checkpoint
+from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT
 
 _FEW = 8
@@ -85,14 +85,14 @@ def inspect_checkpoint(root: Path) -> Inspection:
 
 def describe(index: CheckpointIndex) -> Inspection:
     """Describe an index: format, counters, param groups, parts with their bytes, files, and findings."""
-    anatomy = dissect_checkpoint(index)
+    structure = find_structure(index)
     steps = index.steps()
     by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for state, held in index.held.items():
         if not held.is_here or (index.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
             continue  # without DeepSpeed these are the same bytes as the weight
-        by_kind[anatomy.part_of[state.param]][state.kind] += held.num_bytes
-    absent = absent_parts(index, anatomy)
+        by_kind[structure.part_of[state.param]][state.kind] += held.num_bytes
+    absent = absent_parts(index, structure)
     roles = [param.role for param in index.params.values()]
     return {
         "schema": SCHEMA_INSPECT,
@@ -106,7 +106,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "precision": index.precision,
         "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),
         "optimizer": index.optimizer,
-        "num_layers": anatomy.num_layers,
+        "num_layers": structure.num_layers,
         "tied": dict(index.tied),
         "num_params": sum(param.numel for param in index.params.values() if param.role != "buffer"),
         "num_trainable_params": sum(param.numel for param in index.params.values() if param.role == "trainable"),
@@ -116,13 +116,13 @@ def describe(index: CheckpointIndex) -> Inspection:
         "parts": [
             _part(
                 part,
-                anatomy.names(part),
+                structure.names(part),
                 by_kind[part],
                 steps,
                 index.part_steps.get(part, index.global_step),
                 part not in absent,
             )
-            for part in anatomy.parts
+            for part in structure.parts
         ],
         "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
         "files": [{"path": path, "num_bytes": fact.num_bytes} for path, fact in index.files.items()],

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.model.parts import SavedAs
@@ -43,7 +43,7 @@ class Stream:
     """One state of a bundle, and what its values may not be."""
 
     state: State
-    held: Held
+    held: TensorEntry
     checks: tuple[str, ...] = (NOT_FINITE,)
     """What `bad_values.find` looks for"""
     begin: int = 0

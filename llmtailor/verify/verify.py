@@ -19,7 +19,7 @@ from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.partial.read import looks_partial
 from llmtailor.formats.plain.read import detects as is_plain
-from llmtailor.formats.registry import absent_parts, display_name, dissect_checkpoint, survey_checkpoint
+from llmtailor.formats.registry import absent_parts, display_name, find_structure, survey_checkpoint
 from llmtailor.formats.trainer import (
     CONFIG,
     MANIFEST,
@@ -178,14 +178,14 @@ def _severity(problem: Problem, root: Path) -> str:
 def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
     """Return which parts a partial checkpoint has; None if its config.json does not say."""
     try:
-        anatomy = dissect_checkpoint(index)
+        structure = find_structure(index)
     except SourceError as error:
         findings += [Finding.of(problem, ERROR) for problem in error.problems]
         return None
-    absent = absent_parts(index, anatomy)
+    absent = absent_parts(index, structure)
     return Holding(
-        tuple(part for part in anatomy.parts if part not in absent),
-        tuple(part for part in anatomy.parts if part in absent),
+        tuple(part for part in structure.parts if part not in absent),
+        tuple(part for part in structure.parts if part in absent),
     )
 
 

@@ -17,7 +17,7 @@ from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.scan import dissect_checkpoint, scan_run
+from llmtailor.runs.scan import find_structure, scan_run
 from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
 from llmtailor.verify.inspect import describe
 from scripts.fuzz.mutations import DROP, mutate_bytes, mutate_tree
@@ -28,12 +28,12 @@ SEPARATOR = b"\n--- the file ---\n"
 def make_partial(full: Path, run: Path) -> Path:
     """Turn a full checkpoint into a partial one of a run; it holds every part."""
     index = index_checkpoint(full)
-    anatomy = dissect_checkpoint(index)
-    after = Ledger("fuzz").after(index.global_step, anatomy.parts, anatomy.parts)
+    structure = find_structure(index)
+    after = Ledger("fuzz").after(index.global_step, structure.parts, structure.parts)
     target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True)
-    contents = Contents(dict.fromkeys(anatomy.parts, "all"), after, {"name": "full"})
-    write_conversion(plan_conversion(index, anatomy, target, contents, {}), Stop())
+    contents = Contents(dict.fromkeys(structure.parts, "all"), after, {"name": "full"})
+    write_conversion(plan_conversion(index, structure, target, contents, {}), Stop())
     return target
 
 

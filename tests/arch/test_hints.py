@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.model.find_parts import dissect
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.find_parts import find_parts_by_name
+from llmtailor.model.parts import ModelStructure
 from llmtailor.model.roles import ArchHints, undecided
 
 INSIDE = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
@@ -17,8 +17,8 @@ def layers(stack: str, count: int = 2) -> list[str]:
     return [f"{stack}.{number}.{tail}" for number in range(count) for tail in INSIDE]
 
 
-def parts(names: list[str], hints: ArchHints | None = None, tied: dict[str, str] | None = None) -> Anatomy:
-    return dissect(names, tied or {}, dict.fromkeys(names, 1), hints)
+def parts(names: list[str], hints: ArchHints | None = None, tied: dict[str, str] | None = None) -> ModelStructure:
+    return find_parts_by_name(names, tied or {}, dict.fromkeys(names, 1), hints)
 
 
 LLAMA = ["model.embed_tokens.weight", *layers("model.layers"), "model.norm.weight", "lm_head.weight"]
@@ -129,7 +129,7 @@ hint_names = st.lists(tensor_name, max_size=3).map(tuple)
 )  # fmt: skip
 def test_whatever_the_hints_every_name_has_one_part(names: list[str], hints: ArchHints, data: st.DataObject) -> None:
     tied = data.draw(st.dictionaries(tensor_name, st.sampled_from(names), max_size=3)) if names else {}
-    found = dissect(names, tied, {}, hints)
+    found = find_parts_by_name(names, tied, {}, hints)
     assert found.part_of.keys() == {*names, *tied}
     assert len(found.parts) == len(set(found.parts))
     assert set(found.parts) == set(found.part_of.values())

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from llmtailor.model import mergekit_data
-from llmtailor.model.find_parts import dissect, dissect_model
+from llmtailor.model.find_parts import find_parts, find_parts_by_name
 from llmtailor.model.mergekit_data import architecture_hints
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 
 SPEC = importlib.util.find_spec("mergekit")
 FOLDER = Path(SPEC.submodule_search_locations[0], "_data", "architectures") if SPEC else Path()  # type: ignore[index]
@@ -66,7 +66,7 @@ def expected_parts(definition: Mapping[str, Any]) -> dict[str, str | None]:
     return found
 
 
-def right(found: Anatomy, expected: Mapping[str, str | None]) -> bool:
+def right(found: ModelStructure, expected: Mapping[str, str | None]) -> bool:
     usual = ("embed_tokens", "norm", "lm_head")
     for name, part in expected.items():
         have = found.part_of[name]
@@ -81,8 +81,8 @@ def right(found: Anatomy, expected: Mapping[str, str | None]) -> bool:
 def test_every_causal_model_is_taken_apart_rightly(definition: dict[str, Any]) -> None:
     expected = expected_parts(definition)
     assert list(expected.values()).count(None) < len(expected)
-    assert right(dissect_model([*expected], {}, {}, definition), expected)
-    by_names = right(dissect([*expected], {}, {}), expected)
+    assert right(find_parts([*expected], {}, {}, definition), expected)
+    by_names = right(find_parts_by_name([*expected], {}, {}), expected)
     assert by_names is (definition["model_type"] not in UNDECIDED_BY_NAMES)
 
 
@@ -91,14 +91,14 @@ def test_phi2_before_its_renaming() -> None:
     inside = ("ln.weight", "mixer.Wqkv.weight", "mlp.fc1.weight")
     names = ["transformer.embd.wte.weight", *(f"transformer.h.{at}.{tail}" for at in range(3) for tail in inside)]
     names += ["lm_head.ln.weight", "lm_head.ln.bias", "lm_head.linear.weight", "lm_head.linear.bias"]
-    alone = dissect(names, {}, {})
+    alone = find_parts_by_name(names, {}, {})
     assert "norm" not in alone.parts
     assert "lm_head" not in alone.parts
     config = {"architectures": ["PhiForCausalLM"], "model_type": "phi-msft"}
-    found = dissect_model(names, {}, {}, config)
+    found = find_parts(names, {}, {}, config)
     assert found.parts == ("embed_tokens", "layer 0", "layer 1", "layer 2", "norm", "lm_head")
     assert found.names("norm") == ["lm_head.ln.weight", "lm_head.ln.bias"]
-    assert dissect_model(names, {}, {}, config | {"model_type": "phi-3000"}) == alone
+    assert find_parts(names, {}, {}, config | {"model_type": "phi-3000"}) == alone
 
 
 def test_berts_embeddings() -> None:
@@ -106,10 +106,10 @@ def test_berts_embeddings() -> None:
              "bert.embeddings.LayerNorm.weight", "bert.embeddings.position_ids",
              "bert.encoder.layer.0.attention.self.query.weight", "cls.predictions.bias",
              "cls.predictions.decoder.weight"]  # fmt: skip
-    assert dissect(names, {}, {}).names("embed_tokens") == ["bert.embeddings.position_ids"]
+    assert find_parts_by_name(names, {}, {}).names("embed_tokens") == ["bert.embeddings.position_ids"]
     tied = {"cls.predictions.decoder.weight": names[0]}
     config = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
-    assert set(dissect_model(names, tied, {}, config).names("embed_tokens")) == {names[0], *names[-2:]}
+    assert set(find_parts(names, tied, {}, config).names("embed_tokens")) == {names[0], *names[-2:]}
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -119,7 +119,7 @@ def test_submodels_of_a_vision_language_model(prefix: str) -> None:
     names += [f"{prefix}visual.{tail}.weight" for tail in ("patch_embed.proj", "blocks.0.attn.qkv", "blocks.1.attn.qkv",
                                                          "merger.ln_q", "merger.mlp.0", "merger.mlp.2")]  # fmt: skip
     config = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
-    assert dissect_model(names, {}, {}, config).modules == {
+    assert find_parts(names, {}, {}, config).modules == {
         "text_decoder": ("embed_tokens", "layer 0", "norm", "lm_head"),
         "multi_modal_projector": ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2"),
         "vision_tower": ("visual.patch_embed.proj", "visual.blocks.0", "visual.blocks.1"),
@@ -131,8 +131,8 @@ LLAMA = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "mode
 
 def test_nothing_is_read_when_names_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mergekit_data, "_files", lambda: pytest.fail("mergekit's files were looked up"))
-    assert dissect_model(LLAMA, {}, {}, {"architectures": ["LlamaForCausalLM"]}) == dissect(LLAMA, {}, {})
-    assert dissect_model(LLAMA[:-1], {}, {}, None) == dissect(LLAMA[:-1], {}, {})
+    assert find_parts(LLAMA, {}, {}, {"architectures": ["LlamaForCausalLM"]}) == find_parts_by_name(LLAMA, {}, {})
+    assert find_parts(LLAMA[:-1], {}, {}, None) == find_parts_by_name(LLAMA[:-1], {}, {})
 
 
 def test_mergekit_is_not_imported() -> None:
@@ -151,7 +151,7 @@ def test_mergekit_is_not_imported() -> None:
 )  # fmt: skip
 def test_unknown_models(config: dict[str, Any]) -> None:
     assert architecture_hints(config) is None
-    assert dissect_model(LLAMA[1:], {}, {}, config) == dissect(LLAMA[1:], {}, {})
+    assert find_parts(LLAMA[1:], {}, {}, config) == find_parts_by_name(LLAMA[1:], {}, {})
 
 
 def test_without_mergekit_names_have_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

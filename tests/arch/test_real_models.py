@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmtailor.model.find_parts import dissect
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.find_parts import find_parts_by_name
+from llmtailor.model.parts import ModelStructure
 
 torch = pytest.importorskip("torch", reason="the models are built with torch")
 transformers = pytest.importorskip("transformers", reason="the models are built with transformers")
@@ -40,10 +40,10 @@ def names_of(model: Any) -> tuple[list[str], dict[str, str]]:
     return [*first.values(), *(name for name, _ in model.named_buffers())], tied
 
 
-def anatomy_of(model: Any, on_disk: list[str] | None = None) -> Anatomy:
+def anatomy_of(model: Any, on_disk: list[str] | None = None) -> ModelStructure:
     names, tied = names_of(model)
     numels = {name: param.numel() for name, param in model.named_parameters()}
-    return dissect([*names, *(on_disk or [])], tied, numels)
+    return find_parts_by_name([*names, *(on_disk or [])], tied, numels)
 
 
 # architecture, changes to the config, tied, stack, parts beside the usual ones

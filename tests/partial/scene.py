@@ -13,7 +13,7 @@ import torch
 import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
-from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import crc32
 from partial.alone import Alone
@@ -39,7 +39,7 @@ def make_run(form: str, folder: Path) -> Path:
             converted = folder.parent / f"converted-{form}" / full.name
             llmtailor.merge(Recipe("x", "", full, (), None, None), converted, llmtailor.Options(stage=STAGES[form]))
             full = converted
-        parts = dissect_checkpoint(index_checkpoint(full)).parts
+        parts = find_structure(index_checkpoint(full)).parts
         ledger = save_partial(folder, full, parts if save == 0 else parts[save % 2 :: 2], ledger)
     return folder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout, Sources
 from llmtailor.checkpoint.optimizer import lay_out_optimizer
 from llmtailor.compose.planner import plan_composite
@@ -51,7 +51,7 @@ def write(layouts: list[FileLayout], base: CheckpointIndex, out: Path) -> None:
     execute(plan_composite(layouts, [base], Sources(dict.fromkeys(names, 0)), 0), out)
 
 
-def read(root: Path, held: Held) -> torch.Tensor:
+def read(root: Path, held: TensorEntry) -> torch.Tensor:
     """Read a state the way the index says."""
     data = bytearray()
     for piece in held.place.cover(0, held.numel):

@@ -8,7 +8,7 @@ from helpers.indexes import make_index
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.regroup import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.errors import MismatchError, SourceError
-from llmtailor.model.find_parts import dissect
+from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import Param
 
 HYPER = {"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -39,7 +39,7 @@ def halves(shapes):
 
 
 def make(shapes, groups, decays=(0.1, 0.0), hypers=None, tied=None):
-    """An index with these groups, and its anatomy."""
+    """An index with these groups, and its structure."""
     hypers = hypers or [{**HYPER, "weight_decay": decay} for decay in decays]
     index = make_index(
         params={name: Param(name, shape, "trainable") for name, shape in shapes.items()},
@@ -47,7 +47,7 @@ def make(shapes, groups, decays=(0.1, 0.0), hypers=None, tied=None):
         tied=tied or {},
     )
     numels = {name: param.numel for name, param in index.params.items()}
-    return index, dissect([*shapes, *index.tied], index.tied, numels)
+    return index, find_parts_by_name([*shapes, *index.tied], index.tied, numels)
 
 
 LLAMA_LAYERS = [
@@ -83,8 +83,8 @@ GPT2_TIED = {"lm_head.weight": "transformer.wte.weight"}
     ],
 )
 def test_there_and_back(shapes, tied, layers):
-    index, anatomy = make(shapes, halves(shapes), tied=tied)
-    there = regroup(index, anatomy, LAYER, list(shapes))
+    index, structure = make(shapes, halves(shapes), tied=tied)
+    there = regroup(index, structure, LAYER, list(shapes))
     assert [list(group.params) for group in there.groups] == layers
     assert there.notices == ()
     decays = [len(shapes[group[0]]) > 1 for group in layers]
@@ -93,7 +93,7 @@ def test_there_and_back(shapes, tied, layers):
     assert all({**group.hyper, "weight_decay": 0} == {**HYPER, "weight_decay": 0} for group in there.groups)
 
     layered, _ = make(shapes, layers, hypers=[group.hyper for group in there.groups], tied=tied)
-    back = regroup(layered, anatomy, DEFAULT, list(shapes))
+    back = regroup(layered, structure, DEFAULT, list(shapes))
     assert [list(group.params) for group in back.groups] == halves(shapes)
     assert [group.hyper for group in back.groups] == [group.hyper for group in index.groups]
     assert [decays[number] for number in back.from_group] == [True, False]
@@ -101,9 +101,9 @@ def test_there_and_back(shapes, tied, layers):
 
 def test_layers_are_sorted_as_numbers_and_follow_what_is_outside():
     shapes = llama(12)
-    index, anatomy = make(shapes, halves(shapes))
-    groups = regroup(index, anatomy, LAYER, list(shapes)).groups
-    numbers = [anatomy.part_of[group.params[0]] for group in groups]
+    index, structure = make(shapes, halves(shapes))
+    groups = regroup(index, structure, LAYER, list(shapes)).groups
+    numbers = [structure.part_of[group.params[0]] for group in groups]
     layers = [f"layer {number}" for number in range(12)]
     assert numbers == ["norm", *layers, "lm_head", "embed_tokens", *layers]
     assert len(groups) == 2 * 12 + 3
@@ -111,35 +111,35 @@ def test_layers_are_sorted_as_numbers_and_follow_what_is_outside():
 
 def test_groups_that_are_already_so_stay():
     shapes = llama()
-    index, anatomy = make(shapes, halves(shapes))
-    assert regroup(index, anatomy, DEFAULT, list(shapes)) is None
-    assert regroup(index, anatomy, KEEP, []) is None
+    index, structure = make(shapes, halves(shapes))
+    assert regroup(index, structure, DEFAULT, list(shapes)) is None
+    assert regroup(index, structure, KEEP, []) is None
     layered, _ = make(shapes, LLAMA_LAYERS, decays=[0.0] * 3 + [0.1] * 4)
-    assert regroup(layered, anatomy, LAYER, list(shapes)) is None
+    assert regroup(layered, structure, LAYER, list(shapes)) is None
     with pytest.raises(ValueError):
-        regroup(index, anatomy, "other", list(shapes))
+        regroup(index, structure, "other", list(shapes))
 
 
 def test_the_order_is_that_of_the_model_and_not_of_the_flat_tensors():
     shapes = llama()
     shuffled = [list(reversed(half)) for half in halves(shapes)]
-    index, anatomy = make(shapes, shuffled)
+    index, structure = make(shapes, shuffled)
     order = ["some.buffer", *shapes, "lm_head.weight"]
-    assert [list(group.params) for group in regroup(index, anatomy, DEFAULT, order).groups] == halves(shapes)
+    assert [list(group.params) for group in regroup(index, structure, DEFAULT, order).groups] == halves(shapes)
     with pytest.raises(SourceError, match=r"lm_head\.weight is not among them"):
-        regroup(index, anatomy, LAYER, list(shapes)[:-1])
+        regroup(index, structure, LAYER, list(shapes)[:-1])
 
 
 def test_frozen_params_are_in_no_group_and_empty_groups_are_dropped():
     shapes = llama()
     frozen = {"model.norm.weight", *(name for name in shapes if "layers.1" in name)}
-    index, anatomy = make(shapes, [[name for name in half if name not in frozen] for half in halves(shapes)])
-    groups = [list(group.params) for group in regroup(index, anatomy, LAYER, list(shapes)).groups]
+    index, structure = make(shapes, [[name for name in half if name not in frozen] for half in halves(shapes)])
+    groups = [list(group.params) for group in regroup(index, structure, LAYER, list(shapes)).groups]
     assert groups == [group for group in LLAMA_LAYERS if not frozen & {*group}]
 
     weights = halves(shapes)[0]
-    index, anatomy = make(shapes, [weights, []])
-    only = regroup(index, anatomy, DEFAULT, list(shapes))
+    index, structure = make(shapes, [weights, []])
+    only = regroup(index, structure, DEFAULT, list(shapes))
     assert [list(group.params) for group in only.groups] == [weights]
 
 
@@ -148,12 +148,12 @@ def test_frozen_params_are_in_no_group_and_empty_groups_are_dropped():
 def test_one_group_does_not_tell_what_decays(shapes, decay):
     """A DeepSpeed config with an optimizer makes one group. The rule on names splits it, and nothing decays otherwise
     than before."""
-    index, anatomy = make(shapes, [list(shapes)], decays=[decay])
+    index, structure = make(shapes, [list(shapes)], decays=[decay])
     for how, wanted in (
         (DEFAULT, halves(shapes)),
         (LAYER, LLAMA_LAYERS if "lm_head.weight" in shapes else GPT2_LAYERS),
     ):
-        result = regroup(index, anatomy, how, list(shapes))
+        result = regroup(index, structure, how, list(shapes))
         assert [list(group.params) for group in result.groups] == wanted
         assert {group.hyper["weight_decay"] for group in result.groups} == {decay}
         assert set(result.from_group) == {0}
@@ -164,9 +164,9 @@ def test_one_group_does_not_tell_what_decays(shapes, decay):
 def test_the_borders_of_the_groups_bear_the_rule_out():
     """The Trainer's default weight decay is 0 for both groups; that needs no notice."""
     shapes = {**llama(), "model.layers.0.mlp.norm_1.weight": (6,)}  # an nn.LayerNorm without bias: no name says so
-    index, anatomy = make(shapes, halves(shapes), decays=(0.0, 0.0))
+    index, structure = make(shapes, halves(shapes), decays=(0.0, 0.0))
     assert find_decaying(index) == {*halves(shapes)[0]}
-    assert regroup(index, anatomy, LAYER, list(shapes)).notices == ()
+    assert regroup(index, structure, LAYER, list(shapes)).notices == ()
     layered, _ = make(shapes, [*LLAMA_LAYERS, ["model.layers.0.mlp.norm_1.weight"]], decays=[0.0] * 8)
     assert find_decaying(layered) == {*halves(shapes)[0]}
 
@@ -175,8 +175,8 @@ def test_weight_decay_goes_before_names():
     shapes = llama()
     odd = [["model.embed_tokens.weight", "lm_head.weight"], []]
     odd[1] = [name for name in shapes if name not in odd[0]]
-    index, anatomy = make(shapes, odd, decays=(0.0, 0.1))
-    back = regroup(index, anatomy, DEFAULT, list(shapes))
+    index, structure = make(shapes, odd, decays=(0.0, 0.1))
+    back = regroup(index, structure, DEFAULT, list(shapes))
     assert [list(group.params) for group in back.groups] == [odd[1], odd[0]]
     assert back.from_group == (1, 0)
 
@@ -187,9 +187,9 @@ def test_learning_rates_of_layers_cannot_be_folded():
         {**HYPER, "weight_decay": 0.1 * (number > 2), "lr": 1e-3 / (1 + number), "beta_schedule": number / 7}
         for number in range(7)
     ]
-    index, anatomy = make(shapes, LLAMA_LAYERS, hypers=hypers)
+    index, structure = make(shapes, LLAMA_LAYERS, hypers=hypers)
     with pytest.raises(MismatchError) as error:
-        regroup(index, anatomy, DEFAULT, list(shapes))
+        regroup(index, structure, DEFAULT, list(shapes))
     assert [problem.what.split("differ in ")[1].split()[0] for problem in error.value.problems] == [
         "lr",
         "beta_schedule",
@@ -200,10 +200,10 @@ def test_learning_rates_of_layers_cannot_be_folded():
 def test_several_weight_decays_cannot_be_folded_either():
     shapes = llama(1)
     first, second = halves(shapes)
-    index, anatomy = make(shapes, [first[:1], first[1:], second], decays=(0.1, 0.2, 0.0))
+    index, structure = make(shapes, [first[:1], first[1:], second], decays=(0.1, 0.2, 0.0))
     with pytest.raises(MismatchError, match=r"weight_decay \(0\.1 and 0\.2\)"):
-        regroup(index, anatomy, DEFAULT, list(shapes))
-    kept = regroup(index, anatomy, LAYER, list(shapes))
+        regroup(index, structure, DEFAULT, list(shapes))
+    kept = regroup(index, structure, LAYER, list(shapes))
     decays = {name: group.hyper["weight_decay"] for group in kept.groups for name in group.params}
     assert [decays[name] for name in first] == [0.1, 0.2, 0.2, 0.2]
 
@@ -222,12 +222,12 @@ def test_labels_are_dropped_where_they_differ_and_names_are_written_anew():
         }
         for number in range(7)
     ]
-    index, anatomy = make(shapes, LLAMA_LAYERS, hypers=hypers)
-    groups = regroup(index, anatomy, DEFAULT, list(shapes)).groups
+    index, structure = make(shapes, LLAMA_LAYERS, hypers=hypers)
+    groups = regroup(index, structure, DEFAULT, list(shapes)).groups
     for group, names in zip(groups, halves(shapes), strict=True):
         assert group.hyper.keys() == {*HYPER, "weight_decay", "kind", "lt_params"}
         assert group.hyper["lt_params"] == names
     reversed_index, _ = make(shapes, LLAMA_LAYERS[::-1], hypers=hypers[::-1])
-    kept = regroup(reversed_index, anatomy, LAYER, list(shapes))
+    kept = regroup(reversed_index, structure, LAYER, list(shapes))
     assert [group.hyper for group in kept.groups] == hypers
     assert kept.from_group == (6, 5, 4, 3, 2, 1, 0)

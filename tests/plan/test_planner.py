@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.indexes import make_index
 from helpers.render import render
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.layout import (
     Bytes,
     Cast,
@@ -49,12 +49,12 @@ def flat_files(values: dict[str, np.ndarray], order: list[str], world: int) -> l
     return [bytes(file) for file in files]
 
 
-def sliced(order: list[str], numels: dict[str, int], world: int, files: list[bytes]) -> dict[State, Held]:
+def sliced(order: list[str], numels: dict[str, int], world: int, files: list[bytes]) -> dict[State, TensorEntry]:
     shards = tuple(Extent(f"rank{rank}", 3, len(file)) for rank, file in enumerate(files))
     held, offset = {}, 0
     for name in order:
         part = -(-numels[name] // world)
-        held[State(name, MASTER)] = Held("F32", (numels[name],), Sliced(shards, offset, max(part, 1), 4))
+        held[State(name, MASTER)] = TensorEntry("F32", (numels[name],), Sliced(shards, offset, max(part, 1), 4))
         offset += part
     return held
 
@@ -98,7 +98,7 @@ def test_any_choice_over_any_layouts_gives_the_bytes_of_the_oracle(tmp_path_fact
 
 
 def test_a_weight_that_is_not_saved_is_rounded_from_the_master(tmp_path):
-    master = Held("F32", (6,), Sliced((Extent("r0", 0, 12), Extent("r1", 8, 20)), 0, 3, 4))
+    master = TensorEntry("F32", (6,), Sliced((Extent("r0", 0, 12), Extent("r1", 8, 20)), 0, 3, 4))
     index = make_index(tmp_path, held={State("w", MASTER): master})
     layout = FileLayout("model.safetensors", (Bytes(b"h", "header"), Slot(State("w", WEIGHT), "BF16", 0, 6)))
     (file,) = plan_composite([layout], [index], Sources({"w": 0}), base=0).files
@@ -111,7 +111,7 @@ def test_a_weight_that_is_not_saved_is_rounded_from_the_master(tmp_path):
 
 
 def test_each_segment_becomes_pieces_of_its_own(tmp_path):
-    weight = Held("BF16", (4,), Contiguous(Extent("w", 100, 108), 2))
+    weight = TensorEntry("BF16", (4,), Contiguous(Extent("w", 100, 108), 2))
     index = make_index(tmp_path, held={State("w", WEIGHT): weight})
     segments = (
         Copy(Extent("base", 5, 9)),
@@ -144,7 +144,7 @@ def test_a_state_may_be_cut_over_several_sources(data):
     cuts = tuple(Cut(at, at + 1, owner) for at, owner in enumerate(owners))
     part = -(-numel // world)
     shards = tuple(Extent(f"rank{rank}", 0, 4 * part) for rank in range(world))
-    held = {State("p", kind): Held("F32", (numel,), Sliced(shards, 0, part, 4)) for kind in (MASTER, EXP_AVG)}
+    held = {State("p", kind): TensorEntry("F32", (numel,), Sliced(shards, 0, part, 4)) for kind in (MASTER, EXP_AVG)}
     indexes = [make_index(held=held) for _ in range(3)]
     sources = Sources({"p": 2}, cuts={State("p", MASTER): cuts})
     begin = data.draw(st.integers(0, numel))

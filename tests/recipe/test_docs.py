@@ -11,7 +11,7 @@ import yaml
 from llmtailor.recipe import parse
 from llmtailor.recipe.recipe import DTYPES
 from llmtailor.recipe.resolve import resolve
-from recipe.anatomies import llama, params_of, qwen_vl, read
+from recipe.structures import llama, params_of, qwen_vl, read
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -23,12 +23,12 @@ def test_the_page_has_examples():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{at}-{next(iter(yaml.safe_load(b)))}" for at, b in enumerate(BLOCKS)])
 def test_every_example_is_a_recipe(block: str):
-    anatomy = qwen_vl(8) if "modules:" in block else llama(8)
+    structure = qwen_vl(8) if "modules:" in block else llama(8)
     recipe = read(block, RUN="runs/a")
     splits = "--allow-split" in block
     base = recipe.base or recipe.sources()[0]
-    choice = resolve(recipe, anatomy, base, params_of(anatomy), allow_split=splits)
-    assert choice.source_of.keys() == anatomy.part_of.keys()
+    choice = resolve(recipe, structure, base, params_of(structure), allow_split=splits)
+    assert choice.source_of.keys() == structure.part_of.keys()
     assert bool(choice.weights_of) is splits
     assert not recipe.notices
     named = {source.name for source in recipe.sources()} - {recipe.base.name if recipe.base else ""}
@@ -38,19 +38,19 @@ def test_every_example_is_a_recipe(block: str):
 
 
 def test_examples_that_claim_to_be_the_same_are():
-    anatomy = llama(8)
+    structure = llama(8)
     same = [read(block) for block in BLOCKS if "!embed_tokens" in block]
     assert len(same) == 2
-    first, second = (resolve(recipe, anatomy, recipe.sources()[0], params_of(anatomy)) for recipe in same)
+    first, second = (resolve(recipe, structure, recipe.sources()[0], params_of(structure)) for recipe in same)
     assert first.source_of == second.source_of
 
 
 def test_examples_do_what_the_text_says():
     def parts_from_300(start: str) -> set[str]:
         (block,) = (block for block in BLOCKS if start in block)
-        anatomy = qwen_vl(8)
-        choice = resolve(read(block), anatomy, Path("/w/runs/a/checkpoint-400"), params_of(anatomy))
-        return {anatomy.part_of[name] for name, source in choice.source_of.items() if source.name == "checkpoint-300"}
+        structure = qwen_vl(8)
+        choice = resolve(read(block), structure, Path("/w/runs/a/checkpoint-400"), params_of(structure))
+        return {structure.part_of[name] for name, source in choice.source_of.items() if source.name == "checkpoint-300"}
 
     tower = {"visual.patch_embed.proj", *(f"visual.blocks.{number}" for number in range(4))}
     assert parts_from_300("text_decoder:") == tower | {f"layer {number}" for number in range(4)}

@@ -13,7 +13,7 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.update_log import FlagLine, assign_flags, numbering, read_flags
-from recipe.anatomies import llama
+from recipe.structures import llama
 
 LOG = "flags.jsonl"
 
@@ -134,10 +134,10 @@ def test_a_table_made_by_hand_untied():
 
 def test_a_table_made_by_hand_tied():
     """Tied, 29 is embed_tokens. The failure lies between two lines."""
-    anatomy = llama(28, tied=True, extra={"visual.weight": "visual"})
+    structure = llama(28, tied=True, extra={"visual.weight": "visual"})
     log = lines((110, [0, 1, 28]), (120, [29, 2]), (150, [1, 28]), (160, [29, 0]))
-    found = assign_flags(log, 155, full(100), run(*STEPS), anatomy, 28, LOG)
-    expected = dict.fromkeys(anatomy.parts, 100)
+    found = assign_flags(log, 155, full(100), run(*STEPS), structure, 28, LOG)
+    expected = dict.fromkeys(structure.parts, 100)
     expected |= {"norm": 110, "layer 0": 150, "layer 27": 150, "embed_tokens": 120, "layer 1": 120}
     assert by_part(found) == expected
     assert found.base == full(150)
@@ -183,9 +183,9 @@ def test_without_a_base_everything_must_have_been_flagged():
 
 
 def problems(log: tuple[FlagLine, ...], failure: int, base: RunCheckpoint | None, *rest, total=None) -> list[Problem]:
-    checkpoints, anatomy = rest
+    checkpoints, structure = rest
     with pytest.raises(RecipeError) as caught:
-        assign_flags(log, failure, base, checkpoints, anatomy, total, LOG)
+        assign_flags(log, failure, base, checkpoints, structure, total, LOG)
     assert all(problem.fix for problem in caught.value.problems)
     return list(caught.value.problems)
 
@@ -273,8 +273,8 @@ def naive(flagged: list[tuple[int, list[int]]], number: int, base: int, failure:
     tied=st.booleans(),
 )
 def test_as_a_naive_oracle(flagged, base, failure, tied):
-    anatomy = llama(4 if tied else 3, tied=tied)
-    found = assign_flags(lines(*flagged), failure, full(base), run(*range(31)), anatomy, anatomy.num_layers, LOG)
+    structure = llama(4 if tied else 3, tied=tied)
+    found = assign_flags(lines(*flagged), failure, full(base), run(*range(31)), structure, structure.num_layers, LOG)
     number_of = {"norm": 0, "layer 0": 1, "layer 1": 2, "layer 2": 3}
     number_of |= {"layer 3": 4, "embed_tokens": 5} if tied else {"lm_head": 4, "embed_tokens": 5}
     expected = {part: naive(flagged, number, base, failure) for part, number in number_of.items()}

@@ -7,27 +7,27 @@ from pathlib import Path
 import pytest
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.resolve import resolve
-from recipe.anatomies import llama, params_of, qwen_vl, read
+from recipe.structures import llama, params_of, qwen_vl, read
 
 BASE, A = Path("/w/base"), Path("/w/a")
 
 
-def from_a(text: str, anatomy: Anatomy) -> list[str]:
+def from_a(text: str, structure: ModelStructure) -> list[str]:
     """Return the parts that come from a, whole; everything else is the base's."""
-    choice = resolve(read(f"base_model: base\n{text}"), anatomy, BASE, params_of(anatomy))
+    choice = resolve(read(f"base_model: base\n{text}"), structure, BASE, params_of(structure))
     assert set(choice.source_of.values()) <= {A, BASE}
-    parts = [part for part in anatomy.parts if all(choice.source_of[name] == A for name in anatomy.names(part))]
+    parts = [part for part in structure.parts if all(choice.source_of[name] == A for name in structure.names(part))]
     assert {name for name, source in choice.source_of.items() if source == A} == {
-        name for part in parts for name in anatomy.names(part)
+        name for part in parts for name in structure.names(part)
     }
     return parts
 
 
-def problems_of(text: str, anatomy: Anatomy) -> list[Problem]:
+def problems_of(text: str, structure: ModelStructure) -> list[Problem]:
     with pytest.raises(RecipeError) as caught:
-        resolve(read(f"base_model: base\n{text}"), anatomy, BASE, params_of(anatomy))
+        resolve(read(f"base_model: base\n{text}"), structure, BASE, params_of(structure))
     assert all(problem.fix for problem in caught.value.problems)
     return list(caught.value.problems)
 
@@ -39,8 +39,8 @@ def module(name: str, *bounds: int) -> str:
 
 
 def test_one_model_gives_every_part():
-    for anatomy in (llama(3), llama(3, tied=True), qwen_vl()):
-        assert from_a("models: [{model: a}]", anatomy) == list(anatomy.parts)
+    for structure in (llama(3), llama(3, tied=True), qwen_vl()):
+        assert from_a("models: [{model: a}]", structure) == list(structure.parts)
 
 
 def test_one_model_without_a_base_leaves_no_gap():
@@ -50,9 +50,9 @@ def test_one_model_without_a_base_leaves_no_gap():
 
 
 def test_parts_override_models_but_weights_must_not_contradict_them():
-    anatomy = llama(2)
-    assert "norm" not in from_a("models: [{model: a}]\nparts: [{from: base, select: norm}]", anatomy)
-    (problem,) = problems_of("models: [{model: a}]\npre_weights: [{name: norm, model: base}]", anatomy)
+    structure = llama(2)
+    assert "norm" not in from_a("models: [{model: a}]\nparts: [{from: base, select: norm}]", structure)
+    (problem,) = problems_of("models: [{model: a}]\npre_weights: [{name: norm, model: base}]", structure)
     assert problem.what.startswith("norm: /w/base here, but /w/a at recipe.yaml:2 models[0]")
 
 
@@ -150,8 +150,8 @@ def test_modules_that_can_not_be_told(text: str, known: bool, what: str, fix: st
 def test_a_module_with_two_stacks_is_not_guessed():
     more = {"model.visual.deepstack.0.norm.weight": "visual.deepstack.0"}
     plain = qwen_vl(known=False)
-    anatomy = Anatomy(plain.part_of | more, (*plain.parts, "visual.deepstack.0"), 4, tied=False)
-    (problem,) = problems_of(module("visual", 0, 1), anatomy)
+    structure = ModelStructure(plain.part_of | more, (*plain.parts, "visual.deepstack.0"), 4, tied=False)
+    (problem,) = problems_of(module("visual", 0, 1), structure)
     assert "several stacks of layers" in problem.what
     assert "visual.blocks, visual.deepstack" in problem.fix
-    assert from_a(module("visual.blocks", 0, 1), anatomy) == ["visual.blocks.0"]
+    assert from_a(module("visual.blocks", 0, 1), structure) == ["visual.blocks.0"]

@@ -10,7 +10,7 @@ from llmtailor.errors import RecipeError
 from llmtailor.recipe import parse
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, Select, Whole
-from recipe.anatomies import problems_of, read
+from recipe.structures import problems_of, read
 
 A, B = Path("/w/runs/a"), Path("/w/runs/b")
 

@@ -11,43 +11,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import LayerRange, Recipe, Rule, Select
 from llmtailor.recipe.resolve import Choice, resolve
-from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
+from recipe.structures import EMBED_NAME, HEAD_NAME, llama, params_of, read
 
 BASE, A, B = Path("/w/base"), Path("/w/a"), Path("/w/b")
 
 
-def choose(text: str, anatomy: Anatomy, params: Collection[str] | None = None) -> Choice:
-    return resolve(read(text), anatomy, BASE, params_of(anatomy) if params is None else params)
+def choose(text: str, structure: ModelStructure, params: Collection[str] | None = None) -> Choice:
+    return resolve(read(text), structure, BASE, params_of(structure) if params is None else params)
 
 
-def sources_by_part(choice: Choice, anatomy: Anatomy) -> dict[str, str]:
+def sources_by_part(choice: Choice, structure: ModelStructure) -> dict[str, str]:
     """Return the folder name of each part's source; a part with two is an error here."""
     found: dict[str, set[str]] = {}
     for name, source in choice.source_of.items():
-        found.setdefault(anatomy.part_of[name], set()).add(source.name)
+        found.setdefault(structure.part_of[name], set()).add(source.name)
     assert all(len(names) == 1 for names in found.values()), found
     return {part: names.pop() for part, names in found.items()}
 
 
-def problems_of(text: str, anatomy: Anatomy, params: Collection[str] | None = None) -> list[Problem]:
+def problems_of(text: str, structure: ModelStructure, params: Collection[str] | None = None) -> list[Problem]:
     with pytest.raises(RecipeError) as caught:
-        choose(text, anatomy, params)
+        choose(text, structure, params)
     assert all(problem.where.startswith("recipe.yaml") and problem.fix for problem in caught.value.problems)
     return list(caught.value.problems)
 
 
 def test_what_no_rule_names_comes_from_the_base():
-    anatomy = llama(4)
-    choice = choose("base_model: base\nparts: [{from: a, select: [odd, norm]}]", anatomy)
-    assert sources_by_part(choice, anatomy) == {
+    structure = llama(4)
+    choice = choose("base_model: base\nparts: [{from: a, select: [odd, norm]}]", structure)
+    assert sources_by_part(choice, structure) == {
         "embed_tokens": "base", "layer 0": "base", "layer 1": "a", "layer 2": "base", "layer 3": "a", "norm": "a",
         "lm_head": "base",
     }  # fmt: skip
     assert choice.filled == ("embed_tokens", "layer 0", "layer 2", "lm_head")
-    assert choice.source_of.keys() == anatomy.part_of.keys()
+    assert choice.source_of.keys() == structure.part_of.keys()
 
 
 def test_a_base_alone_is_a_copy_of_it():
@@ -69,21 +69,21 @@ def test_a_part_that_is_named_as_the_bases_is_not_filled():
 
 
 def test_slices_take_half_open_ranges_and_a_slice_without_one_takes_all():
-    anatomy = llama(4)
+    structure = llama(4)
     text = "base_model: base\nslices:\n  - sources: [{model: a, layer_range: [0, 1]}]\n" \
            "  - sources: [{model: b, layer_range: [2, 4]}]\n"  # fmt: skip
-    found = sources_by_part(choose(text, anatomy), anatomy)
+    found = sources_by_part(choose(text, structure), structure)
     assert [found[f"layer {number}"] for number in range(4)] == ["a", "base", "b", "b"]
-    found = sources_by_part(choose("base_model: base\nslices: [{sources: [{model: a}]}]", anatomy), anatomy)
+    found = sources_by_part(choose("base_model: base\nslices: [{sources: [{model: a}]}]", structure), structure)
     assert [part for part, source in found.items() if source == "a"] == [f"layer {number}" for number in range(4)]
 
 
 def test_later_parts_win_over_earlier_ones_and_over_slices():
-    anatomy = llama(4)
+    structure = llama(4)
     text = "base_model: base\nparts: [{from: a, select: [1, 2, norm]}, {from: b, select: [2, 3]}]\n" \
            "slices: [{sources: [{model: base, layer_range: [0, 4]}]}]\n" \
            "pre_weights: [{name: norm, model: base}]\n"  # fmt: skip
-    found = sources_by_part(choose(text, anatomy), anatomy)
+    found = sources_by_part(choose(text, structure), structure)
     assert [found[part] for part in ("layer 0", "layer 1", "layer 2", "layer 3", "norm")] == [
         "base",
         "a",
@@ -98,15 +98,15 @@ def test_later_parts_win_over_earlier_ones_and_over_slices():
     [(False, {0: "norm", 5: "lm_head", 6: "embed_tokens"}), (True, {0: "norm", 5: "embed_tokens"})],
 )
 def test_numbers_of_auxiliary_parts(tied: bool, numbers: dict[int, str]):
-    anatomy = llama(4, tied=tied)
+    structure = llama(4, tied=tied)
     for number, part in numbers.items():
         text = f"base_model: base\nslices: [{{sources: [{{model: a, layer_range: [{number}, {number}]}}]}}]"
-        found = sources_by_part(choose(text, anatomy), anatomy)
+        found = sources_by_part(choose(text, structure), structure)
         assert [each for each, source in found.items() if source == "a"] == [part]
 
 
 def test_the_whole_of_the_originals_form():
-    anatomy = llama(4)
+    structure = llama(4)
     text = "\n".join([
         "slices:",
         "  - sources: [{model: a, layer_range: [0, 0]}]",
@@ -117,21 +117,21 @@ def test_the_whole_of_the_originals_form():
         "pre_weights: [{name: model.norm.weight, model: a}]",
         "post_weights: [{name: lm_head.weight, model: b}, {name: model.embed_tokens.weight, model: a}]",
     ])  # fmt: skip
-    choice = choose(text, anatomy)
+    choice = choose(text, structure)
     assert choice.filled == ()
-    assert sources_by_part(choice, anatomy) == {
+    assert sources_by_part(choice, structure) == {
         "embed_tokens": "a", "layer 0": "a", "layer 1": "a", "layer 2": "b", "layer 3": "b", "norm": "a",
         "lm_head": "b",
     }  # fmt: skip
 
 
 def test_weights_name_one_tensor_or_a_part():
-    anatomy = llama(2, extra={"model.norm.bias": "norm"})
-    choice = choose("base_model: base\npre_weights: [{name: model.norm.weight, model: a}]", anatomy)
+    structure = llama(2, extra={"model.norm.bias": "norm"})
+    choice = choose("base_model: base\npre_weights: [{name: model.norm.weight, model: a}]", structure)
     assert choice.source_of["model.norm.weight"] == A
     assert choice.source_of["model.norm.bias"] == BASE
     assert "norm (partly)" in choice.filled
-    choice = choose("base_model: base\npost_weights: [{name: norm, model: a}]", anatomy)
+    choice = choose("base_model: base\npost_weights: [{name: norm, model: a}]", structure)
     assert choice.source_of["model.norm.bias"] == A
 
 
@@ -182,9 +182,9 @@ def test_rules_that_name_what_the_model_lacks(text: str, where: str, what: str, 
 def test_a_number_of_a_part_that_the_model_lacks():
     headless = llama(2)
     names = {name: part for name, part in headless.part_of.items() if part != "lm_head"}
-    anatomy = Anatomy(names, headless.parts[:-1], 2, tied=False)
+    structure = ModelStructure(names, headless.parts[:-1], 2, tied=False)
     text = "base_model: base\nslices: [{sources: [{model: a, layer_range: [3, 3]}]}]"
-    (problem,) = problems_of(text, anatomy)
+    (problem,) = problems_of(text, structure)
     assert "[3, 3] is not the number of a part of this model" in problem.what
     assert "lm_head" not in problem.fix
 
@@ -246,50 +246,50 @@ EXPERTS = [f"model.layers.1.mlp.experts.{number}.up_proj.weight" for number in r
 
 
 @pytest.fixture
-def moe() -> tuple[Anatomy, set[str]]:
-    anatomy = llama(3, extra=dict.fromkeys([FUSED, *EXPERTS], "layer 1"))
-    return anatomy, params_of(anatomy) - set(EXPERTS)
+def moe() -> tuple[ModelStructure, set[str]]:
+    structure = llama(3, extra=dict.fromkeys([FUSED, *EXPERTS], "layer 1"))
+    return structure, params_of(structure) - set(EXPERTS)
 
 
 @pytest.mark.parametrize("select", ["1", "layers", "model.layers.1.*", "model.layers.1.[ims]*"])
-def test_expert_weights_follow_the_params_of_their_layer(select: str, moe: tuple[Anatomy, set[str]]):
-    anatomy, params = moe
-    choice = choose(f"base_model: base\nparts: [{{from: a, select: '{select}'}}]", anatomy, params)
+def test_expert_weights_follow_the_params_of_their_layer(select: str, moe: tuple[ModelStructure, set[str]]):
+    structure, params = moe
+    choice = choose(f"base_model: base\nparts: [{{from: a, select: '{select}'}}]", structure, params)
     assert {choice.source_of[name] for name in [FUSED, *EXPERTS]} == {A}
     assert "layer 1" not in choice.filled
 
 
-def test_expert_weights_follow_params_that_the_rule_names_by_their_own_name_only(moe: tuple[Anatomy, set[str]]):
-    anatomy, params = moe
-    own = [name for name in anatomy.names("layer 1") if name in params]
-    choice = choose(f"base_model: base\nparts: [{{from: a, select: [{', '.join(own)}]}}]", anatomy, params)
+def test_expert_weights_follow_params_that_the_rule_names_by_their_own_name_only(moe: tuple[ModelStructure, set[str]]):
+    structure, params = moe
+    own = [name for name in structure.names("layer 1") if name in params]
+    choice = choose(f"base_model: base\nparts: [{{from: a, select: [{', '.join(own)}]}}]", structure, params)
     assert {choice.source_of[name] for name in EXPERTS} == {A}
     assert choice.filled == ("embed_tokens", "layer 0", "layer 2", "norm", "lm_head")
 
 
 @pytest.mark.parametrize("select", ["*.self_attn.*", "*.mlp.*", FUSED, EXPERTS[0], "*.experts.?.*"])
-def test_a_layer_whose_weights_are_renamed_can_not_be_split(select: str, moe: tuple[Anatomy, set[str]]):
-    anatomy, params = moe
-    (problem,) = problems_of(f"base_model: base\nparts: [{{from: a, select: '{select}'}}]", anatomy, params)
+def test_a_layer_whose_weights_are_renamed_can_not_be_split(select: str, moe: tuple[ModelStructure, set[str]]):
+    structure, params = moe
+    (problem,) = problems_of(f"base_model: base\nparts: [{{from: a, select: '{select}'}}]", structure, params)
     assert problem.what.startswith("layer 1: the weights on disk have other names than the params")
     assert "one checkpoint" in problem.fix
 
 
-def test_other_layers_of_such_a_model_can_be_split(moe: tuple[Anatomy, set[str]]):
-    anatomy, params = moe
-    choice = choose("base_model: base\nparts: [{from: a, select: 'model.layers.0.mlp.*'}]", anatomy, params)
+def test_other_layers_of_such_a_model_can_be_split(moe: tuple[ModelStructure, set[str]]):
+    structure, params = moe
+    choice = choose("base_model: base\nparts: [{from: a, select: 'model.layers.0.mlp.*'}]", structure, params)
     assert choice.source_of["model.layers.0.mlp.up_proj.weight"] == A
 
 
 def test_weights_in_a_part_without_params_need_a_single_source():
     """It can't be told whose they are, so nothing is guessed."""
-    anatomy = llama(2, extra={"tower.blocks.0.w.weight": "tower.blocks.0"})
-    params = params_of(anatomy) - {"tower.blocks.0.w.weight"}
-    choice = choose("parts: [{from: a, select: layers}, {from: a, select: '!layers'}]", anatomy, params)
+    structure = llama(2, extra={"tower.blocks.0.w.weight": "tower.blocks.0"})
+    params = params_of(structure) - {"tower.blocks.0.w.weight"}
+    choice = choose("parts: [{from: a, select: layers}, {from: a, select: '!layers'}]", structure, params)
     assert set(choice.source_of.values()) == {A}
     for text in ("base_model: base\nparts: [{from: a, select: '0'}]",
                  "base_model: base\nparts: [{from: a, select: tower.blocks.0}]"):  # fmt: skip
-        (problem,) = problems_of(text, anatomy, params)
+        (problem,) = problems_of(text, structure, params)
         assert problem.what.startswith("tower.blocks.0: these weights on disk have other names")
 
 
@@ -308,13 +308,13 @@ def recipes(draw: st.DrawFn, num_layers: int) -> Recipe:
 
 @given(st.data(), st.integers(1, 8), st.booleans())
 def test_every_name_has_the_source_of_the_last_rule_that_names_it(data: st.DataObject, num_layers: int, tied: bool):
-    anatomy = llama(num_layers, tied=tied)
+    structure = llama(num_layers, tied=tied)
     recipe = data.draw(recipes(num_layers))
-    choice = resolve(recipe, anatomy, BASE, params_of(anatomy))
+    choice = resolve(recipe, structure, BASE, params_of(structure))
 
     expected: dict[str, Path] = {}
     for rule in recipe.rules:
-        for name, part in anatomy.part_of.items():
+        for name, part in structure.part_of.items():
             number = int(part[6:]) if part.startswith("layer ") else None
             if isinstance(rule, LayerRange):
                 names_it = number is not None and rule.start <= number < (rule.stop or 0)
@@ -333,8 +333,8 @@ def test_every_name_has_the_source_of_the_last_rule_that_names_it(data: st.DataO
                 )
             if names_it:
                 expected[name] = rule.source
-    assert choice.source_of == {name: expected.get(name, BASE) for name in anatomy.part_of}
-    for part in anatomy.parts:
-        named = sum(name in expected for name in anatomy.names(part))
-        told = part if not named else f"{part} (partly)" if named < len(anatomy.names(part)) else None
+    assert choice.source_of == {name: expected.get(name, BASE) for name in structure.part_of}
+    for part in structure.parts:
+        named = sum(name in expected for name in structure.names(part))
+        told = part if not named else f"{part} (partly)" if named < len(structure.names(part)) else None
         assert [each for each in choice.filled if each in (part, f"{part} (partly)")] == ([told] if told else [])

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.selectors import select
-from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama
+from recipe.structures import EMBED_NAME, HEAD_NAME, llama
 
 
-def parts_selected(anatomy: Anatomy, *selectors: str) -> list[str]:
+def parts_selected(structure: ModelStructure, *selectors: str) -> list[str]:
     """Return the parts that are selected whole; parts of parts are an error here."""
-    chosen, problems = select(selectors, anatomy)
+    chosen, problems = select(selectors, structure)
     assert not problems
-    parts = [part for part in anatomy.parts if chosen.issuperset(anatomy.names(part))]
-    assert set(chosen) == {name for part in parts for name in anatomy.names(part)}
+    parts = [part for part in structure.parts if chosen.issuperset(structure.names(part))]
+    assert set(chosen) == {name for part in parts for name in structure.names(part)}
     return parts
 
 
@@ -61,34 +61,34 @@ def test_forms(selectors: list[str], expected: list[str]):
 
 
 def test_globs_go_over_full_names_and_mind_the_case():
-    anatomy = llama(3)
-    assert select(["*.mlp.*"], anatomy)[0] == {f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)}
-    assert select(["model.layers.?.self_attn.[qk]_proj.*"], anatomy)[0] == {
+    structure = llama(3)
+    assert select(["*.mlp.*"], structure)[0] == {f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)}
+    assert select(["model.layers.?.self_attn.[qk]_proj.*"], structure)[0] == {
         f"model.layers.{number}.self_attn.{which}_proj.weight" for number in range(3) for which in "qk"
     }
-    assert "matches no tensor name" in select(["*.MLP.*"], anatomy)[1][0].what
-    assert "matches no tensor name" in select(["mlp*"], anatomy)[1][0].what
+    assert "matches no tensor name" in select(["*.MLP.*"], structure)[1][0].what
+    assert "matches no tensor name" in select(["mlp*"], structure)[1][0].what
 
 
 @pytest.mark.parametrize("selector", ["lm_head", "embed_tokens", "lm_head.*", "*embed_tokens*", EMBED_NAME, HEAD_NAME])
 def test_tied_embeddings_are_one_thing_under_every_name(selector: str):
-    anatomy = llama(2, tied=True)
-    assert select([selector], anatomy)[0] == {EMBED_NAME, HEAD_NAME}
-    rest, problems = select([f"!{selector}"], anatomy)
+    structure = llama(2, tied=True)
+    assert select([selector], structure)[0] == {EMBED_NAME, HEAD_NAME}
+    rest, problems = select([f"!{selector}"], structure)
     assert not problems
-    assert rest == anatomy.part_of.keys() - {EMBED_NAME, HEAD_NAME}
+    assert rest == structure.part_of.keys() - {EMBED_NAME, HEAD_NAME}
 
 
 def test_untied_embeddings_can_be_split():
-    anatomy = llama(2, extra={"model.embed_tokens.bias": "embed_tokens"})
-    assert select([EMBED_NAME], anatomy) == ({EMBED_NAME}, ())
-    assert select(["*.bias"], anatomy) == ({"model.embed_tokens.bias"}, ())
+    structure = llama(2, extra={"model.embed_tokens.bias": "embed_tokens"})
+    assert select([EMBED_NAME], structure) == ({EMBED_NAME}, ())
+    assert select(["*.bias"], structure) == ({"model.embed_tokens.bias"}, ())
 
 
 def test_the_tied_name_is_understood_though_no_tensor_has_it():
-    anatomy = llama(2, tied=True)
-    part_of = {name: part for name, part in anatomy.part_of.items() if name != HEAD_NAME}
-    unlisted = Anatomy(part_of, anatomy.parts, 2, tied=True)
+    structure = llama(2, tied=True)
+    part_of = {name: part for name, part in structure.part_of.items() if name != HEAD_NAME}
+    unlisted = ModelStructure(part_of, structure.parts, 2, tied=True)
     for selector in ("lm_head", HEAD_NAME):
         assert select([selector], unlisted) == ({EMBED_NAME}, ())
 
@@ -137,10 +137,10 @@ def test_a_long_selector_is_not_echoed_whole(word: str):
 
 
 def test_all_mistakes_of_a_list_are_told_and_the_rest_is_selected():
-    anatomy = llama(5)
-    chosen, problems = select(["9", "odd", "nrom", "first:0"], anatomy)
+    structure = llama(5)
+    chosen, problems = select(["9", "odd", "nrom", "first:0"], structure)
     assert len(problems) == 3
-    assert {anatomy.part_of[name] for name in chosen} == set(layers(1, 3))
+    assert {structure.part_of[name] for name in chosen} == set(layers(1, 3))
 
 
 @pytest.mark.parametrize(("num_layers", "told"), [(0, "no layers"), (1, "1 layer, number 0")])
@@ -151,30 +151,30 @@ def test_small_models_are_described_rightly(num_layers: int, told: str):
 
 def test_a_span_is_no_matter_of_size():
     """A hostile file can claim a huge layer number; nothing is counted out one by one."""
-    huge = Anatomy({"model.layers.999999.mlp.w": "layer 999999"}, ("layer 999999",), 1_000_000, tied=False)
+    huge = ModelStructure({"model.layers.999999.mlp.w": "layer 999999"}, ("layer 999999",), 1_000_000, tied=False)
     assert select(["odd"], huge)[0] == {"model.layers.999999.mlp.w"}
 
 
 # The oracle: what each selector says about one name, decided name by name in the plainest way.
 
 
-def says(word: str, name: str, anatomy: Anatomy) -> bool:
+def says(word: str, name: str, structure: ModelStructure) -> bool:
     names = [name]
-    if anatomy.tied and name in (EMBED_NAME, HEAD_NAME):
+    if structure.tied and name in (EMBED_NAME, HEAD_NAME):
         names = [EMBED_NAME, HEAD_NAME]
-    part = anatomy.part_of[name]
+    part = structure.part_of[name]
     number = int(part.split(" ")[1]) if part.startswith("layer ") else None
     if any(sign in word for sign in "*?["):
         return any(fnmatchcase(each, word) for each in names)
     if word == "all":
         return True
-    if word == "lm_head" and anatomy.tied:
+    if word == "lm_head" and structure.tied:
         word = "embed_tokens"
     if word in (part, *names):
         return True
     if number is None:
         return False
-    count = anatomy.num_layers
+    count = structure.num_layers
     if word in ("even", "odd", "layers"):
         return {"even": number % 2 == 0, "odd": number % 2 == 1, "layers": True}[word]
     if word.startswith("first:"):
@@ -187,12 +187,12 @@ def says(word: str, name: str, anatomy: Anatomy) -> bool:
     return word == str(number)
 
 
-def oracle(selectors: list[str], anatomy: Anatomy) -> set[str]:
+def oracle(selectors: list[str], structure: ModelStructure) -> set[str]:
     chosen = set()
-    for name in anatomy.part_of:
+    for name in structure.part_of:
         inside = selectors[0].startswith("!")
         for text in selectors:
-            if says(text.removeprefix("!"), name, anatomy):
+            if says(text.removeprefix("!"), name, structure):
                 inside = not text.startswith("!")
         if inside:
             chosen.add(name)
@@ -220,10 +220,10 @@ def selector_lists(draw: st.DrawFn, num_layers: int) -> list[str]:
 
 @given(st.data(), st.integers(1, 12), st.booleans())
 def test_selecting_equals_the_oracle(data: st.DataObject, num_layers: int, tied: bool):
-    anatomy = llama(num_layers, tied=tied, extra={"wpe.weight": "wpe"})
+    structure = llama(num_layers, tied=tied, extra={"wpe.weight": "wpe"})
     selectors = data.draw(selector_lists(num_layers))
-    chosen, problems = select(selectors, anatomy)
-    expected = oracle(selectors, anatomy)
+    chosen, problems = select(selectors, structure)
+    expected = oracle(selectors, structure)
     assert chosen == expected  # with problems too: selectors that select or take out nothing change nothing
     assert expected or problems
     idle = ("takes out nothing", "selects nothing", "take out everything", "matches no tensor name")

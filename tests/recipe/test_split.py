@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.resolve import Choice, resolve
-from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
+from recipe.structures import EMBED_NAME, HEAD_NAME, llama, params_of, read
 
 BASE, A, B, C = Path("/w/base"), Path("/w/a"), Path("/w/b"), Path("/w/c")
 NORM_NAME = "model.norm.weight"
 
 
-def split(text: str, anatomy: Anatomy) -> Choice:
-    return resolve(read(f"base_model: base\n{text}"), anatomy, BASE, params_of(anatomy), allow_split=True)
+def split(text: str, structure: ModelStructure) -> Choice:
+    return resolve(read(f"base_model: base\n{text}"), structure, BASE, params_of(structure), allow_split=True)
 
 
-def problems_of(text: str, anatomy: Anatomy, *, allow_split: bool) -> list[Problem]:
+def problems_of(text: str, structure: ModelStructure, *, allow_split: bool) -> list[Problem]:
     with pytest.raises(RecipeError) as caught:
-        resolve(read(f"base_model: base\n{text}"), anatomy, BASE, params_of(anatomy), allow_split=allow_split)
+        resolve(read(f"base_model: base\n{text}"), structure, BASE, params_of(structure), allow_split=allow_split)
     return list(caught.value.problems)
 
 
@@ -121,14 +121,14 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
 
 
 def test_experts_that_go_by_other_names_on_disk_are_split_with_their_layer_or_not_at_all():
-    anatomy = llama(3, extra=dict.fromkeys([FUSED, EXPERT], "layer 1"))
-    params = params_of(anatomy) - {EXPERT}
+    structure = llama(3, extra=dict.fromkeys([FUSED, EXPERT], "layer 1"))
+    params = params_of(structure) - {EXPERT}
     text = (
         "base_model: base\nslices: [{sources: [{model: a, layer_range: [0, 3]}]}]\npre_weights: [{name: %s, model: b}]"
     )
-    choice = resolve(read(text % "layer 1"), anatomy, BASE, params, allow_split=True)
+    choice = resolve(read(text % "layer 1"), structure, BASE, params, allow_split=True)
     assert choice.source_of[EXPERT] == A
     assert choice.weights_of[EXPERT] == B
     for name in (FUSED, EXPERT, "model.layers.1.self_attn.q_proj.weight"):
         with pytest.raises(RecipeError, match="layer 1: the weights on disk have other names"):
-            resolve(read(text % name), anatomy, BASE, params, allow_split=True)
+            resolve(read(text % name), structure, BASE, params, allow_split=True)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.strategies import STRATEGIES, StrategyOptions, assign
-from recipe.anatomies import llama
+from recipe.structures import llama
 
 
 def full(step: int) -> RunCheckpoint:
@@ -29,16 +29,18 @@ def partial(step: int, *parts: str, resumable: bool = False) -> RunCheckpoint:
 RUN = [full(step) for step in (100, 200, 300, 400, 500)]
 
 
-def steps(checkpoints: list[RunCheckpoint], anatomy: Anatomy, strategy: str, **options: Any) -> list[int]:
+def steps(checkpoints: list[RunCheckpoint], structure: ModelStructure, strategy: str, **options: Any) -> list[int]:
     """Return the step of each part, in the order of the model."""
-    found = assign(checkpoints, anatomy, StrategyOptions(strategy, **options))
-    assert found.source_of.keys() == found.reason.keys() == set(anatomy.parts)
-    return [found.source_of[part].step for part in anatomy.parts]
+    found = assign(checkpoints, structure, StrategyOptions(strategy, **options))
+    assert found.source_of.keys() == found.reason.keys() == set(structure.parts)
+    return [found.source_of[part].step for part in structure.parts]
 
 
-def problems(checkpoints: list[RunCheckpoint], anatomy: Anatomy, strategy: str, **options: Any) -> list[Problem]:
+def problems(
+    checkpoints: list[RunCheckpoint], structure: ModelStructure, strategy: str, **options: Any
+) -> list[Problem]:
     with pytest.raises(RecipeError) as caught:
-        assign(checkpoints, anatomy, StrategyOptions(strategy, **options))
+        assign(checkpoints, structure, StrategyOptions(strategy, **options))
     assert all(problem.where and problem.fix for problem in caught.value.problems)
     return list(caught.value.problems)
 
@@ -141,12 +143,12 @@ def test_two_checkpoints_of_one_step_count_once_and_the_full_one_is_read():
 
 
 def test_tied_embeddings_and_parts_that_are_no_layers():
-    anatomy = llama(2, tied=True, extra={"visual.weight": "visual"})
-    assert anatomy.parts == ("embed_tokens", "layer 0", "layer 1", "norm", "visual")
+    structure = llama(2, tied=True, extra={"visual.weight": "visual"})
+    assert structure.parts == ("embed_tokens", "layer 0", "layer 1", "norm", "visual")
     options: Mapping[str, Any] = {"every": 4, "first": 0, "last": 0}
-    assert steps(RUN, anatomy, "filter", **options) == [500, 400, 400, 500, 500]
-    assert steps(RUN, anatomy, "filter", aux=("lm_head",), **options) == [500, 400, 400, 400, 400]
-    assert steps(RUN, anatomy, "explicit", mapping={"lm_head": 100, "visual": 200}) == [100, 500, 500, 500, 200]
+    assert steps(RUN, structure, "filter", **options) == [500, 400, 400, 500, 500]
+    assert steps(RUN, structure, "filter", aux=("lm_head",), **options) == [500, 400, 400, 400, 400]
+    assert steps(RUN, structure, "explicit", mapping={"lm_head": 100, "visual": 200}) == [100, 500, 500, 500, 200]
 
 
 @pytest.mark.parametrize(
@@ -205,14 +207,14 @@ def test_all_problems_at_once():
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Anatomy, list[RunCheckpoint]]:
-    anatomy = llama(draw(st.integers(1, 6)), tied=draw(st.booleans()), extra={"wpe.weight": "wpe"})
+def runs(draw: st.DrawFn) -> tuple[ModelStructure, list[RunCheckpoint]]:
+    structure = llama(draw(st.integers(1, 6)), tied=draw(st.booleans()), extra={"wpe.weight": "wpe"})
     shapes = st.lists(
-        st.tuples(st.integers(1, 9), st.none() | st.frozensets(st.sampled_from(anatomy.parts)), st.booleans()),
+        st.tuples(st.integers(1, 9), st.none() | st.frozensets(st.sampled_from(structure.parts)), st.booleans()),
         min_size=1, max_size=6,
     )  # fmt: skip
     found = [RunCheckpoint(Path(f"/r/{at}"), step, parts, able) for at, (step, parts, able) in enumerate(draw(shapes))]
-    return anatomy, sorted(found, key=lambda one: one.step)
+    return structure, sorted(found, key=lambda one: one.step)
 
 
 @given(
@@ -222,21 +224,21 @@ def runs(draw: st.DrawFn) -> tuple[Anatomy, list[RunCheckpoint]]:
     numbers=st.tuples(*[st.integers(1, 3)] * 4),
 )
 def test_every_part_has_a_source_that_holds_it_or_there_is_a_problem(case, strategy, flip, numbers):
-    anatomy, run = case
+    structure, run = case
     first, last, every, over = numbers
     options = StrategyOptions(strategy, flip=flip, first=first, last=last, every=every, over=over)
-    held = {part for part in anatomy.parts if any(one.holds(part) for one in run)}
+    held = {part for part in structure.parts if any(one.holds(part) for one in run)}
     try:
-        found = assign(run, anatomy, options)
+        found = assign(run, structure, options)
     except RecipeError as error:
         num_steps = len({one.step for one in run})
         too_few = num_steps < {"parity": 2, "filter": every, "spread": over}.get(strategy, 1)
-        assert too_few or held != set(anatomy.parts) or not any(one.resumable for one in run), error
+        assert too_few or held != set(structure.parts) or not any(one.resumable for one in run), error
         return
-    assert list(found.source_of) == list(anatomy.parts)
+    assert list(found.source_of) == list(structure.parts)
     assert all(checkpoint in run and checkpoint.holds(part) for part, checkpoint in found.source_of.items())
     assert found.base.step == max(one.step for one in run if one.resumable)
     assert found.base.resumable
-    newest = {part: max(one.step for one in run if one.holds(part)) for part in anatomy.parts}
+    newest = {part: max(one.step for one in run if one.holds(part)) for part in structure.parts}
     for part, checkpoint in found.source_of.items():
         assert checkpoint.step == newest[part] or (strategy != "latest" and part.startswith("layer "))

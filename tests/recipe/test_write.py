@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from helpers.cases import examples
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import RecipeError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.emit import spell, write_normal_form, write_recipe
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.resolve import resolve
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.strategies import StrategyOptions, assign
-from recipe.anatomies import EMBED_NAME, HEAD_NAME, llama, params_of, read
+from recipe.structures import EMBED_NAME, HEAD_NAME, llama, params_of, read
 
 STRANGE = {
     "wpe.weight": "wpe", "cls_token": "cls_token", "cls_token.bias": "cls_token", "visual.blocks.0.w": "v.blocks.0",
@@ -71,9 +71,9 @@ def read_back(text: str, folder: Path | None) -> Recipe:
     ],
 )
 def test_the_shortest_spelling(names_or_parts, expected):
-    anatomy = llama(7)
-    names = {name for name, part in anatomy.part_of.items() if {name, part} & set(names_or_parts)}
-    assert spell(names, anatomy) == tuple(expected.split())
+    structure = llama(7)
+    names = {name for name, part in structure.part_of.items() if {name, part} & set(names_or_parts)}
+    assert spell(names, structure) == tuple(expected.split())
 
 
 def test_what_is_taken_out_again_is_spelled_without_negation():
@@ -89,55 +89,55 @@ def test_a_long_model_with_every_other_layer_but_some():
 
 
 @st.composite
-def anatomies(draw: st.DrawFn) -> Anatomy:
+def structures(draw: st.DrawFn) -> ModelStructure:
     extra = draw(st.dictionaries(st.sampled_from(sorted(STRANGE)), st.none()))
     found = llama(draw(st.integers(1, 9)), tied=draw(st.booleans()), extra={name: STRANGE[name] for name in extra})
     gone = draw(st.none() | st.integers(0, found.num_layers - 1))  # a layer may have no tensors
     if gone is None or found.num_layers == 1:
         return found
     part_of = {name: part for name, part in found.part_of.items() if part != f"layer {gone}"}
-    return Anatomy(
+    return ModelStructure(
         part_of, tuple(part for part in found.parts if part != f"layer {gone}"), found.num_layers, found.tied
     )
 
 
-@given(anatomy=anatomies(), data=st.data())
-def test_a_spelling_selects_exactly_what_it_was_made_from(anatomy, data):
-    names = data.draw(st.sets(st.sampled_from(list(anatomy.part_of)), min_size=1))
-    if anatomy.tied and names & {EMBED_NAME, HEAD_NAME}:
+@given(structure=structures(), data=st.data())
+def test_a_spelling_selects_exactly_what_it_was_made_from(structure, data):
+    names = data.draw(st.sets(st.sampled_from(list(structure.part_of)), min_size=1))
+    if structure.tied and names & {EMBED_NAME, HEAD_NAME}:
         names |= {EMBED_NAME, HEAD_NAME}
-    assert select(spell(names, anatomy), anatomy) == (names, ())
+    assert select(spell(names, structure), structure) == (names, ())
 
 
 def test_a_name_that_no_selector_can_tell_from_others():
-    anatomy = llama(2, extra={"!a": "!a", "!b": "!b"})
+    structure = llama(2, extra={"!a": "!a", "!b": "!b"})
     with pytest.raises(RecipeError, match=r"^!a: selectors can't tell these tensors from others: '!a'"):
-        spell(["!a"], anatomy)
-    others = [name for name in anatomy.part_of if name not in ("!a", "!b")]
-    assert spell(others, anatomy) == ("layers", "embed_tokens", "norm", "lm_head")
+        spell(["!a"], structure)
+    others = [name for name in structure.part_of if name not in ("!a", "!b")]
+    assert spell(others, structure) == ("layers", "embed_tokens", "norm", "lm_head")
 
 
 def test_names_that_look_like_something_else():
-    anatomy = llama(2, extra={**STRANGE, "x[0]": "x[0]"})
-    assert spell(["odd.[x]*.weight", "x[0]"], anatomy) == ("x[[]0]", "*.[[]x][*].weight")
-    assert spell(["a: b", "7", "even"], anatomy) == ("null", "seven", "[e]ven")
+    structure = llama(2, extra={**STRANGE, "x[0]": "x[0]"})
+    assert spell(["odd.[x]*.weight", "x[0]"], structure) == ("x[[]0]", "*.[[]x][*].weight")
+    assert spell(["a: b", "7", "even"], structure) == ("null", "seven", "[e]ven")
 
 
 def test_globs_for_a_model_with_thousands_of_tensors():
     """128 experts in 48 layers: those of every other layer, and one more."""
     extra = {f"model.layers.{n}.mlp.experts.{e}.up": f"layer {n}" for n in range(48) for e in range(128)}
-    anatomy = llama(48, extra=extra)
+    structure = llama(48, extra=extra)
     names = {name for name in extra if int(name.split(".")[2]) % 2} | {"model.layers.4.mlp.experts.7.up"}
-    spelling = spell(names, anatomy)
+    spelling = spell(names, structure)
     assert set(spelling) == {f"*.{number}.mlp.experts.*" for number in range(1, 48, 2)} | {
         "model.layers.4.mlp.experts.7.up"
     }
-    assert select(spelling, anatomy) == (names, ())
+    assert select(spelling, structure) == (names, ())
 
 
 def test_a_recipe_reads_like_this():
-    anatomy = llama(4)
-    text = write_recipe(assign(RUN, anatomy, StrategyOptions("parity")), anatomy, Path("/w"))
+    structure = llama(4)
+    text = write_recipe(assign(RUN, structure, StrategyOptions("parity")), structure, Path("/w"))
     assert (
         text
         == """\
@@ -160,27 +160,29 @@ parts:
 
 
 def test_sources_come_newest_first():
-    anatomy = llama(6)
+    structure = llama(6)
     mapping = {"0": 200, "1": 300, "2": 100}
-    text = write_recipe(assign(RUN, anatomy, StrategyOptions("explicit", mapping=mapping)), anatomy, Path("/w/run"))
+    text = write_recipe(assign(RUN, structure, StrategyOptions("explicit", mapping=mapping)), structure, Path("/w/run"))
     sources = [entry["from"] for entry in yaml.safe_load(text)["parts"]]
     assert sources == ["checkpoint-300", "checkpoint-200", "checkpoint-100"]
 
 
 def test_a_base_that_supplies_everything_or_nothing():
-    anatomy = llama(2)
-    text = write_recipe(assign(RUN, anatomy, StrategyOptions("latest")), anatomy, None)
+    structure = llama(2)
+    text = write_recipe(assign(RUN, structure, StrategyOptions("latest")), structure, None)
     assert yaml.safe_load(text) == {"merge_method": "passthrough", "base_model": "/w/run/checkpoint-400"}
-    nothing = Assignment(full(400), dict.fromkeys(anatomy.parts, full(401)), dict.fromkeys(anatomy.parts, "why"), "")
-    text = write_recipe(nothing, anatomy, None)
+    nothing = Assignment(
+        full(400), dict.fromkeys(structure.parts, full(401)), dict.fromkeys(structure.parts, "why"), ""
+    )
+    text = write_recipe(nothing, structure, None)
     assert yaml.safe_load(text)["parts"] == [{"from": "/w/run/checkpoint-401", "select": "all"}]
     assert "# supplies no part" in text
     assert "# step 401, 1 step ahead of the base" in text
-    assert resolve(read(text), anatomy, full(400).path, params_of(anatomy)).filled == ()
+    assert resolve(read(text), structure, full(400).path, params_of(structure)).filled == ()
 
 
 def test_the_header_stays_a_comment():
-    anatomy = llama(2)
+    structure = llama(2)
     header = [
         "skipped: /r/a\nbase_model: x",
         "\x85- from: y",
@@ -189,7 +191,7 @@ def test_the_header_stays_a_comment():
         "w" * 300,
         "a b " * 50,
     ]
-    text = write_recipe(assign(RUN, anatomy, StrategyOptions("latest")), anatomy, None, header)
+    text = write_recipe(assign(RUN, structure, StrategyOptions("latest")), structure, None, header)
     assert yaml.safe_load(text).keys() == {"merge_method", "base_model"}
     assert "strategy latest" not in text  # the header takes its place
     for line in ("# base_model: x", "# - from: y", "# parts: 1", "# \\x00\\udcff", "# " + "w" * 300):
@@ -227,20 +229,20 @@ def test_the_header_stays_a_comment():
     ],
 )
 def test_paths(path, folder, written):
-    anatomy = llama(1)
-    found = assign([RunCheckpoint(Path(path), 5, None)], anatomy, StrategyOptions("latest"))
+    structure = llama(1)
+    found = assign([RunCheckpoint(Path(path), 5, None)], structure, StrategyOptions("latest"))
     where = Path(folder) if folder else None
-    text = write_recipe(found, anatomy, where)
+    text = write_recipe(found, structure, where)
     assert f"\nbase_model: {written}\n" in text
     recipe = read_back(text, where)
     assert str(recipe.base) == path.replace("/run/..", "")
 
 
 def test_paths_that_can_not_be_written():
-    anatomy = llama(2)
+    structure = llama(2)
     run = [RunCheckpoint(Path("/w/\udcff") / name, step, None) for step, name in enumerate("ab")]
     with pytest.raises(RecipeError) as caught:
-        write_recipe(assign(run, anatomy, StrategyOptions("parity")), anatomy, Path("/elsewhere"))
+        write_recipe(assign(run, structure, StrategyOptions("parity")), structure, Path("/elsewhere"))
     assert [problem.where for problem in caught.value.problems] == ["/w/\\udcff/b", "/w/\\udcff/a"]
     assert all("UTF-8" in problem.what for problem in caught.value.problems)
     str(caught.value).encode()
@@ -250,45 +252,47 @@ FOLDER_NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categorie
 
 
 @st.composite
-def assignments(draw: st.DrawFn) -> tuple[Anatomy, Assignment]:
-    anatomy = draw(anatomies())
+def assignments(draw: st.DrawFn) -> tuple[ModelStructure, Assignment]:
+    structure = draw(structures())
     names = draw(
         st.lists(FOLDER_NAMES.filter(lambda name: name not in (".", "..")), min_size=1, max_size=4, unique=True)
     )
     paths = [Path("/w") / draw(st.sampled_from(["", "a", "b/c", "x y"])) / name for name in names]
     run = [RunCheckpoint(path, draw(st.integers(0, 3)), None) for path in paths]
-    source_of = {part: draw(st.sampled_from(run)) for part in anatomy.parts}
-    reason = {part: draw(st.sampled_from(["newest", "odd", "# x\ny: z"])) for part in anatomy.parts}
-    return anatomy, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
+    source_of = {part: draw(st.sampled_from(run)) for part in structure.parts}
+    reason = {part: draw(st.sampled_from(["newest", "odd", "# x\ny: z"])) for part in structure.parts}
+    return structure, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
 
 
 @settings(max_examples=examples(100, 300))
 @given(case=assignments(), folder=st.sampled_from([None, "/w", "/w/a", "/w/b/c", "/far/away/from"]))
 def test_the_recipe_of_an_assignment_and_its_text_mean_the_same(case, folder):
-    anatomy, assignment = case
+    structure, assignment = case
     where = Path(folder) if folder else None
-    recipe = read_back(write_recipe(assignment, anatomy, where), where)
+    recipe = read_back(write_recipe(assignment, structure, where), where)
     assert recipe.base == assignment.base.path
     assert recipe.notices == ()
     of = Recipe.of(assignment, "r")
     assert of.base == recipe.base and set(of.sources()) == {of.base, *recipe.sources()}
-    expected = {name: assignment.source_of[part].path for name, part in anatomy.part_of.items()}
+    expected = {name: assignment.source_of[part].path for name, part in structure.part_of.items()}
     for each in (recipe, of):
-        assert resolve(each, anatomy, recipe.base, params_of(anatomy)).source_of == expected
-    assert resolve(of, anatomy, recipe.base, params_of(anatomy)).filled == ()
+        assert resolve(each, structure, recipe.base, params_of(structure)).source_of == expected
+    assert resolve(of, structure, recipe.base, params_of(structure)).filled == ()
 
 
-def normal_form(text: str, anatomy: Anatomy, folder: Path | None = Path("/w"), base: Path = BASE, **more: bool) -> str:
+def normal_form(
+    text: str, structure: ModelStructure, folder: Path | None = Path("/w"), base: Path = BASE, **more: bool
+) -> str:
     """Read a recipe, write its normal form, and see that this means the same."""
     recipe = read(text)
-    choice = resolve(recipe, anatomy, base, params_of(anatomy), **more)
-    written = write_normal_form(recipe, choice.source_of, base, anatomy, folder, choice.weights_of)
+    choice = resolve(recipe, structure, base, params_of(structure), **more)
+    written = write_normal_form(recipe, choice.source_of, base, structure, folder, choice.weights_of)
     again = read_back(written, folder)
     assert again.base == base
     assert (again.dtype, again.output, again.tokenizer, again.chat_template) == (
         recipe.dtype, recipe.output, recipe.tokenizer, recipe.chat_template,
     )  # fmt: skip
-    second = resolve(again, anatomy, base, params_of(anatomy), **more)
+    second = resolve(again, structure, base, params_of(structure), **more)
     assert (second.source_of, second.weights_of) == (choice.source_of, choice.weights_of)
     return written
 
@@ -374,31 +378,31 @@ def test_the_normal_form_of_weights_without_their_optimizer_states():
 
 
 def test_names_of_weights_are_quoted():
-    anatomy = llama(1, extra={"model.layers.0.a, b}: #": "layer 0"})
+    structure = llama(1, extra={"model.layers.0.a, b}: #": "layer 0"})
     text = "base_model: base\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]\n"
     text += 'post_weights: [{name: "model.layers.0.a, b}: #", model: b}]'
-    assert '{name: "model.layers.0.a, b}: #", model: b}' in normal_form(text, anatomy, allow_split=True)
+    assert '{name: "model.layers.0.a, b}: #", model: b}' in normal_form(text, structure, allow_split=True)
 
 
 def test_what_the_normal_form_can_not_say():
-    anatomy = llama(2, extra={"wpe.weight": "wpe"})
+    structure = llama(2, extra={"wpe.weight": "wpe"})
     recipe = read("base_model: base")
-    source_of: Mapping[str, Path] = dict.fromkeys(anatomy.part_of, BASE)
+    source_of: Mapping[str, Path] = dict.fromkeys(structure.part_of, BASE)
     with pytest.raises(RecipeError) as caught:
-        write_normal_form(recipe, source_of, BASE, anatomy, None, {"wpe.weight": A})
+        write_normal_form(recipe, source_of, BASE, structure, None, {"wpe.weight": A})
     assert [problem.where for problem in caught.value.problems] == ["wpe"]
     torn = {**source_of, "model.layers.0.mlp.up_proj.weight": B}
     with pytest.raises(RecipeError) as caught:
         weights_of = {EMBED_NAME: A, "model.layers.0.input_layernorm.weight": A}
-        write_normal_form(replace(recipe, output=Path("/\udcff")), torn, BASE, anatomy, None, weights_of)
+        write_normal_form(replace(recipe, output=Path("/\udcff")), torn, BASE, structure, None, weights_of)
     assert [problem.where for problem in caught.value.problems] == ["layer 0", "/\\udcff"]
 
 
-@given(anatomy=anatomies(), data=st.data())
-def test_any_choice_reads_back_from_its_normal_form(anatomy, data):
-    source_of = {name: data.draw(st.sampled_from([BASE, A, B])) for name in anatomy.part_of}
-    if anatomy.tied:
+@given(structure=structures(), data=st.data())
+def test_any_choice_reads_back_from_its_normal_form(structure, data):
+    source_of = {name: data.draw(st.sampled_from([BASE, A, B])) for name in structure.part_of}
+    if structure.tied:
         source_of[HEAD_NAME] = source_of[EMBED_NAME]
-    written = write_normal_form(read("base_model: base"), source_of, BASE, anatomy, Path("/w"))
-    again = resolve(read_back(written, Path("/w")), anatomy, BASE, params_of(anatomy))
+    written = write_normal_form(read("base_model: base"), source_of, BASE, structure, Path("/w"))
+    again = resolve(read_back(written, Path("/w")), structure, BASE, params_of(structure))
     assert again.source_of == source_of

@@ -59,7 +59,7 @@ def test_every_part_from_the_newest_that_holds_it(run: Path, tmp_path: Path) -> 
     out = found.composition.out
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.is_resumable, verdict.findings
-    part_of = found.composition.anatomy.part_of
+    part_of = found.composition.structure.part_of
     own = {part: states(tmp_path / "all" / f"checkpoint-{200 if part in ODD else 100}") for part in (*ODD, *EVEN)}
     made = states(out)
     assert made.keys() == own["norm"].keys()

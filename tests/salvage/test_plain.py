@@ -101,7 +101,7 @@ def test_partial_checkpoints_hold_what_the_full_one_lost(run: Path) -> None:
     steps = {row.part: row.step for row in rows(found)}
     assert set(steps.values()) == {3, 4} and found.base.step == 4
     assert found.base.index.is_partial
-    part_of = found.composition.anatomy.part_of  # type: ignore[union-attr]
+    part_of = found.composition.structure.part_of  # type: ignore[union-attr]
     compared = 0
     for state, tensor in composed.items():
         own = held[steps[part_of[state.param]]]

@@ -57,13 +57,13 @@ def test_a_lost_partition_sends_back_the_parts_that_lie_in_it(runs: Runs, name: 
     newer, older = load(run / "checkpoint-6"), load(run / "checkpoint-4")
     shard(run / "checkpoint-6", "optim", 1).unlink()
     found, out = salvage(run)
-    anatomy = found.composition.anatomy  # type: ignore[union-attr]
-    hit = {anatomy.part_of[param] for param, mask in lost.items() if mask.any()}
+    structure = found.composition.structure  # type: ignore[union-attr]
+    hit = {structure.part_of[param] for param, mask in lost.items() if mask.any()}
     assert hit and {part for part, steps in sources(found).items() if steps == {4}} == hit
     kept = {part for part, steps in sources(found).items() if steps == {6}}
-    assert kept == set(anatomy.parts) - hit
+    assert kept == set(structure.parts) - hit
     assert kept and out.name == "salvaged-checkpoint-6"
-    assert_states(out, chosen(newer, older, lambda param: anatomy.part_of[param] in hit))
+    assert_states(out, chosen(newer, older, lambda param: structure.part_of[param] in hit))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-sub", "llama-tied", "llama-fp16", "mixtral", *ZERO2, "zero2-tied"])
@@ -111,7 +111,7 @@ def test_buffers_and_frozen_params_of_a_lost_rank_go_back_with_their_part(runs: 
     newer, older = load(runs[name].checkpoint(6)), load(run / "checkpoint-4")
     steps = sources(found)
     assert steps["norm"] == {6} and steps["layer 0"] == {4}
-    part_of = found.composition.anatomy.part_of  # type: ignore[union-attr]
+    part_of = found.composition.structure.part_of  # type: ignore[union-attr]
     assert_states(out, chosen(newer, older, lambda param: steps[part_of[param]] == {4}))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.model.parts import Anatomy
+from llmtailor.model.parts import ModelStructure
 from llmtailor.policies import Policy, Situation, choose
 
 Drift = Callable[[int, Mapping[str, int]], Mapping[str, float]]
@@ -21,7 +21,7 @@ def alike(parts: Sequence[str], num_bytes: int = 100) -> dict[str, int]:
 
 
 def situation(
-    anatomy: Anatomy,
+    structure: ModelStructure,
     save: int = 1,
     *,
     parts: Sequence[str] | None = None,
@@ -30,16 +30,16 @@ def situation(
     drift: Mapping[str, float] | None = None,
 ) -> Situation:
     """Return a situation; by default the first save behind a base that held parts of equal size."""
-    parts = tuple(anatomy.parts if parts is None else parts)
+    parts = tuple(structure.parts if parts is None else parts)
     last = dict.fromkeys(parts, 0) if last is None else last
-    return Situation(save * 50, save, anatomy, parts, num_bytes or alike(parts), last, drift)
+    return Situation(save * 50, save, structure, parts, num_bytes or alike(parts), last, drift)
 
 
 def by_itself(
-    policy: Policy, anatomy: Anatomy, saves: int, *, parts: Sequence[str] | None = None, **given: Any
+    policy: Policy, structure: ModelStructure, saves: int, *, parts: Sequence[str] | None = None, **given: Any
 ) -> list[list[str]]:
     """Return what a fixed schedule chooses at saves 1.., without anything added to it."""
-    return [list(policy.choose(situation(anatomy, save, parts=parts, **given))) for save in range(1, saves + 1)]
+    return [list(policy.choose(situation(structure, save, parts=parts, **given))) for save in range(1, saves + 1)]
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Made:
 
 def run(
     policy: Policy,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     max_staleness: int,
     saves: int,
     *,
@@ -63,10 +63,10 @@ def run(
     drift: Drift | None = None,
 ) -> Made:
     made = Made()
-    last = dict.fromkeys(anatomy.parts, 0)
+    last = dict.fromkeys(structure.parts, 0)
     for save in range(1, saves + 1):
         measured = drift(save, last) if drift else None
-        now = situation(anatomy, save, num_bytes=num_bytes, last=dict(last), drift=measured)
+        now = situation(structure, save, num_bytes=num_bytes, last=dict(last), drift=measured)
         choice = choose(policy, now, max_staleness)
         assert choice.parts
         assert not choice.problems
@@ -89,7 +89,7 @@ class Custom:
         self.worst = worst
         self.needs_drift = needs_drift
 
-    def worst_staleness(self, anatomy: Anatomy, parts: Sequence[str]) -> int | None:
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int | None:
         return self.worst
 
     def settings(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from llmtailor.policies import (
     Update,
     choose,
 )
-from recipe.anatomies import llama
+from recipe.structures import llama
 from saving.policy_runs import Custom, alike, run, situation
 
 
@@ -119,9 +119,9 @@ sizes = st.lists(st.integers(0, 300), min_size=4, max_size=30)
 @given(sizes, st.integers(0, 25), st.integers(1, 4))
 def test_nothing_gets_too_old_and_saves_are_even(sizes, limit, per_save):
     """If a policy wants nothing, no save holds more than an even share of what must be saved, and one part more."""
-    anatomy = llama(len(sizes) - 3)
-    num_bytes = dict(zip(anatomy.parts, sizes, strict=True))
-    made = run(Custom(nothing), anatomy, limit, 3 * limit + 5, num_bytes=num_bytes)
+    structure = llama(len(sizes) - 3)
+    num_bytes = dict(zip(structure.parts, sizes, strict=True))
+    made = run(Custom(nothing), structure, limit, 3 * limit + 5, num_bytes=num_bytes)
     assert made.oldest <= limit
     assert max(made.costs) <= -(-sum(sizes) // (limit + 1)) + max(sizes)
 
@@ -151,11 +151,11 @@ def drawn(seed: int, save: int, part: str) -> float:
 
 @given(policies(), st.integers(1, 9), sizes, st.integers(0, 12), st.integers(0, 2**32))
 def test_no_part_of_any_policy_gets_too_old(policy, num_layers, sizes, limit, seed):
-    anatomy = llama(num_layers)
-    num_bytes = {part: sizes[at % len(sizes)] for at, part in enumerate(anatomy.parts)}
+    structure = llama(num_layers)
+    num_bytes = {part: sizes[at % len(sizes)] for at, part in enumerate(structure.parts)}
 
     def drift(save, last):
-        return {part: drawn(seed, save, part) ** 3 * (save - last[part]) for part in anatomy.parts}
+        return {part: drawn(seed, save, part) ** 3 * (save - last[part]) for part in structure.parts}
 
-    made = run(policy, anatomy, limit, 40, num_bytes=num_bytes, drift=drift if policy.needs_drift else None)
+    made = run(policy, structure, limit, 40, num_bytes=num_bytes, drift=drift if policy.needs_drift else None)
     assert made.oldest <= limit

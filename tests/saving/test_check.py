@@ -23,7 +23,7 @@ from llmtailor.policies import (
     restore_state,
     state_of,
 )
-from recipe.anatomies import llama, qwen_vl
+from recipe.structures import llama, qwen_vl
 from saving.policy_runs import Custom, alike, refusal, situation
 
 ANATOMY = llama(6)
@@ -58,10 +58,10 @@ def test_limits(policy, given, limit):
 
 
 def test_other_models():
-    for anatomy in (llama(1, tied=True), qwen_vl(3), llama(40)):
+    for structure in (llama(1, tied=True), qwen_vl(3), llama(40)):
         for policy in (Full(), Parity(), Filter(), RoundRobin(5), Update(threshold=0.01), Update(budget_bytes=250)):
-            check_policy(policy, anatomy, anatomy.parts, alike(anatomy.parts))
-            check_policy(policy, anatomy, [EMBED], {EMBED: 1})
+            check_policy(policy, structure, structure.parts, alike(structure.parts))
+            check_policy(policy, structure, [EMBED], {EMBED: 1})
 
 
 def test_a_schedule_beyond_the_limit():
@@ -108,7 +108,7 @@ def test_a_policy_that_raises():
     assert "at save 100: it raised KeyError(100)" in why_not(Custom(fails_late), 5)
     assert "at save 1: it raised TypeError" in why_not(Custom(lambda now: now.drift[EMBED]), 5)
     policy = Custom(lambda now: {EMBED: ""})
-    policy.worst_staleness = lambda anatomy, parts: 1 // 0
+    policy.worst_staleness = lambda structure, parts: 1 // 0
     assert "it raised ZeroDivisionError" in why_not(policy, 5)
 
 

@@ -18,7 +18,7 @@ from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources
 from llmtailor.policies import Situation, check_policy, choose, make_policy
 from llmtailor.runs.retention import deletable
-from recipe.anatomies import llama
+from recipe.structures import llama
 
 SPECS = ("full", "parity", "filter:first=1,last=1,every=2", "round_robin:3", "update:0.05", "update:budget_bytes=250")
 
@@ -29,8 +29,8 @@ def sizes(num_layers: int) -> dict[str, int]:
 
 @cache
 def limit_of(spec: str, num_layers: int, max_staleness: int | None) -> int:
-    anatomy = llama(num_layers)
-    return check_policy(make_policy(spec), anatomy, anatomy.parts, sizes(num_layers), max_staleness)
+    structure = llama(num_layers)
+    return check_policy(make_policy(spec), structure, structure.parts, sizes(num_layers), max_staleness)
 
 
 def steps_of(found: Mapping[str, RunCheckpoint]) -> dict[str, int]:
@@ -53,8 +53,8 @@ def plans(draw: st.DrawFn) -> list[tuple[str, str, int]]:
 @settings(max_examples=examples(40, 100), deadline=None)  # checking a policy takes a while, the first time
 @given(plans(), st.integers(1, 6), st.integers(1, 3), st.sampled_from([None, 9, 30]), st.integers(0, 2**32))
 def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, keep, given_staleness, seed):
-    anatomy = llama(num_layers)
-    parts = anatomy.parts
+    structure = llama(num_layers)
+    parts = structure.parts
     num_bytes = sizes(num_layers)
     random = Random(seed)
     manifests: dict[int, str] = {}
@@ -76,7 +76,7 @@ def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, kee
             chosen = dict.fromkeys(parts, "base")
         else:
             drift = {part: random.random() ** 3 * (ledger.saves - save) for part, save in ledger.last.items()}
-            situation = Situation(step, ledger.saves, anatomy, parts, num_bytes, ledger.last, drift)
+            situation = Situation(step, ledger.saves, structure, parts, num_bytes, ledger.last, drift)
             chosen = dict(choose(make_policy(spec), situation, limit).parts)
         ledger = ledger.after(step, chosen, parts)
         manifests[step], disk[step] = json.dumps(ledger.to_json()), RunCheckpoint.saved(Path(str(step)), ledger)
@@ -93,16 +93,16 @@ def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, kee
 ASK = """
 import json, sys
 from llmtailor.policies import Situation, choose, make_policy
-from recipe.anatomies import qwen_vl
+from recipe.structures import qwen_vl
 
-anatomy = qwen_vl(9)
-num_bytes = {part: 100 + len(part) % 3 * 50 for part in anatomy.parts}
+structure = qwen_vl(9)
+num_bytes = {part: 100 + len(part) % 3 * 50 for part in structure.parts}
 answers = []
 for spec in json.loads(sys.argv[1]):
-    policy, last = make_policy(spec), dict.fromkeys(anatomy.parts, 0)
+    policy, last = make_policy(spec), dict.fromkeys(structure.parts, 0)
     for save in range(1, 40):
-        drift = {part: 0.1 * (save - last[part]) * (len(part) % 4) for part in anatomy.parts}
-        choice = choose(policy, Situation(save, save, anatomy, anatomy.parts, num_bytes, dict(last), drift), 20)
+        drift = {part: 0.1 * (save - last[part]) * (len(part) % 4) for part in structure.parts}
+        choice = choose(policy, Situation(save, save, structure, structure.parts, num_bytes, dict(last), drift), 20)
         last.update(dict.fromkeys(choice.parts, save))
         answers.append(list(choice.parts.items()))
 print(json.dumps(answers))

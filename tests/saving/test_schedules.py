@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llmtailor.model.parts import EMBED, HEAD, NORM, layer_part
 from llmtailor.policies import Filter, Full, Parity, Policy, RoundRobin
 from llmtailor.policies.schedules import cut, deal
-from recipe.anatomies import llama, qwen_vl
+from recipe.structures import llama, qwen_vl
 from saving.policy_runs import alike, by_itself, situation
 
 
@@ -43,10 +43,10 @@ def test_parity_of_other_models():
 
 def test_filter_by_default():
     """28 layers: 4 ends, 24 between; embed and head are alike and the norm is small, so each has its own turn."""
-    anatomy = llama(28)
+    structure = llama(28)
     ends, between = layers(0, 1, 26, 27), range(2, 26)
-    num_bytes = alike(anatomy.parts) | {EMBED: 500, HEAD: 500, NORM: 1}
-    found = [set(one) for one in by_itself(Filter(), anatomy, 20, num_bytes=num_bytes)]
+    num_bytes = alike(structure.parts) | {EMBED: 500, HEAD: 500, NORM: 1}
+    found = [set(one) for one in by_itself(Filter(), structure, 20, num_bytes=num_bytes)]
     for save, saved in enumerate(found, 1):
         expected = {*ends, [NORM, EMBED, HEAD][save % 3]}
         if save in (5, 15):
@@ -140,13 +140,13 @@ def test_hands_are_about_alike(sizes, hands):
     ],
 )
 @pytest.mark.parametrize(
-    "anatomy", [llama(1), llama(3, tied=True), llama(12), qwen_vl(5), llama(2, extra={"wpe.weight": "wpe"})]
+    "structure", [llama(1), llama(3, tied=True), llama(12), qwen_vl(5), llama(2, extra={"wpe.weight": "wpe"})]
 )
-def test_schedules_keep_their_word_and_no_better_one_would_hold(policy: Policy, anatomy):
-    promised = policy.worst_staleness(anatomy, anatomy.parts)
-    last = dict.fromkeys(anatomy.parts, 0)
+def test_schedules_keep_their_word_and_no_better_one_would_hold(policy: Policy, structure):
+    promised = policy.worst_staleness(structure, structure.parts)
+    last = dict.fromkeys(structure.parts, 0)
     worst = 0
-    for save, saved in enumerate(by_itself(policy, anatomy, 60), 1):
+    for save, saved in enumerate(by_itself(policy, structure, 60), 1):
         last |= dict.fromkeys(saved, save)
         worst = max(worst, *(save - held for held in last.values()))
     assert worst == promised

@@ -10,7 +10,7 @@ import pytest
 
 from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import check_policy, make_policy
-from recipe.anatomies import llama
+from recipe.structures import llama
 from saving.policy_runs import alike
 from scripts.saving_table import MODELS, POLICIES, SAVES, main, measure, table
 
@@ -71,10 +71,10 @@ def test_a_policy_that_is_none(capsys, monkeypatch):
 
 def test_the_examples_of_the_page():
     specs, own = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    anatomy = llama(12)
+    structure = llama(12)
     for line in specs.splitlines():
         found: dict[str, Any] = {}
         exec(line, found)
-        check_policy(make_policy(found["policy"]), anatomy, anatomy.parts, alike(anatomy.parts))
+        check_policy(make_policy(found["policy"]), structure, structure.parts, alike(structure.parts))
     exec(own, found)
-    assert check_policy(make_policy(found["LaterHalf"]()), anatomy, anatomy.parts, alike(anatomy.parts)) == 1
+    assert check_policy(make_policy(found["LaterHalf"]()), structure, structure.parts, alike(structure.parts)) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import Update
-from recipe.anatomies import llama
+from recipe.structures import llama
 from saving.policy_runs import situation
 
 BYTES = {EMBED: 500, "layer 0": 100, "layer 1": 100, NORM: 10, HEAD: 500}

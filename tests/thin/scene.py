@@ -18,7 +18,7 @@ from llmtailor.engine.pool import Stop
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.scan import dissect_checkpoint, recipe_for_run
+from llmtailor.runs.scan import find_structure, recipe_for_run
 from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
 
 
@@ -46,12 +46,12 @@ def make_run(folder: Path, steps: Iterable[int], **shape: Any) -> Path:
 def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) -> Ledger:
     """Do what the training-side saver would have done at the step of a full checkpoint; return its ledger after it."""
     index = index_checkpoint(full)
-    anatomy = dissect_checkpoint(index)
-    after = ledger.after(index.global_step, list(parts), anatomy.parts)
+    structure = find_structure(index)
+    after = ledger.after(index.global_step, list(parts), structure.parts)
     contents = Contents(dict.fromkeys(parts, "test"), after, {"name": "test"})
     target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_conversion(plan_conversion(index, anatomy, target, contents, {}), Stop())
+    write_conversion(plan_conversion(index, structure, target, contents, {}), Stop())
     return after
 
 

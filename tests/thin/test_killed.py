@@ -42,7 +42,7 @@ def moments(run: Path, *words: str) -> list[int]:
 
 def composable(run: Path) -> list[int]:
     scan = scan_run(run, every_chain=True)
-    return composable_steps(scan.usable, scan.anatomy.parts)
+    return composable_steps(scan.usable, scan.structure.parts)
 
 
 def test_thin(tmp_path):

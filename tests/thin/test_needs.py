@@ -13,7 +13,7 @@ from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint
 from llmtailor.errors import SourceError
 from llmtailor.runs.pruning import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
 from llmtailor.runs.retention import find_reachable
-from recipe.anatomies import llama
+from recipe.structures import llama
 
 ANATOMY = llama(2)
 PARTS = ANATOMY.parts

@@ -12,7 +12,7 @@ from helpers.checkpoints import SMALL, load, make, model_states
 from helpers.indexes import make_index
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.regroup import DEFAULT, LAYER, find_decaying, regroup
-from llmtailor.formats.registry import dissect_checkpoint, index_checkpoint
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Param
 from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups
 from real.harness import start_ranks
@@ -36,14 +36,14 @@ def test_the_groups_of_a_model_are_those_of_its_converted_checkpoint(tmp_path):
     default = make(tmp_path / "default", 10)
     index = index_checkpoint(default)
     order = list(load(model_states(default))["module"])
-    made = regroup(index, dissect_checkpoint(index), LAYER, order)
+    made = regroup(index, find_structure(index), LAYER, order)
     assert [list(group.params) for group in made.groups] == named(groups)
     assert [group.hyper["weight_decay"] for group in made.groups] == [group["weight_decay"] for group in groups]
     assert len(groups) == 2 * SMALL.num_layers + 3
 
     layered = index_checkpoint(make(tmp_path / "layer", 10, groups="layer"))
     assert [list(params) for params in layered.group_params] == named(groups)
-    back = regroup(layered, dissect_checkpoint(layered), DEFAULT, order)
+    back = regroup(layered, find_structure(layered), DEFAULT, order)
     assert tuple(group.params for group in back.groups) == index.group_params
 
 
@@ -71,7 +71,7 @@ def test_both_sides_agree_for_every_family(arch, tied, decays):
     model = build(arch, 2, tied)
     index = index_of(model, decays)
     assert find_decaying(index) == decaying_names(model)
-    made = regroup(index, dissect_checkpoint(index), LAYER, list(model.state_dict()))
+    made = regroup(index, find_structure(index), LAYER, list(model.state_dict()))
     groups = layer_param_groups(model, DECAY)
     assert [list(group.params) for group in made.groups] == named(groups)
     assert len(made.notices) == (len(decays) == 1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey, TrainState
+from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Absent, Sliced
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
@@ -67,9 +67,9 @@ def _index(root: Path, name: str) -> CheckpointIndex:
     )
 
 
-def _place(held: Mapping[State, Held], partial: Partial) -> dict[State, Held]:
+def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, TensorEntry]:
     """Say where the trained params' states really lie. Raises SourceError if they are not what the trees describe."""
-    placed: dict[State, Held] = {}
+    placed: dict[State, TensorEntry] = {}
     problems = []
     chosen = {param for names in partial.manifest.params_of.values() for param in names}
     for state, described in held.items():
@@ -147,14 +147,14 @@ def _check_names(groups: tuple[tuple[str, ...], ...], params: Mapping[str, Param
 
 def _hold(
     partial: Partial, optimizer: SavedOptimizer, groups: tuple[tuple[str, ...], ...], params: Mapping[str, Param]
-) -> dict[State, Held]:
-    held: dict[State, Held] = {}
+) -> dict[State, TensorEntry]:
+    held: dict[State, TensorEntry] = {}
     for names, saved in zip(groups, optimizer.groups, strict=True):
         for param, number in zip(names, saved.ids, strict=True):
             fact = partial.manifest.params[param]
-            held[State(param, MASTER)] = Held(fact.dtype, fact.shape, _ABSENT)
+            held[State(param, MASTER)] = TensorEntry(fact.dtype, fact.shape, _ABSENT)
             for kind, tensor in optimizer.kinds[number].items():
-                held[State(param, kind)] = Held(tensor.dtype, tensor.shape, _ABSENT)
+                held[State(param, kind)] = TensorEntry(tensor.dtype, tensor.shape, _ABSENT)
     world_size = partial.manifest.world_size
     bundle, frozen = partial.files[bundle_name(0, world_size)], partial.files.get(frozen_name(0, 1))
     for one in params.values():
@@ -163,7 +163,7 @@ def _hold(
             for whole in tensor_held.place.cover(0, tensor_held.numel):  # of rank 0, for all: as the Trainer does
                 itemsize = ITEMSIZE[tensor_held.dtype]
                 copies = Sliced((whole.extent,) * world_size, 0, tensor_held.numel, itemsize)
-                held[State(one.name, BUFFER)] = Held(tensor_held.dtype, (world_size, *one.shape), copies)
+                held[State(one.name, BUFFER)] = TensorEntry(tensor_held.dtype, (world_size, *one.shape), copies)
         elif one.role == "frozen" and frozen is not None:
             held[State(one.name, FROZEN)] = frozen.tensors[one.name]
     return held

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Bundled, Extent
 from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
@@ -42,7 +42,7 @@ class Partial:
     """The safetensors files by name."""
     tree_of: Mapping[str, str]
     """Stock file -> the bundle that has its object tree inside."""
-    fragments: Mapping[State, Held]
+    fragments: Mapping[State, TensorEntry]
     """States of the chosen parts, with the shape of the param."""
 
     @property
@@ -123,9 +123,9 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
     return file
 
 
-def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> dict[State, Held]:
+def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> dict[State, TensorEntry]:
     """Join the ranks' fragments of each state. Raises SourceError for those that do not tile it exactly."""
-    found: dict[State, list[tuple[int, str, Held]]] = {}
+    found: dict[State, list[tuple[int, str, TensorEntry]]] = {}
     for path, file in files.items():
         try:
             begins = read_strict_json(file.metadata.get("begin", "{}").encode())
@@ -137,7 +137,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
                     found.setdefault(State(param, kind), []).append((begins[param], path, held))
         except (ValueError, RecursionError) as error:
             raise SourceError.at(PathIn(name, path), f"its metadata are damaged ({error})", _FIX) from error
-    joined: dict[State, Held] = {}
+    joined: dict[State, TensorEntry] = {}
     problems = []
     for state, fragments in found.items():
         fragments.sort(key=lambda one: one[0])
@@ -152,7 +152,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
             dtype = fragments[0][2].dtype
             starts = tuple(_start(held) for _, _, held in fragments)
             place = Bundled(tuple(path for _, path, _ in fragments), starts, (*cuts, at), ITEMSIZE[dtype])
-            joined[state] = Held(dtype, shape, place)
+            joined[state] = TensorEntry(dtype, shape, place)
         if state not in joined or joined[state].numel != at:
             what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
             problems.append(Problem(name, what, _FIX))
@@ -161,7 +161,7 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     return joined
 
 
-def _start(held: Held) -> int:
+def _start(held: TensorEntry) -> int:
     place: Any = held.place
     start: int = place.extent.start
     return start

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmtailor.checkpoint.index import Held
+from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.codes import Code
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.formats.plain.ask_transformers import ModelFacts
@@ -137,7 +137,7 @@ class Fitted:
 def fit(
     groups: tuple[tuple[str, ...], ...],
     optimizer: SavedOptimizer,
-    weights_held: Mapping[str, Held],
+    weights_held: Mapping[str, TensorEntry],
     model: ModelFacts | None,
     listed: Collection[str],
     name: str,

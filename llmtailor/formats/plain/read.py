@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held, Survey, TrainState
+from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
 from llmtailor.codes import Code
@@ -84,7 +84,9 @@ def survey(root: Path, name: str) -> Survey:
     return Survey(index, problems)
 
 
-def _weights(root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles) -> Mapping[State, Held]:
+def _weights(
+    root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles
+) -> Mapping[State, TensorEntry]:
     """Return the weights of the model, or of the adapter that is trained on it. Raises SourceError."""
     if ADAPTER_CONFIG not in trainer.files:
         return trainer.weights
@@ -116,7 +118,7 @@ def _index(
     name: str,
     optimizer: SavedOptimizer,
     trainer: TrainerFiles,
-    stored: Mapping[State, Held],
+    stored: Mapping[State, TensorEntry],
     problems: Problems,
 ) -> CheckpointIndex:
     """Raises SourceError where optimizer, weights and model don't fit together."""
@@ -179,7 +181,7 @@ def _index(
     )
 
 
-def _check_complete(trainer: TrainerFiles, weights: Mapping[State, Held] | None, name: str) -> None:
+def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] | None, name: str) -> None:
     """Raise SourceError for what a resume does not do without, or silently drops the optimizer without."""
     problems = []
     if SCHEDULER not in trainer.files:
@@ -219,16 +221,16 @@ def _ask_model(
 def _hold(
     groups: tuple[tuple[str, ...], ...],
     optimizer: SavedOptimizer,
-    weights: Mapping[State, Held],
+    weights: Mapping[State, TensorEntry],
     known: Fitted,
     world_size: int,
-) -> dict[State, Held]:
-    held: dict[State, Held] = {}
+) -> dict[State, TensorEntry]:
+    held: dict[State, TensorEntry] = {}
     for group, saved in zip(groups, optimizer.groups, strict=True):
         for name, number in zip(group, saved.ids, strict=True):
             for kind, tensor in optimizer.kinds[number].items():
                 place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-                held[State(name, kind)] = Held(tensor.dtype, tensor.shape, place)
+                held[State(name, kind)] = TensorEntry(tensor.dtype, tensor.shape, place)
     for name, weight_name in known.weight_of.items():
         weight = weights[State(weight_name, WEIGHT)]
         role = known.params[name].role
@@ -237,7 +239,7 @@ def _hold(
             continue
         for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
             copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
-            held[State(name, BUFFER)] = Held(weight.dtype, (world_size, *weight.shape), copies)
+            held[State(name, BUFFER)] = TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
     return held
 
 

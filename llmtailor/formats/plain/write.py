@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, Held
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
@@ -72,8 +72,8 @@ def _check_base(base: CheckpointIndex) -> None:
         raise SourceError(problems)
 
 
-def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, Held]]:
-    kinds: dict[str, dict[str, Held]] = {}
+def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
+    kinds: dict[str, dict[str, TensorEntry]] = {}
     for state, held in base.held.items():
         if state.kind not in _NOT_OF_THE_OPTIMIZER:
             kinds.setdefault(state.param, {})[state.kind] = held
@@ -98,7 +98,7 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, 
     return {"state": state, "param_groups": nodes}
 
 
-def _tensor(state: State, held: Held, base: CheckpointIndex) -> Any:
+def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
     dtype = "F32" if base.has_masters else held.dtype  # the dtype of the param
     return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 

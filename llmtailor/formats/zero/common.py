@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from llmtailor.checkpoint.index import Held, TrainState
+from llmtailor.checkpoint.index import TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -48,12 +48,12 @@ class Saved:
     counters: Counters
     params: Mapping[str, Param]
     tied: Mapping[str, str]
-    held: Mapping[State, Held]
+    held: Mapping[State, TensorEntry]
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
     ds_config: Mapping[str, Any]
     train: TrainState
-    module: Mapping[str, Held] = field(default_factory=dict)
+    module: Mapping[str, TensorEntry] = field(default_factory=dict)
     """ZeRO-1/2: see `CheckpointIndex.module`."""
     unreadable: frozenset[str] = frozenset()
     """Shard files that are missing, damaged, or of another save than most."""

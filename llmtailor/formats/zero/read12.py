@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.index import Held, TrainState
+from llmtailor.checkpoint.index import TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Sliced
 from llmtailor.checkpoint.sharding import Vector, lay_out_vector, round_robin
@@ -300,10 +300,10 @@ def _hold(
     sample: PartitionShard,
     shards: Sequence[PartitionShard | None],
     vectors: Sequence[Vector],
-) -> tuple[dict[str, Param], dict[State, Held]]:
+) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
     """Return the params of the model and where their states lie; ``sample`` is one of the shards."""
     params: dict[str, Param] = {}
-    held: dict[State, Held] = {}
+    held: dict[State, TensorEntry] = {}
     ranks = [*zip(files.optim, shards, strict=True)]
     for group, (shapes, vector) in enumerate(zip(model.param_shapes, vectors, strict=True)):
         for kind, like in sample.parts[group].items():
@@ -311,28 +311,28 @@ def _hold(
             for (param, shape), offset in zip(shapes.items(), vector.offsets, strict=True):
                 params[param] = Param(param, shape, "trainable")
                 place = Partitioned(extents, offset, vector.partition, ITEMSIZE[like.dtype])
-                held[State(param, kind)] = Held(like.dtype, shape, place)
+                held[State(param, kind)] = TensorEntry(like.dtype, shape, place)
     for name, tensor in model.module.items():
         if name in model.buffer_names:
             params[name] = Param(name, tensor.shape, "buffer")
             # one file for all ranks, so every rank has the buffers of rank 0
             copies: tuple[Extent, ...] = (tensor.extent,) * model.world_size
             place_of_copies = Sliced(copies, 0, tensor.numel, ITEMSIZE[tensor.dtype])
-            held[State(name, BUFFER)] = Held(tensor.dtype, (model.world_size, *tensor.shape), place_of_copies)
+            held[State(name, BUFFER)] = TensorEntry(tensor.dtype, (model.world_size, *tensor.shape), place_of_copies)
         elif name not in params and name not in model.tied:
             params[name] = Param(name, tensor.shape, "frozen")
             held[State(name, FROZEN)] = _whole(model.fragments.get(name, tensor))
     return params, held
 
 
-def _hold_module(model: WholeModel) -> dict[str, Held]:
+def _hold_module(model: WholeModel) -> dict[str, TensorEntry]:
     """Return where what is held elsewhere lies in the module, too: trainable params, tied names, frozen fragments."""
     names = {name for shapes in model.param_shapes for name in shapes} | set(model.tied) | set(model.fragments)
     return {name: _whole(tensor) for name, tensor in model.module.items() if name in names}
 
 
-def _whole(tensor: Tensor) -> Held:
-    return Held(tensor.dtype, tensor.shape, Contiguous(tensor.extent, ITEMSIZE[tensor.dtype]))
+def _whole(tensor: Tensor) -> TensorEntry:
+    return TensorEntry(tensor.dtype, tensor.shape, Contiguous(tensor.extent, ITEMSIZE[tensor.dtype]))
 
 
 def _findings(name: str, files: ShardFiles, sample: PartitionShard, world_size: int) -> tuple[Finding, ...]:

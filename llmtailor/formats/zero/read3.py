@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmtailor.checkpoint.index import Held, TrainState
+from llmtailor.checkpoint.index import TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.sharding import part_size
@@ -108,10 +108,10 @@ def _hold(
     sample: OptimShard,
     model: Sequence[ModelShard | None],
     optim: Sequence[OptimShard | None],
-) -> tuple[dict[str, Param], dict[State, Held]]:
+) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
     """Return the params of the model and where their states lie; ``told`` and ``sample`` are usable shards."""
     world_size = told.world_size
-    held: dict[State, Held] = {}
+    held: dict[State, TensorEntry] = {}
     params: dict[str, Param] = {}
     ranks = [*zip(files.optim, [*optim, *[None] * (world_size - len(optim))], strict=True)]
     for flat_id, shapes in enumerate(told.param_shapes):
@@ -122,7 +122,7 @@ def _hold(
                 params[param] = Param(param, shape, "trainable")
                 part = part_size(params[param].numel, world_size)
                 place = Sliced(shards, offset, part, ITEMSIZE[like.dtype])
-                held[State(param, kind)] = Held(like.dtype, shape, place)
+                held[State(param, kind)] = TensorEntry(like.dtype, shape, place)
                 offset += part
     models = [*zip(files.model, [*model, *[None] * (world_size - len(model))], strict=True)]
     for param, shape in told.frozen_shapes.items():
@@ -131,12 +131,12 @@ def _hold(
             like = told.frozen_fragments[param]
             part = part_size(params[param].numel, world_size)
             extents = tuple(place_of(rank.frozen_fragments[param] if rank else None, path) for path, rank in models)
-            held[State(param, FROZEN)] = Held(like.dtype, shape, Sliced(extents, 0, part, ITEMSIZE[like.dtype]))
+            held[State(param, FROZEN)] = TensorEntry(like.dtype, shape, Sliced(extents, 0, part, ITEMSIZE[like.dtype]))
     for param, like in told.buffers.items():
         params[param] = Param(param, like.shape, "buffer")
         extents = tuple(place_of(rank.buffers[param] if rank else None, path) for path, rank in models)
         place = Sliced(extents, 0, like.numel, ITEMSIZE[like.dtype])
-        held[State(param, BUFFER)] = Held(like.dtype, (world_size, *like.shape), place)
+        held[State(param, BUFFER)] = TensorEntry(like.dtype, (world_size, *like.shape), place)
     return params, held
 
 

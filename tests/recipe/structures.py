@@ -1,11 +1,11 @@
-"""Made-up models to hold recipes against. Made here by hand, so that these tests don't lean on `dissect`."""
+"""Made-up models to hold recipes against. Made here by hand, so that these tests don't lean on `find_parts_by_name`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, NORM, Anatomy, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.recipe import Recipe
 
@@ -13,7 +13,7 @@ INSIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.wei
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def llama(num_layers: int = 4, *, tied: bool = False, extra: dict[str, str] | None = None) -> Anatomy:
+def llama(num_layers: int = 4, *, tied: bool = False, extra: dict[str, str] | None = None) -> ModelStructure:
     """Return a Llama-like model; `extra` are more names and their parts."""
     part_of = {EMBED_NAME: EMBED}
     for number in range(num_layers):
@@ -21,7 +21,7 @@ def llama(num_layers: int = 4, *, tied: bool = False, extra: dict[str, str] | No
     part_of["model.norm.weight"] = NORM
     part_of[HEAD_NAME] = EMBED if tied else HEAD
     part_of |= extra or {}
-    return Anatomy(part_of, tuple(dict.fromkeys(part_of.values())), num_layers, tied)
+    return ModelStructure(part_of, tuple(dict.fromkeys(part_of.values())), num_layers, tied)
 
 
 TOWER_INSIDE = ("attn.qkv.weight", "mlp.fc1.weight", "norm1.weight")
@@ -38,7 +38,7 @@ VISUAL = {
 }
 
 
-def qwen_vl(num_layers: int = 4, *, known: bool = True) -> Anatomy:
+def qwen_vl(num_layers: int = 4, *, known: bool = True) -> ModelStructure:
     """Return a text model with a vision tower of 4 layers and a projector; `known`: mergekit has told what is what."""
     plain = llama(num_layers, extra=VISUAL)
     towers = [part for part in plain.parts if part.startswith("visual.")]
@@ -47,12 +47,12 @@ def qwen_vl(num_layers: int = 4, *, known: bool = True) -> Anatomy:
         "multi_modal_projector": tuple(part for part in towers if part.startswith("visual.merger")),
         "vision_tower": tuple(part for part in towers if not part.startswith("visual.merger")),
     }
-    return Anatomy(plain.part_of, plain.parts, num_layers, tied=False, modules=modules if known else {})
+    return ModelStructure(plain.part_of, plain.parts, num_layers, tied=False, modules=modules if known else {})
 
 
-def params_of(anatomy: Anatomy) -> set[str]:
+def params_of(structure: ModelStructure) -> set[str]:
     """Return the names that training knows: all but the tied one."""
-    return {name for name in anatomy.part_of if not (anatomy.tied and name == HEAD_NAME)}
+    return {name for name in structure.part_of if not (structure.tied and name == HEAD_NAME)}
 
 
 def read(text: str, **environ: str) -> Recipe:
