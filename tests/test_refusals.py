@@ -9,8 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 NOWHERE = {
     "cli/main.py": "an interrupt, or a bug: there is no place to name",
-    "execute/stopping.py": "an interrupt has no place",
-    "verify/reading.py": "an interrupt has no place",
+    "engine/pool.py": "an interrupt has no place",
     "verify/smoke.py": "an interrupt has no place",
 }
 """Files that may leave ``where`` empty in as many words, and why"""

@@ -91,8 +91,8 @@ def test_why_a_part_comes_from_where(run):
 def test_what_a_journal_is_worth(run):
     """A merge that was killed behind a mark; the file it marked is damaged since."""
     program = (
-        "import os, sys; from pathlib import Path; from llmtailor.engine import staging as commit; import llmtailor\n"
-        "commit.Staging.publish = lambda self: os._exit(9)\n"
+        "import os, sys; from pathlib import Path; from llmtailor.engine import staging; import llmtailor\n"
+        "staging.Staging.publish = lambda self: os._exit(9)\n"
         "llmtailor.merge(Path('recipe.yaml'), Path('out'))"
     )
     killed = subprocess.run([sys.executable, "-c", program], cwd=run)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import json
 import os
 import pathlib
 import pickle
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,8 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import llmtailor
 
 CHANGES = ("open", "write", "ftruncate", "fsync", "fdatasync", "mkdir", "rmdir", "unlink", "rename", "renameat2")
 """What changes the disk; ``open`` counts if it makes a file."""
@@ -232,13 +236,17 @@ def run(request: Request) -> None:
     os._exit(code)
 
 
-def serve() -> None:
-    # whatever a merge needs is loaded once, and no thread is started
-    import isal.isal_zlib
-    import numpy
-    import yaml
+def ours() -> list[str]:
+    """Return all modules that a command may import, whatever they are called; those for trainings import torch."""
+    found = [module.name for module in pkgutil.walk_packages(llmtailor.__path__, "llmtailor.")]
+    apart = ("saving", "training", "__main__")
+    return [name for name in found if name.split(".")[1] not in apart and not name.endswith("worker")]
 
-    del isal, numpy, yaml
+
+def serve() -> None:
+    # whatever a command needs is loaded once, and no thread is started
+    for name in ("isal.isal_zlib", "numpy", "xxhash", "yaml", *ours()):
+        importlib.import_module(name)
     for line in sys.stdin:
         request = Request(**json.loads(line))
         child = os.fork()

@@ -11,13 +11,13 @@ from snapshots.kept import check
 
 
 def test_commands_and_their_options() -> None:
-    context = click.Context(cli)
+    context = click.Context(cli, **cli.context_settings)
     commands = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
-    found: dict[str, Any] = {"llmtailor": {"params": params(cli), "exit codes": list(EXIT_CODES)}}
+    found: dict[str, Any] = {"llmtailor": {"params": params(cli, context), "exit codes": list(EXIT_CODES)}}
     for name, command in commands.items():
         assert command is not None
         found[name] = {
-            "params": params(command),
+            "params": params(command, click.Context(command, parent=context)),
             "exit codes": list(command.exit_codes),  # type: ignore[attr-defined]
             "hidden": command.hidden,
             "deprecated": bool(command.deprecated),
@@ -25,8 +25,7 @@ def test_commands_and_their_options() -> None:
     check("flags", found)
 
 
-def params(command: click.Command) -> dict[str, str]:
-    context = click.Context(command, help_option_names=["-h", "--help"])  # as the group has it: commands keep the first
+def params(command: click.Command, context: click.Context) -> dict[str, str]:
     return {", ".join([*param.opts, *param.secondary_opts]): describe(param) for param in command.get_params(context)}
 
 

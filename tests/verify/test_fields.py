@@ -25,9 +25,13 @@ RUNS = (
 )
 """Which files a table is about, and runs of which some have every field"""
 WITHOUT = {"max_exp_avg_sq": "no run of the tests has amsgrad", "bias_correction": "ZeRO-3 only"}
-"""Fields that none of these runs has, and why"""
+"""Fields that at most one run has, which only ``--all`` trains, and why"""
 CASES = [
-    pytest.param(table, pattern, runs, field, id=f"{table.title.split(',')[0]}-{field.name}")
+    pytest.param(
+        *(table, pattern, runs, field),
+        id=f"{table.title.split(',')[0]}-{field.name}",
+        marks=pytest.mark.long if field.path[-1] in WITHOUT else (),
+    )
     for table, pattern, runs in RUNS
     for field in table.fields
 ]
