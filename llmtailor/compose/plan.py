@@ -307,9 +307,7 @@ def _notices(
     reference = indexes[base]
     notices = list(recipe.notices)
     if recipe.base is None:
-        what = (
-            f"the recipe names none; {reference.name}, the newest source, supplies what belongs to no part"
-        )
+        what = f"the recipe names none; {reference.name}, the newest source, supplies what belongs to no part"
         notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"

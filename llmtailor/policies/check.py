@@ -236,9 +236,7 @@ def _try_out(fresh: Callable[[], Policy], ground: _Ground, *, is_promise: bool, 
                 found.setdefault("answer", (f"at save {save}{when}: {problem.what}", problem.fix))
             forced = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
             if is_promise and forced:
-                what = (
-                    f"its worst_staleness is {ground.max_staleness}, but at save {save}{when} {forced[0]} is older"
-                )
+                what = f"its worst_staleness is {ground.max_staleness}, but at save {save}{when} {forced[0]} is older"
                 found.setdefault("promise", (what, "fix worst_staleness, or return None there and give max_staleness"))
         differing = _differ(answers, _simulate(fresh, ground, pattern))
         if differing is not None:

@@ -100,9 +100,7 @@ def write_normal_form(
     for part in split:
         _write_split(part, source_of, weights_of, structure, document)
     if split:
-        document.header.append(
-            "weights and optimizer states of some parts differ in source: needs --allow-split"
-        )
+        document.header.append("weights and optimizer states of some parts differ in source: needs --allow-split")
     document.settings = {
         "dtype": next((word for word, dtype in DTYPES.items() if dtype == recipe.dtype), None),
         "tokenizer_source": recipe.tokenizer,

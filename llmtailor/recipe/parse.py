@@ -92,9 +92,7 @@ def _read_recipe(top: Value, text: str) -> Recipe:
         rules += top.read(key, _read_weights) or []
     rules += top.read("parts", _read_parts) or []
     if not top.entries.keys() & {"base_model", *_LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
-        top.refuse(
-            "the recipe names no checkpoint", "write base_model: PATH, and parts: for other checkpoints"
-        )
+        top.refuse("the recipe names no checkpoint", "write base_model: PATH, and parts: for other checkpoints")
     if base is None and "models" in top.entries:  # its only model is the base
         base = next((rule.source for rule in rules if isinstance(rule, Whole)), None)
 
@@ -160,9 +158,7 @@ def _check_method(value: Value) -> None:
     method = value.word("passthrough")
     if method not in (None, "passthrough"):
         what = f"merge_method {quote(method)} is not passthrough; other methods compute new weights, and {_NO_STATES}"
-        value.refuse(
-            what, "write merge_method: passthrough, which takes whole layers; to merge weights, use mergekit"
-        )
+        value.refuse(what, "write merge_method: passthrough, which takes whole layers; to merge weights, use mergekit")
 
 
 def _read_dtype(value: Value) -> str | None:
@@ -238,9 +234,7 @@ def _read_source(value: Value, module: str | None) -> LayerRange | GroupId | Non
     elif module is None:
         return GroupId(source, start, bounds.where)
     else:
-        what = (
-            f"[{start}, {stop}] contains no layer; it means another part only in slices: at the top level"
-        )
+        what = f"[{start}, {stop}] contains no layer; it means another part only in slices: at the top level"
         bounds.refuse(what, 'name the part in parts:, e.g. select: "norm"')
     return None
 

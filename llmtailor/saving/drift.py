@@ -55,9 +55,7 @@ class Drift:
             kept = self._kept.get((one.param, one.begin))
             if kept is not None:
                 sample = _sample(one.tensor).float()
-                weight = one.tensor.numel() / max(
-                    1, kept.numel()
-                )  # elements per sampled one
+                weight = one.tensor.numel() / max(1, kept.numel())  # elements per sampled one
                 moved, size = (sample - kept).square().sum().item(), kept.square().sum().item()
                 yield self.part_of[one.param], moved * weight, size * weight
 

@@ -51,9 +51,7 @@ class PlainTraining:
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
         known = [[name for name in group if name is not None] for group in groups]
         if known != groups:
-            raise UnsupportedCheckpoint.at(
-                _WHERE, "it has params that are not the model's", "give it only the model's"
-            )
+            raise UnsupportedCheckpoint.at(_WHERE, "it has params that are not the model's", "give it only the model's")
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})
@@ -133,9 +131,7 @@ class PlainTraining:
             names = (other for group in self._groups for other in group)
             like = next(found for other in names if (found := self._saved(other)))
             if not like.keys() <= _ADAM:
-                raise UnsupportedCheckpoint.at(
-                    _WHERE, f"it has no state of {name}: no gradient yet", _FREEZE
-                )
+                raise UnsupportedCheckpoint.at(_WHERE, f"it has no state of {name}: no gradient yet", _FREEZE)
             return {
                 kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
                 if kind == "step"
@@ -144,9 +140,7 @@ class PlainTraining:
             }
         for kind, value in state.items():
             if kind != "step" and (not isinstance(value, torch.Tensor) or value.shape != param.shape):
-                raise UnsupportedCheckpoint.at(
-                    _WHERE, f"its state {kind} of {name} has another shape", _FIX
-                )
+                raise UnsupportedCheckpoint.at(_WHERE, f"its state {kind} of {name} has another shape", _FIX)
         if state.keys() <= {"step"} or "step" not in state:
             raise UnsupportedCheckpoint.at(_WHERE, f"it has no moments or no step of {name}", _FIX)
         return state

@@ -143,9 +143,7 @@ def describe(model: torch.nn.Module, trained: Collection[str]) -> dict[str, Para
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in DTYPES:
-        raise UnsupportedCheckpoint.at(
-            name, f"its dtype {tensor.dtype} can't be saved", "use a dtype such as bfloat16"
-        )
+        raise UnsupportedCheckpoint.at(name, f"its dtype {tensor.dtype} can't be saved", "use a dtype such as bfloat16")
     return DTYPES[tensor.dtype]
 
 

@@ -185,9 +185,7 @@ def _encode(tree: Any, special: _Special, stock: str) -> Any:
     try:
         return encode(tree, special, stock)
     except TypeError as error:
-        fix = (
-            "use only numbers, strings, lists, mappings and tensors: a resume would not load anything else either"
-        )
+        fix = "use only numbers, strings, lists, mappings and tensors: a resume would not load anything else either"
         raise UnsupportedCheckpoint.at("the state to save", str(error), fix) from error
 
 

@@ -39,8 +39,8 @@ def test_parts_that_come_and_go():
     ("step", "saved", "trainable", "message"),
     [
         (200, ["norm"], [*PARTS, "layer 1"], "no save would hold layer 1"),
-        (200, [], PARTS, "must save something"),
-        (200, ["layer 7", "norm"], PARTS, "only what is trainable"),
+        (200, [], PARTS, "must save at least one part"),
+        (200, ["layer 7", "norm"], PARTS, "only trainable ones"),
         (150, ["norm"], PARTS, "does not come after step 150"),
     ],
 )

@@ -67,7 +67,7 @@ def test_an_object_is_taken_as_it_is():
         ({"name": "filter", 3: 4}, "policy filter", "there is no option 3", "valid here"),
         ({"first": 2}, "policy", "names no policy", "full, parity"),
         ({"name": None}, "policy", "names no policy", "full, parity"),
-        (None, "policy", "None is no policy: it has no name, needs_drift, choose", "a name (full, parity,"),
+        (None, "policy", "None is not a policy: it has no name, needs_drift, choose", "a name (full, parity,"),
         (4, "policy", "4 is no policy", "follows Policy"),
         (Filter, "policy", "Filter is a class", "Filter(...)"),
     ],
