@@ -42,8 +42,8 @@ def lines(world, name="saves.jsonl"):
 def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, steps, caplog):
     with caplog.at_level(logging.WARNING, "llmtailor.saving"):
         roll_back(world, at)
-    [moved] = [record.getMessage() for record in caplog.records if "abandoned" in record.getMessage()]
-    assert "checkpoint-9" in moved and "step-00000009" in told
+    [told] = [record.getMessage() for record in caplog.records if "abandoned" in record.getMessage()]
+    assert "checkpoint-9" in told and "step-00000009" in told
     for step in steps:
         world.train(step - world.present.step)
         world.save()
@@ -82,8 +82,8 @@ def test_a_full_checkpoint_of_the_trainers_does_not_win_by_its_number(world):
     recipe = call("recipe", world.run).stdout
     assert "skipped" in recipe and "checkpoint-11" in recipe
     for command in ("thin", "gc"):
-        moved = json.loads(call(command, world.run, *(["--strategy", "parity"] * (command == "thin")), "--json").stdout)
-        assert 11 not in moved["composable_before"] and 9 not in told["composable_before"]
+        told = json.loads(call(command, world.run, *(["--strategy", "parity"] * (command == "thin")), "--json").stdout)
+        assert 11 not in told["composable_before"] and 9 not in told["composable_before"]
 
 
 def test_an_attempt_that_dies_before_its_first_save_has_given_up_what_came_later(world):
@@ -119,8 +119,8 @@ def test_a_recipe_may_mix_attempts_and_says_so(world, tmp_path):
         f"merge_method: passthrough\nbase_model: {world.run}/partial/step-00000009\n"
         f"parts:\n  - from: {world.run}/abandoned-checkpoint-9\n    select: [even, odd, embed_tokens, lm_head]\n"
     )
-    moved = call("merge", recipe, out)
-    assert moved.exit_code == 0 and "different attempts" in told.stderr
+    told = call("merge", recipe, out)
+    assert told.exit_code == 0 and "different attempts" in told.stderr
     number = world.present.number
     world.start(None, 9, out)
     assert world.present.saver.ledger.held_by == {}
@@ -144,9 +144,9 @@ def test_and_not_used_if_the_run_itself_went_on(world):
     world.train(8)
     world.save_full()
     result = call("merge", "--run", world.run, "--json")
-    moved = json.loads(result.stdout)
-    assert moved["out"].endswith("checkpoint-9")
-    assert any("--trust-unrecorded" in notice["fix"] for notice in moved["notices"])
+    told = json.loads(result.stdout)
+    assert told["out"].endswith("checkpoint-9")
+    assert any("--trust-unrecorded" in notice["fix"] for notice in told["notices"])
     asked = json.loads(call("merge", "--run", world.run, "--trust-unrecorded", "--dry-run", "--json").stdout)
     assert asked["global_step"] == 11
     assert saver_attempt.saver is not None
