@@ -147,6 +147,6 @@ def _complete(
         what = f"{condense(split)}: the weights on disk have other names than the params, so globs can't split it"
         problems.append(Problem(recipe.name, what, "take the whole part from one checkpoint"))
     if unknown:
-        what = f"{condense(unknown)}: the names of these weights on disk match no param, and their params are unknown"
+        what = f"{condense(unknown)}: these weights on disk have other names than their params, which are unknown"
         problems.append(Problem(recipe.name, what, "take the whole model from one checkpoint"))
     return {name: source_of[name] for name in structure.part_of}, tuple(filled)

@@ -73,7 +73,7 @@ def test_a_schedule_beyond_the_limit():
 
 
 def test_no_limit_at_all():
-    assert "does not say how old a part can become; give max_staleness" in why_not(Custom(lambda now: {EMBED: ""}))
+    assert "does not limit how old a part can become; give max_staleness" in why_not(Custom(lambda now: {EMBED: ""}))
     assert check(Custom(lambda now: {EMBED: ""}), 4) == 4
 
 
