@@ -1,8 +1,8 @@
-"""For training scripts: layer-aligned param groups, and a Trainer mixin that gets them past DeepSpeed.
+"""For training scripts: layer-aligned param groups, and a Trainer mixin that keeps them under DeepSpeed.
 
 >>> class LayerTrainer(LayerGroupsMixin, Trainer): ...
 
-They are the groups that ``--groups layer`` makes of a checkpoint: both call `arrange`.
+They are the groups that ``--groups layer`` creates from a checkpoint: both call `arrange`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerGroupsMixin", "layer_param_groups"]
 _GROUPING = {"params", "model", "optimizer_dict"}
-"""Arguments by which GaLore, LOMO and others bring groups of their own."""
+"""Arguments of optimizers with param groups of their own (GaLore, LOMO)"""
 
 
 def layer_param_groups(
     model: nn.Module, weight_decay: float, decays: Collection[str] | None = None
 ) -> list[dict[str, list[nn.Parameter] | list[str] | float]]:
-    """Return the param groups of a model for any torch optimizer: two for each layer and each part outside of them.
+    """Return the param groups of a model for any torch optimizer: two for each layer and each part outside the layers.
 
     Each group has ``params``, ``weight_decay`` and ``lt_params``, the names of its params, which a torch optimizer
     saves and restores unchanged. Frozen params are left out.
 
     Args:
-        model: whole, or partitioned by ZeRO-3.
-        weight_decay: of the params in ``decays``; all others get 0.
-        decays: names of params. None takes all but norms and biases, as the Trainer of transformers 5.23 does.
+        model: the model, whole or partitioned by ZeRO-3.
+        weight_decay: weight decay of the params in ``decays``; all others get 0.
+        decays: names of params. None means all but norms and biases, as in the Trainer of transformers 5.23.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     decays = decaying_names(model) if decays is None else decays
@@ -43,12 +43,12 @@ def layer_param_groups(
             "weight_decay": weight_decay if names[0] in decays else 0.0,
             NAMES_KEY: list(names),
         }
-        for names in arrange(params, dissect_live(model), decays, LAYER)
+        for names in arrange(params, live_structure(model), decays, LAYER)
     ]
 
 
 def decaying_names(model: nn.Module) -> set[str]:
-    """Return the params that transformers 5.23 gives weight decay: no norms and no biases."""
+    """Return the params with weight decay in transformers 5.23: all but norms and biases."""
     from torch import nn
 
     norms = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
@@ -56,8 +56,8 @@ def decaying_names(model: nn.Module) -> set[str]:
     return {name for name in names if not NO_DECAY.search(name) and not name.startswith(tuple(norms))}
 
 
-def dissect_live(model: nn.Module) -> ModelStructure:
-    """Return the parts of a model, which are those of its checkpoints."""
+def live_structure(model: nn.Module) -> ModelStructure:
+    """Return the parts of a model, the same as those of its checkpoints."""
     first: dict[int, str] = {}
     numels: dict[str, int] = {}
     tied: dict[str, str] = {}
@@ -65,11 +65,11 @@ def dissect_live(model: nn.Module) -> ModelStructure:
         if (stored := first.setdefault(id(param), name)) != name:
             tied[name] = stored
         else:
-            # Under ZeRO-3 a param is empty here, and DeepSpeed keeps its real size beside it.
+            # Under ZeRO-3 a param is empty here; DeepSpeed keeps its real size in ds_numel.
             numels[name] = getattr(param, "ds_numel", param.numel())
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     config = dict(to_dict()) if to_dict else None
-    if config is not None:  # transformers only writes the class into it when it saves
+    if config is not None:  # transformers adds the class only when it saves
         config["architectures"] = config.get("architectures") or [type(model).__name__]
     return find_parts([*numels, *tied], tied, numels, config)
 
@@ -77,9 +77,9 @@ def dissect_live(model: nn.Module) -> ModelStructure:
 class LayerGroupsMixin:
     """Makes a Trainer optimize layer-aligned param groups: ``class LayerTrainer(LayerGroupsMixin, Trainer): ...``
 
-    Under DeepSpeed a Trainer drops ``optimizers=(optimizer, None)`` without a word and calls ``create_optimizer``, so
-    that is what has to be overridden. The optimizer is the one that the training arguments name. The DeepSpeed config
-    must not have an ``optimizer`` of its own: DeepSpeed would then build it from that, with one group.
+    Under DeepSpeed a Trainer silently drops ``optimizers=(optimizer, None)`` and calls ``create_optimizer``, so the
+    mixin overrides that method. The training arguments name the optimizer. The DeepSpeed config must not contain an
+    ``optimizer``: DeepSpeed would build that one, with a single group.
     """
 
     optimizer: Any
@@ -92,7 +92,7 @@ class LayerGroupsMixin:
         if plugin is not None and "optimizer" in plugin.deepspeed_config:
             raise ValueError(
                 "the DeepSpeed config has an optimizer, so the Trainer's layer-aligned param groups would be ignored; "
-                "take it out of the config and name it in the training arguments (optim=...)"
+                "remove it from the config and name it in the training arguments (optim=...)"
             )
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -102,12 +102,12 @@ class LayerGroupsMixin:
             live = trainer.model if model is None else model
             kind, kwargs = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, live)
             if taken := _GROUPING & kwargs.keys():
-                raise ValueError(f"{trainer.args.optim} brings param groups of its own ({', '.join(sorted(taken))})")
+                raise ValueError(f"{trainer.args.optim} defines its own param groups ({', '.join(sorted(taken))})")
             decays = set(trainer.get_decay_parameter_names(live))
             groups = layer_param_groups(live, trainer.args.weight_decay, decays)
             self.optimizer_cls_and_kwargs = (kind, {**kwargs, "params": groups})
         try:
-            # The stock method takes "params" for its own groups, and does the rest.
+            # The stock method uses "params" in place of its own groups.
             return super().create_optimizer(*([] if model is None else [model]))  # type: ignore[misc]
         finally:
             self.optimizer_cls_and_kwargs = given

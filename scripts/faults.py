@@ -85,7 +85,7 @@ def errors(scene: Scene, points: Callable[[int], Iterable[int]], fault: dict[str
         assert code in allowed or (code == 0 and scene.state() == "complete"), f"exit code {code}: {said}"
         assert code == 0 or "the disk doesn't confirm" in said or scene.state() != "complete", said
         assert "Traceback" not in said, said
-        promised = "goes on with" in said
+        promised = "to resume with" in said
         outcome = _outcome(scene)
         # a mark whose fsync failed is not promised, and may be there all the same
         assert outcome.endswith("went on") or not promised, said

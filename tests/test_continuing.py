@@ -76,7 +76,7 @@ def test_what_is_there_is_checked_and_not_written_again(left):
     assert len(finished) > 2
     assert not again & finished
     assert again == set(left.wanted) - finished
-    assert "going on with the merge begun at" in said(left)
+    assert "resuming the merge begun at" in said(left)
     assert left.state() == "complete"
 
 
@@ -120,12 +120,12 @@ def test_another_recipe_is_refused_unless_told_otherwise(left):
     before = contents(left.staging)
     for options in [(), ("--dry-run",)]:
         assert left.run(*options) == 6
-        assert "an unfinished merge is there (recipe.yaml, begun at" in said(left)
+        assert "the output holds an unfinished merge (recipe.yaml, begun at" in said(left)
         assert "another recipe" in said(left)
         assert "--restart" in said(left)
         assert contents(left.staging) == before
     assert left.run("--restart", "--dry-run") == 0
-    assert "thrown away, because --restart was given" in said(left)
+    assert "discarded, because --restart was given" in said(left)
     assert contents(left.staging) == before
     assert left.run("--restart") == 0
     assert json.loads((left.out / "llmtailor.json").read_text())["recipe"]["text"] == recipe
@@ -135,19 +135,19 @@ def test_another_recipe_is_refused_unless_told_otherwise(left):
 def test_whoever_replaces_a_complete_output_may_replace_an_incomplete_one(left):
     assert left.run("--num-gpu", "3") == 6
     assert left.run("--num-gpu", "3", "--force") == 0
-    assert "thrown away, because it is of another recipe, or has other options" in said(left)
+    assert "discarded, because it is of another recipe, or has other options" in said(left)
 
 
 def test_the_same_recipe_can_begin_anew(left):
     assert left.run("--restart") == 0
-    assert "going on" not in said(left)
+    assert "resuming the merge" not in said(left)
     assert left.state() == "complete"
 
 
 def test_other_options_that_change_no_byte_go_on(left):
     (left.root / "recipe.yaml").write_text(f"# a comment\n{RECIPE}")
     assert left.run("--force", "--checksum") == 0
-    assert "going on" in said(left)
+    assert "resuming the merge" in said(left)
 
 
 def test_another_version_begins_anew(left):
@@ -156,7 +156,7 @@ def test_another_version_begins_anew(left):
     assert version in text
     journal.write_text(text.replace(version, '"tool_version": "0.0"'))
     assert left.run() == 0
-    assert "thrown away, because it was begun by llmtailor 0.0" in said(left)
+    assert "discarded, because it was begun by llmtailor 0.0" in said(left)
     assert left.state() == "complete"
 
 
@@ -167,7 +167,7 @@ def test_a_source_that_has_changed_since_begins_anew(left):
         os.utime(state, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
         assert left.run("--dry-run") == 0
         assert left.run() == 0
-        assert f"thrown away, because its sources have changed since: {state}" in said(left)
+        assert f"discarded, because its sources have changed since: {state}" in said(left)
         assert left.state() == "complete"
     finally:
         os.utime(state, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -219,7 +219,7 @@ def test_a_source_that_only_looks_changed_is_none(left, taken):
     """A backup has made a hard link, or a file system numbers its files anew: the content decides."""
     with behind_our_back(*taken, 0):
         assert left.run() == 0
-    assert "going on" in said(left)
+    assert "resuming the merge" in said(left)
     assert left.state() == "complete"
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint contains and where, and what its training was, as read without any tensor byte."""
+"""What a checkpoint contains and where, and the state of its training, without any tensor data."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from llmtailor.storage.local import FileFact
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """The part of a checkpoint that any format can take over, and what only the same framework can."""
+    """The state of a training besides its tensors: for any format, or for the same framework only."""
 
     step_is_tensor: bool = True
     """torch's AdamW keeps ``step`` as a 0-dim fp32 tensor, DeepSpeedCPUAdam as an int."""
     model_order: tuple[str, ...] = ()
-    """The names of the model's params, in its order; others among them do no harm. Empty where only the model's code
-    tells."""
+    """Names of the model's params, in the model's order; other names may occur among them. Empty if only the model's
+    code defines the order."""
     trees: Mapping[str, Any] = field(default_factory=dict)
-    """The stock files of the root by name: the scheduler's state, the loss scale, random number states"""
+    """Name of a stock file in the root -> its content: the scheduler's state, the loss scale, random number states"""
     optim: tuple[Mapping[str, Any] | None, ...] = ()
     """DeepSpeed: each rank's ``optim_states`` without the states; None for a file that can't be used"""
     model: tuple[Mapping[str, Any] | None, ...] = ()
@@ -36,7 +36,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A state: what it looks like, and where in the checkpoint its elements lie."""
+    """A state's dtype and shape, and where the checkpoint stores its elements."""
 
     dtype: str
     """A safetensors dtype name, e.g. ``BF16``."""
@@ -54,7 +54,7 @@ class TensorEntry:
 
     @property
     def is_here(self) -> bool:
-        """False for what a partial checkpoint left out."""
+        """Whether the checkpoint holds it; False for what a partial checkpoint left out."""
         return not isinstance(self.place, Absent)
 
 
@@ -64,7 +64,7 @@ class CheckpointIndex:
 
     root: Path
     name: str
-    """How messages call it."""
+    """Its name in messages"""
     format: str
     """e.g. ``deepspeed-zero3``"""
     stage: int
@@ -75,10 +75,10 @@ class CheckpointIndex:
     precision: str
     """Of the weights in training: ``BF16``, ``F16`` or ``F32``"""
     optimizer: str
-    """What the checkpoint tells of the optimizer, e.g. ``AdamW (torch)``."""
+    """The optimizer, as far as the checkpoint names it, e.g. ``AdamW (torch)``."""
     params: Mapping[str, Param]
     tied: Mapping[str, str]
-    """A tied name and the name its values are stored under."""
+    """Tied name -> the name that its values are stored under"""
     held: Mapping[State, TensorEntry]
     """A partial checkpoint also lists what it left out; see `TensorEntry.is_here`. Weights have the names of the
     safetensors file, which may differ from the params' (transformers fuses the experts of a MoE in memory only)."""
@@ -90,20 +90,20 @@ class CheckpointIndex:
     files: Mapping[str, FileFact]
     """Every regular file below root that belongs to the checkpoint, by relative path."""
     findings: tuple[Finding, ...] = field(default=())
-    """What is odd, or keeps a stock resume from working, but does not keep the states from being read."""
+    """What is unusual, or prevents a stock resume, but does not prevent reading the states."""
     part_steps: Mapping[str, int] = field(default_factory=dict)
-    """If this is a composite of ours: the step each part really comes from, by its manifest."""
+    """Of a composite made by llmtailor: the step that each part comes from, by its manifest."""
     module: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """ZeRO-1/2: the trainable params, and tied names, as the model states hold them: the rounded masters, with which a
-    resume takes its first step. Never a source of states, so that the two agree."""
+    """ZeRO-1/2: trainable params and tied names as stored in the model states: the rounded masters, which the first
+    step after a resume uses. Never a source of states, so that the two agree."""
     inside: frozenset[str] = frozenset()
     """Stock files, by relative path, whose object trees a partial checkpoint holds in its bundles."""
 
     unreadable: frozenset[str] = frozenset()
-    """Files of states that are missing, damaged or not of the same save as the others. Only a salvage goes on with such
-    an index. Placements also name fragments in these files: their elements are right, their bytes mean nothing."""
+    """Files with states that are missing, damaged or from another save than the others. Only ``salvage`` uses such an
+    index. Placements still refer to these files: the element ranges are right, the bytes are not valid."""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
-    """Param -> the tensors that the run would save it as, if the checkpoint says so without holding weights."""
+    """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
     train: TrainState = field(default_factory=TrainState)
 
     @property
@@ -117,7 +117,7 @@ class CheckpointIndex:
 
     @property
     def has_masters(self) -> bool:
-        """Whether there are masters beside the weights; see `OptimizerLayout.has_masters`."""
+        """Whether there are masters in addition to the weights; see `OptimizerLayout.has_masters`."""
         return self.layout.has_masters
 
     @property
@@ -127,11 +127,11 @@ class CheckpointIndex:
 
     @property
     def weights_are_states(self) -> bool:
-        """Whether the weights' files hold what the optimizer updates, so that the same bytes are listed twice."""
+        """Whether the weight files hold what the optimizer updates, so that the same bytes are listed twice."""
         return not (self.has_masters or self.is_partial)
 
     def offers(self, path: str) -> bool:
-        """Whether there is such a stock file, by itself or inside a bundle."""
+        """Whether the stock file exists, by itself or inside a bundle."""
         return path in self.files or path in self.inside
 
     @property
@@ -149,15 +149,15 @@ class Survey:
     """A checkpoint as far as it can be read, damaged or not."""
 
     index: CheckpointIndex | None
-    """None where damage hides how the states lie. Placements also name fragments in files of ``unreadable``: their
-    elements are right, their bytes mean nothing."""
+    """None if damage hides where the states are stored. Placements may refer to files in ``unreadable``: the element
+    ranges are right, the bytes are not valid."""
     problems: Problems
-    """Everything for which the checkpoint is refused as a source."""
+    """All reasons to refuse the checkpoint as a source"""
     unreadable: frozenset[str] = frozenset()
-    """Files with states that are missing, damaged or not of the same save as the others."""
+    """Files with states that are missing, damaged or from another save than the others"""
 
     def sound_index(self) -> CheckpointIndex:
-        """Return the index of a checkpoint that nothing is wrong with. Raises the problems otherwise."""
+        """Return the index if there are no problems; raise them otherwise."""
         self.problems.raise_if_any()
         assert self.index is not None, "a checkpoint without an index has problems"
         return self.index

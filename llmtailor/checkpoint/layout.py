@@ -28,7 +28,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Alignment, or the padding behind a param (the source's padding is uninitialised memory)."""
+    """Alignment, or the padding after a param (the source's padding is uninitialised memory)."""
 
     num_bytes: int
     why: str
@@ -91,7 +91,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Crc:
-    """Four bytes: the little-endian CRC-32 of bytes ``start``..``stop`` of the same file, all in front."""
+    """Four bytes: the little-endian CRC-32 of bytes ``start``..``stop`` of the same file, all before it."""
 
     start: int
     stop: int
@@ -116,14 +116,14 @@ class FileLayout:
             raise ValueError(f"not a path below the output: {self.path!r}")
         for start, piece in self.placed():
             if isinstance(piece, Crc) and piece.stop > start:
-                raise ValueError(f"{self.path}: a checksum at byte {start} covers bytes behind it: {piece}")
+                raise ValueError(f"{self.path}: a checksum at byte {start} covers bytes after it: {piece}")
 
     @cached_property
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def placed(self) -> Iterator[tuple[int, Piece]]:
-        """Yield each piece with the byte of the file that it begins at."""
+        """Yield each piece with its byte offset in the file."""
         at = 0
         for piece in self.pieces:
             yield at, piece
@@ -146,10 +146,10 @@ class Sources:
     of_name: Mapping[str, int]
     """Tensor name -> source, for all kinds of state."""
     of_weight: Mapping[str, int] = field(default_factory=dict)
-    """Names whose weight, alone, comes from elsewhere."""
+    """Tensor name -> source of its weight alone, where that differs"""
     cuts: Mapping[State, tuple[Cut, ...]] = field(default_factory=dict)
-    """States whose elements come from several sources: cuts that tile each, in order. What is rounded from a master, or
-    from a frozen value, is cut like that."""
+    """States whose elements come from several sources -> the cuts that tile each, in order. A weight rounded from a
+    master or a frozen value has the cuts of the original."""
 
     def of(self, state: State) -> int:
         if state.kind == WEIGHT and state.param in self.of_weight:
@@ -157,16 +157,16 @@ class Sources:
         return self.of_name[state.param]
 
     def of_any(self, name: str) -> set[int]:
-        """Return every source that gives something of a tensor."""
+        """Return every source of any state of a tensor."""
         return self.of_states(name) | {self.of_weight.get(name, self.of_name[name])}
 
     def of_states(self, name: str) -> set[int]:
-        """Return every source that gives something of a param's optimizer states."""
+        """Return every source of a param's optimizer states."""
         own = (cut.source for state, cuts in self.cuts.items() if state.param == name for cut in cuts)
         return set(own) or {self.of_name[name]}
 
     def spans(self, state: State, begin: int, end: int) -> Iterator[Cut]:
-        """Yield what elements ``begin``..``end`` of a state come from, in order."""
+        """Yield the cuts that tile elements ``begin``..``end`` of a state, in order."""
         cuts = self.cuts.get(state)
         for original in (MASTER, FROZEN) if state.kind in (WEIGHT, MODULE) else ():
             cuts = cuts or self.cuts.get(State(state.param, original))

@@ -17,13 +17,13 @@ from llmtailor.errors import Problem, SourceError
 
 THINNED = "thin-"
 """Prefix of the lineages of partial checkpoints that ``thin`` made from full ones. They record how these build on each
-other, and say nothing about the attempt of the training."""
+other, not the attempt of the training."""
 
 UNRECORDED = "after-"
 """Prefix of the lineages of trainings that resumed from a save without the saver"""
 
 WHAT = "the record of earlier saves"
-FIX = "take another step, or copy the partial checkpoint again"
+FIX = "use another step, or copy the partial checkpoint again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Past:
     step: int
     lineage: str
     history: Mapping[str, int]
-    """Earlier lineages -> the last step of theirs that belongs to this one"""
+    """Earlier lineage -> its last step that belongs to this one"""
 
     def includes(self, other: Past) -> bool:
-        """Whether the other belongs to this one's past, or is its present."""
+        """Whether the other is this one or part of its past."""
         until = self.step if other.lineage == self.lineage else self.history.get(other.lineage, -1)
         return other.step <= until
 
-    def gives_up(self, other: Past) -> bool:
-        """Whether it continues from before the other's step in the other's lineage, so that the other is abandoned."""
+    def abandons(self, other: Past) -> bool:
+        """Whether it continues the other's lineage from before the other's step, which abandons the other."""
         return other.step > self.history.get(other.lineage, other.step)
 
 
@@ -55,7 +55,7 @@ def read_past(step: Any, lineage: Any, history: Any) -> Past | None:
 
 
 def is_one_attempt(stated: Iterable[Past]) -> bool:
-    """Whether checkpoints all belong to one attempt and to what it continues."""
+    """Whether all checkpoints belong to one attempt and to what it continues."""
     known = list(stated)
     newest = max(known, key=lambda past: past.step, default=None)
     return newest is None or all(newest.includes(one) for one in known)
@@ -72,7 +72,7 @@ class Ledger:
 
     lineage: str
     history: Mapping[str, int] = field(default_factory=dict)
-    """Earlier lineages that this one continues -> the last step of theirs that belongs to this run"""
+    """Earlier lineage that this one continues -> its last step that belongs to this run"""
     saves: int = 0
     """Number of saves over all these lineages, which is the number of the next one"""
     held_by: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Ledger:
         if unassigned := [part for part, held in held_by.items() if held is None]:
             raise ValueError(f"after step {step} no save would hold {', '.join(unassigned)}")
         if not saved or not held_by.keys() >= set(saved):
-            raise ValueError(f"step {step} must save something, and only what is trainable")
+            raise ValueError(f"step {step} must save at least one part, and only trainable ones")
         if self.step is not None and step <= self.step:
             raise ValueError(f"step {step} does not come after step {self.step}")
         known = {part: held for part, held in held_by.items() if held is not None}
@@ -174,14 +174,14 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
     for name, is_right in (("history", _is_count), ("held_by", _is_held)):
         if isinstance(data[name], Mapping):
             wrong = {key: value for key, value in data[name].items() if not is_right(value)}
-            problems += [f"{name} says {value!r} of {key!r}" for key, value in wrong.items()]
+            problems += [f"{name} maps {key!r} to {value!r}" for key, value in wrong.items()]
         else:
             problems.append(f"{name} is {data[name]!r}")
     if not problems and lineage in data["history"]:
         problems.append(f"lineage {lineage!r} continues itself")
     if not problems:
         late = [part for part, (save, _) in data["held_by"].items() if save >= saves]
-        problems += [f"{part!r} is held by a save that has not been" for part in late]
+        problems += [f"{part!r} is held by a save that does not exist" for part in late]
     return problems
 
 
@@ -200,13 +200,13 @@ class RunCheckpoint:
     path: Path
     step: int
     parts: frozenset[str] | None
-    """The parts that it holds; None: all parts"""
+    """The parts that it holds; None means all parts"""
     resumable: bool = True
-    """Whether it can be the base, i.e. supplies learning-rate schedule, random number states and trainer state"""
+    """Whether it can be the base, i.e. supplies the learning rate schedule, random number states and trainer state"""
     part_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that each part comes from"""
     ledger: Ledger | None = field(default=None, compare=False)
-    """Of a partial checkpoint: the saves of its run, itself the newest"""
+    """Of a partial checkpoint: the saves of its run, of which it is the newest"""
 
     @classmethod
     def saved(cls, path: Path, ledger: Ledger) -> RunCheckpoint:
@@ -223,7 +223,7 @@ class RunCheckpoint:
         try:
             return cls.saved(path, ledger)
         except ValueError as error:
-            raise SourceError.at(where, f"{WHAT} is damaged: it says that {error}", FIX) from error
+            raise SourceError.at(where, f"{WHAT} is damaged: {error}", FIX) from error
 
     @property
     def is_partial(self) -> bool:
@@ -253,21 +253,21 @@ class RunCheckpoint:
         return self.part_steps.get(part, self.step)
 
     def builds_on(self, other: RunCheckpoint) -> bool:
-        """Whether both are partial and the other belongs to this one's past, or is itself."""
+        """Whether both are partial and the other is this one or part of its past."""
         return self.past is not None and other.past is not None and self.past.includes(other.past)
 
 
 def newest_resumable(checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | None:
-    """Return the checkpoint to take as the base; of two of the same step, the one that holds more."""
+    """Return the checkpoint to use as the base; of two at the same step, the one that holds more."""
     able = [checkpoint for checkpoint in checkpoints if checkpoint.resumable]
     return max(able, key=lambda one: (one.step, one.parts is None), default=None)
 
 
 def best_holder(candidates: Iterable[RunCheckpoint], part: str) -> RunCheckpoint | None:
-    """Return the checkpoint with the newest state of a part; of two of the same step the full one, to read from fewer
-    folders.
+    """Return the checkpoint with the newest state of a part.
 
-    Of two with the same state, such as a composite and its source, the newer one is taken.
+    Of two at the same step it is the full one, to read from fewer folders; of two with the same state, such as a
+    composite and its source, the newer one.
     """
     holders = [checkpoint for checkpoint in candidates if checkpoint.holds(part)]
     return max(holders, key=lambda one: (one.step_of(part), one.parts is None, one.step), default=None)
@@ -280,8 +280,8 @@ def best_holders(candidates: Collection[RunCheckpoint], parts: Iterable[str]) ->
 
 
 def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckpoint]:
-    """Return the checkpoints that a composite of a step can be made from: full ones up to that step, and the partial
-    ones that the newest partial one builds on."""
+    """Return the checkpoints that a composite at a step can be made from: the full ones up to that step, and the
+    partial ones that the newest partial one builds on."""
     until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= step]
     newest = max((one for one in until if one.is_partial), key=lambda one: one.step, default=None)
     return [one for one in until if not one.is_partial or (newest and newest.builds_on(one))]
@@ -290,9 +290,9 @@ def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckp
 def sources_at(
     checkpoints: Iterable[RunCheckpoint], step: int, parts: Collection[str]
 ) -> dict[str, RunCheckpoint] | None:
-    """Return the checkpoint that each part of a composite of a step comes from; None if it can't be composed.
+    """Return the checkpoint that each part of a composite at a step comes from; None if it can't be composed.
 
-    It can't if a part has no holder up to then, or if no checkpoint of that very step can be the base.
+    It can't if no checkpoint up to that step holds a part, or if none at exactly that step can be the base.
     """
     usable = usable_at(checkpoints, step)
     base = newest_resumable(usable)
@@ -316,7 +316,7 @@ def partial_sources(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> dict
 def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:
     """Whether a complete state can be composed at a partial checkpoint's step from partial checkpoints alone.
 
-    If somebody has deleted one, the next older holder of its parts counts, though the ledger then says otherwise.
+    If one was deleted, the next older holder of its parts counts, although the ledger names the deleted one.
     """
     return partial_sources(save, saves).keys() >= save.needed_parts
 

@@ -1,7 +1,7 @@
 """The optimizer's layout: its param groups, and the flat tensors that DeepSpeed keeps their states in. Pure.
 
 A composite with the stage, world size and groups of its base has the base's own layout. Any other layout is what stock
-DeepSpeed would make on so many ranks, from the settings that the base was trained with.
+DeepSpeed would create on that number of ranks from the settings of the base's run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Params whose states lie together, in the order of their states, and the optimizer's ``step`` for all of them.
+    """Params whose states are stored together, in storage order, and the optimizer's ``step`` for all of them.
 
     ZeRO-3: a sub-group, one flat tensor per rank. ZeRO-1/2: a whole param group, one vector. No ZeRO: one param.
     """
@@ -33,23 +33,23 @@ class SubGroup:
     params: tuple[str, ...]
     step: float = 0.0
     gaps: tuple[int, ...] = ()
-    """ZeRO-1/2 with ``parameter_alignment``: elements behind each param; empty for none."""
+    """ZeRO-1/2 with ``parameter_alignment``: elements of the gap after each param; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLayout:
-    """How the states of the optimizer are grouped and cut, in a checkpoint that is read or to be written."""
+    """How the optimizer states of a checkpoint, existing or planned, are grouped and cut."""
 
     stage: int
-    """Of ZeRO: 1, 2 or 3; 0 for a checkpoint of the plain Trainer, without DeepSpeed"""
+    """ZeRO stage: 1, 2 or 3; 0 for a checkpoint of the plain Trainer, without DeepSpeed"""
     world_size: int
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
 
     @property
     def has_masters(self) -> bool:
-        """Whether there are masters beside the weights, which are then rounded copies of them; without DeepSpeed the
-        weights are what the optimizer updates."""
+        """Whether there are masters in addition to the weights, which are then rounded copies of them. Without
+        DeepSpeed the optimizer updates the weights themselves."""
         return self.stage > 0
 
     def of_group(self, group: int) -> list[int]:
@@ -64,11 +64,11 @@ class ZeroSettings:
     sub_group_size: int = 1_000_000_000
     """ZeRO-3: elements per rank beyond which a param group is cut into several sub-groups."""
     round_robin: bool = False
-    """ZeRO-1/2: ``round_robin_gradients`` deals a group's params out over the ranks."""
+    """ZeRO-1/2: ``round_robin_gradients`` distributes a group's params over the ranks."""
     parameter_alignment: bool = False
-    """ZeRO-1/2: params begin at 16 bytes of the model's dtype."""
+    """ZeRO-1/2: params begin at multiples of 16 bytes in the model's dtype."""
     fp32_gradients: bool = False
-    """bf16 with gradients accumulated in fp32: ZeRO-1 is then BF16_Optimizer, which knows neither of the two above."""
+    """bf16 with gradients accumulated in fp32: ZeRO-1 is then BF16_Optimizer, which supports neither setting above."""
 
 
 def lay_out_optimizer(
@@ -81,14 +81,14 @@ def lay_out_optimizer(
     stage: int | None = None,
     groups: Sequence[ParamGroup] | None = None,
 ) -> OptimizerLayout:
-    """Lay out the optimizer of a composite; None keeps what the base has.
+    """Return the optimizer layout of a composite; None keeps what the base has.
 
     ``numels`` are the params' elements, ``settings`` and ``precision`` (a safetensors dtype) those of the base's run.
     """
     world_size = world_size or base.world_size
     stage = base.stage if stage is None else stage
     wanted = base.groups if groups is None else tuple(groups)
-    if stage == 0:  # torch's optimizer keeps each param by itself
+    if stage == 0:  # torch's optimizer stores each param separately
         cut = [SubGroup(number, (param,)) for number, group in enumerate(wanted) for param in group.params]
     elif groups is None and (stage, world_size) == (base.stage, base.world_size):
         cut = list(base.sub_groups)
@@ -109,8 +109,8 @@ def lay_out_optimizer(
 def _cut_sub_groups(
     groups: Sequence[ParamGroup], numels: Mapping[str, int], world_size: int, sub_group_size: int
 ) -> list[SubGroup]:
-    """ZeRO-3: a group is one sub-group unless its slices exceed ``sub_group_size`` elements per rank; then params are
-    collected until they reach it. A param is never split."""
+    """Return the ZeRO-3 sub-groups of a group: one, unless its slices exceed ``sub_group_size`` elements per rank; then
+    params are collected until they reach it. A param is never split."""
     cut: list[SubGroup] = []
     for number, group in enumerate(groups):
         parts = {param: part_size(numels[param], world_size) for param in group.params}
@@ -136,7 +136,7 @@ def _vector(
     settings: ZeroSettings,
     itemsize: int,
 ) -> SubGroup:
-    """ZeRO-1/2: a group is one vector, in the optimizer's order or dealt out in turn over the ranks."""
+    """Return the ZeRO-1/2 vector of a group, in the optimizer's order or distributed in turn over the ranks."""
     if settings.round_robin:
         params = tuple(params[at] for at in round_robin(len(params), world_size))
     gaps = alignment_gaps([numels[param] for param in params], itemsize) if settings.parameter_alignment else ()

@@ -1,8 +1,8 @@
-"""Where the elements of a state lie: byte ranges of files. Pure.
+"""Where the elements of a state are stored: byte ranges of files. Pure.
 
 Ranges are half-open: bytes run ``start``..``stop``, elements ``begin``..``end``. A *placement* answers one question:
-which file holds elements begin..end, and where. It computes the answer, so an index stays small however many ranks
-there are. Sets of elements are ascending runs that do not touch.
+which file holds elements begin..end, and where. It computes the answer, so an index stays small for any number of
+ranks. Sets of elements are ascending runs that do not touch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``begin``..``end`` of a state lie in ``extent``."""
+    """Elements ``begin``..``end`` of a state, stored in ``extent``."""
 
     begin: int
     end: int
@@ -40,7 +40,7 @@ class Fragment:
 
 
 class Placement(Protocol):
-    """Where the elements of one state lie."""
+    """Where the elements of one state are stored."""
 
     def cover(self, begin: int, end: int) -> Iterator[Fragment]:
         """Yield fragments that tile ``begin``..``end`` in order."""
@@ -75,7 +75,7 @@ class Partitioned:
     shards: tuple[Extent, ...]
     """The partition of each rank; it may end early, where the padding begins."""
     offset: int
-    """Elements of the vector in front of this param."""
+    """Elements of the vector before this param."""
     partition: int
     """Elements per rank."""
     itemsize: int
@@ -92,7 +92,7 @@ class Partitioned:
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """ZeRO-3: every param is cut on its own into one slice of ``part`` elements per rank.
+    """ZeRO-3: each param is cut separately into one slice of ``part`` elements per rank.
 
     ::
 
@@ -104,7 +104,7 @@ class Sliced:
     shards: tuple[Extent, ...]
     """The flat tensor that this param is in, rank by rank."""
     offset: int
-    """Elements in front of the slice, the same in every rank's flat tensor."""
+    """Elements before the slice, the same in every rank's flat tensor."""
     part: int
     """ceil(numel / world size)"""
     itemsize: int
@@ -121,7 +121,7 @@ class Sliced:
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """A partial checkpoint: each rank's fragment of the param is a tensor of its own in that rank's bundle."""
+    """A partial checkpoint: each rank's fragment of the param is a separate tensor in that rank's bundle."""
 
     paths: tuple[str, ...]
     """The files with a fragment, in the order of the elements."""
@@ -143,10 +143,10 @@ class Bundled:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Nowhere: a partial checkpoint knows what the state looks like, but does not hold it."""
+    """Nowhere: a partial checkpoint records the state's dtype and shape, but does not hold it."""
 
     def cover(self, begin: int, end: int) -> Iterator[Fragment]:
-        raise LookupError("a state that the checkpoint does not hold")
+        raise LookupError("the checkpoint does not hold this state")
 
 
 Runs = tuple[tuple[int, int], ...]

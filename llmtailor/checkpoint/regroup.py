@@ -1,7 +1,7 @@
 """Rebuilds the optimizer's param groups: layer by layer, or the two that the Trainer makes. Pure.
 
-A param keeps its hyperparameters: a new group has those of the old group that its params come from, and where it takes
-from several, these have to agree. `arrange` alone decides the order, for checkpoints and for the training side.
+A param keeps its hyperparameters: a new group has those of the old group that its params come from; if they come from
+several, these must agree. `arrange` alone decides the order, for checkpoints and for training scripts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KEEP, LAYER, DEFAULT = "keep", "layer", "default"
 CHOICES = (KEEP, LAYER, DEFAULT)
 
 NAMES_KEY = "lt_params"
-"""In a group of `llmtailor.training`: the names of its params, which torch itself does not write down."""
+"""In a group of `llmtailor.training`: the names of its params, which torch itself does not save."""
 _NAMES_KEYS = (NAMES_KEY, "param_names")  # the latter is torch's own, for optimizers made of named params
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
-"""Names that transformers 5.23 takes out of weight decay. It also takes out what is inside an ``nn.LayerNorm``."""
+"""Names that transformers 5.23 excludes from weight decay. It also excludes params inside an ``nn.LayerNorm``."""
 
 _HYPER = frozenset(
     (
@@ -37,22 +37,21 @@ _HYPER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """New param groups, and what else has to follow them."""
+    """New param groups, and what changes with them."""
 
     groups: tuple[ParamGroup, ...]
     from_group: tuple[int, ...]
-    """For each new group the old one whose entries in the scheduler's lists it takes."""
+    """For each new group, the old group whose entries in the scheduler's lists it takes."""
     notices: tuple[Problem, ...]
 
 
 def regroup(
     base: CheckpointIndex, structure: ModelStructure, how: str, model_order: Sequence[str]
 ) -> Regrouping | None:
-    """Make the param groups of a composite; None if they are those of the base.
+    """Return the new param groups of a composite; None if they are those of the base.
 
-    ``model_order`` are the params in the order of ``model.named_parameters()``, or of the model's state dict; names of
-    buffers and frozen params among them do no harm. Raises MismatchError if groups would have to be joined whose
-    hyperparameters differ.
+    ``model_order`` lists the params in the order of ``model.named_parameters()`` or of the model's state dict; it may
+    include buffers and frozen params. Raises MismatchError if groups with different hyperparameters would be joined.
     """
     if how not in CHOICES:
         raise ValueError(f"no such grouping: {how}")
@@ -61,7 +60,7 @@ def regroup(
     old = {param: number for number, params in enumerate(base.group_params) for param in params}
     names = [name for name in dict.fromkeys(model_order) if name in old]
     if missing := old.keys() - set(names):
-        what = f"the order of the model's params is not known: {min(missing)} is not among them"
+        what = f"the order of the model's params is unknown: it lacks {min(missing)}"
         raise SourceError.at(base.name, what, "copy the checkpoint again, or keep the groups (--groups keep)")
     decays = find_decaying(base)
     arranged = arrange(names, structure, decays, how)
@@ -79,10 +78,11 @@ def regroup(
 def arrange(
     names: Iterable[str], structure: ModelStructure, decays: Collection[str], how: str
 ) -> list[tuple[str, ...]]:
-    """Deal out trainable params, given in the order of the model, into groups; those stay in this order inside.
+    """Return the param groups of trainable params, given in the order of the model, which each group keeps.
 
-    ``default``: what decays, then what does not. ``layer``: two groups for each part of the model, first those without
-    decay; in each half first what is outside the layers, by its name, then the layers. No group is empty.
+    ``default``: the params with weight decay, then those without. ``layer``: two groups for each part of the model,
+    all groups without decay first; in each half the parts outside the layers, by name, then the layers. No group is
+    empty.
     """
     names = list(names)
     if how == DEFAULT:
@@ -101,17 +101,17 @@ def arrange(
 
 
 def find_decaying(base: CheckpointIndex) -> frozenset[str]:
-    """Return the params that weight decay is meant for.
+    """Return the params that weight decay applies to.
 
-    The groups tell, if some have weight decay and others have none. Otherwise (the Trainer's default is 0 for all; one
-    group from a DeepSpeed config decays as a whole) it is the Trainer's rule, as far as names and shapes tell.
+    The groups show it if some have weight decay and others have none. Otherwise (the Trainer's default is 0 for all;
+    one group from a DeepSpeed config decays as a whole) the Trainer's rule decides, as far as names and shapes allow.
     """
     decays = [bool(group.hyper.get("weight_decay")) for group in base.groups]
     numbered = [(param, number) for number, params in enumerate(base.group_params) for param in params]
     if len(set(decays)) > 1:
         return frozenset(param for param, number in numbered if decays[number])
     vectors = [all(_is_vector(base, param) for param in params) for params in base.group_params]
-    # A group of vectors only, beside groups of matrices, is norms and biases, whatever their names.
+    # If other groups contain matrices, a group of vectors only consists of norms and biases, whatever their names.
     split = not all(vectors)
     return frozenset(
         param for param, number in numbered if not (split and vectors[number]) and _decays_by_rule(base, param)
@@ -125,23 +125,23 @@ def _is_vector(base: CheckpointIndex, param: str) -> bool:
 def _decays_by_rule(base: CheckpointIndex, param: str) -> bool:
     if NO_DECAY.search(param):
         return False
-    # A vector beside a bias of its size: an nn.LayerNorm, such as GPT-2's ln_1.
+    # A vector with a bias of the same size: an nn.LayerNorm, such as GPT-2's ln_1.
     module, _, last = param.rpartition(".")
     bias = base.params.get(f"{module}.bias")
     return not (last == "weight" and _is_vector(base, param) and bias and bias.shape == base.params[param].shape)
 
 
 def _guesses(base: CheckpointIndex, decays: frozenset[str], how: str) -> tuple[Problem, ...]:
-    """Say so if what decays had to be guessed, and no group border of the base bears it out."""
+    """Return a notice if the decaying params had to be guessed, and no group of the base confirms the guess."""
     cut = [params for params in base.group_params if 0 < sum(param in decays for param in params) < len(params)]
     if not cut:
         return ()
     values = ", ".join(sorted({f"{group.hyper.get('weight_decay')}" for group in base.groups}))
     what = (
-        f"the weight decay of the groups of {base.name} ({values}) does not tell which params it is meant for; "
-        "norms and biases are split off by the Trainer's rule on names, and keep the weight decay they have"
+        f"the weight decay of the groups of {base.name} ({values}) does not show which params it applies to; "
+        "norms and biases are split off by the Trainer's naming rule and keep their weight decay"
     )
-    return (Problem(f"--groups {how}", what, "compare with the groups of the run that shall resume"),)
+    return (Problem(f"--groups {how}", what, "compare with the groups of the run that will resume"),)
 
 
 def _check_agreement(base: CheckpointIndex, origins: Sequence[Sequence[int]], how: str) -> None:
@@ -161,7 +161,7 @@ def _check_agreement(base: CheckpointIndex, origins: Sequence[Sequence[int]], ho
 
 
 def _hyper_of(params: tuple[str, ...], hypers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the hyperparameters of a new group, without labels that were not the same in all its old groups."""
+    """Return the hyperparameters of a new group, without labels that differ between its old groups."""
     differing = _differing(hypers)
     merged = {key: value for key, value in hypers[0].items() if key not in differing or key in _NAMES_KEYS}
     return {key: list(params) if key in _NAMES_KEYS else value for key, value in merged.items()}
@@ -173,7 +173,7 @@ def _differing(hypers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_label(key: str, values: Iterable[Any]) -> bool:
-    """Whether a key only says what a group is (``layer: 3``, ``name: embed``), and does not enter the update."""
+    """Whether a key only says what a group is (``layer: 3``, ``name: embed``), and does not affect the update."""
     if key in _HYPER:
         return False
     flat = [word for value in values for word in (value if isinstance(value, list) else [value])]

@@ -1,6 +1,6 @@
-"""ZeRO-1/2's cutting rule: how the params of a group lie in its vector, and the vector on the ranks.
+"""How ZeRO-1/2 places the params of a group in a vector, and the vector on the ranks.
 
-Checked against DeepSpeed 0.19.8. A group's params, flattened, follow each other, with an optional gap behind each but
+Checked against DeepSpeed 0.19.8. A group's params are flattened and concatenated, with an optional gap after each but
 the last (``parameter_alignment``). The vector is padded at its end to a multiple of twice the world size and cut into
 equal partitions.
 """
@@ -20,15 +20,15 @@ class Vector:
     total: int
     """Elements of params and gaps, without the padding at the end."""
     partition: int
-    """Elements per rank, the same on all; the last ranks' may be padding."""
+    """Elements per rank, the same on all; the last ranks may hold padding."""
 
     def padding(self, rank: int) -> int:
-        """Return how many elements of padding a rank's partition ends with."""
+        """Return the number of padding elements at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
 
 
 def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) -> Vector:
-    """Lay out the params of a group, in the order of the vector; ``gaps`` may be empty for none."""
+    """Return the vector of a group's params, given in the order of the vector; empty ``gaps`` means none."""
     offsets, at = [], 0
     for number, numel in enumerate(numels):
         offsets.append(at)
@@ -38,8 +38,8 @@ def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) 
 
 
 def alignment_gaps(numels: Sequence[int], itemsize: int, boundary: int = 16) -> tuple[int, ...]:
-    """Return the gaps of ``parameter_alignment``: each param but the last is followed by as many elements as bring the
-    next one to ``boundary`` bytes of the model's dtype."""
+    """Return the gaps of ``parameter_alignment``: each param but the last is followed by the number of elements that
+    aligns the next one to ``boundary`` bytes in the model's dtype."""
     unit, at, gaps = boundary // itemsize, 0, []
     for number, numel in enumerate(numels):
         gap = -(at + numel) % unit if number < len(numels) - 1 else 0
@@ -54,5 +54,5 @@ def round_robin(count: int, world_size: int) -> list[int]:
 
 
 def part_size(numel: int, world_size: int) -> int:
-    """ZeRO-3: return how many elements of a param each rank has a slice for."""
+    """Return the size of each rank's slice of a ZeRO-3 param, in elements, padding included."""
     return -(-numel // world_size)

@@ -1,1 +1,1 @@
-"""From a recipe to a composite: plan, check, write, verify."""
+"""Makes a composite from a recipe: plan, check, write, verify."""

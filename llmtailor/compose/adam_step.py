@@ -1,8 +1,8 @@
-"""Adam's ``step``: one number per flat id, and what it means when params of several steps share one.
+"""Adam's ``step``: one number per sub-group, and the effect when params of several steps share one.
 
-A flat id whose params all bring the same step gets that one, so in layer-aligned groups it travels with the
-layer. Where they differ it can't be right for all: the base's step stays, the moments are kept as they are, and the
-bias correction of the others is off by the factor given here.
+A sub-group whose params all come with the same step gets that step, so in layer-aligned groups each layer keeps its
+own. Where steps differ, no single one is right for all: the base's step stays, the moments are kept as they are, and
+the bias correction of the other params is wrong by the factor given here.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, State
 
 NOTICEABLE = 0.01
-"""Relative change of an update that is worth a warning."""
+"""Relative change of an update that causes a warning"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepChoice:
-    """The step a flat id gets, and the other steps that its params' moments have made."""
+    """The step of a sub-group, and the other steps of its params' moments."""
 
     flat_id: int
     step: float
     others: tuple[float, ...]
     worst_factor: float
-    """By how much the bias correction scales the first update of the params with another step; 1 means not
-    at all. The one farthest from 1."""
+    """The factor, of those farthest from 1, by which the bias correction scales the first update of the params with
+    another step; 1 means no effect."""
 
 
 def choose_steps(
     indexes: Sequence[CheckpointIndex], sources: Sources, base: int, target: OptimizerLayout
 ) -> tuple[StepChoice, ...]:
-    """Choose the step of every flat id of the target."""
+    """Return the step of every sub-group of the target."""
     steps = [index.steps() for index in indexes]
     choices = []
     for flat_id, flat in enumerate(target.sub_groups):
@@ -52,7 +52,7 @@ def choose_steps(
 
 
 def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
-    """Return a layout whose sub-groups have the steps that were chosen for them."""
+    """Return the layout with the chosen steps in its sub-groups."""
     pairs = zip(target.sub_groups, choices, strict=True)
     return replace(target, sub_groups=tuple(replace(one, step=choice.step) for one, choice in pairs))
 
@@ -60,10 +60,10 @@ def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> Optimi
 def rebase_scales(
     indexes: Sequence[CheckpointIndex], sources: Sources, target: OptimizerLayout, choices: Sequence[StepChoice]
 ) -> dict[State, float]:
-    """Return the factors that keep the bias-corrected moments of params whose step is not that of their flat id.
+    """Return the factors that keep the bias-corrected moments of params whose step differs from their sub-group's.
 
-    Adam corrects exp_avg by ``1 / (1 - beta1**step)`` and exp_avg_sq likewise with beta2; with ``step`` replaced, the
-    moments are scaled so that the corrected values stay what they were.
+    Adam corrects exp_avg by ``1 / (1 - beta1**step)`` and exp_avg_sq likewise with beta2. When ``step`` is replaced,
+    scaled moments keep the corrected values.
     """
     steps = [index.steps() for index in indexes]
     scales: dict[State, float] = {}
@@ -78,10 +78,10 @@ def rebase_scales(
 
 
 def bias_factor(own: float, used: float, beta1: float, beta2: float) -> float:
-    """Return by how much the first update after a resume is scaled when ``used`` stands in for ``own``.
+    """Return the factor by which ``used`` in place of ``own`` scales the first update after a resume.
 
-    Adam divides exp_avg by ``1 - beta1**t`` and exp_avg_sq by ``1 - beta2**t``; the first resumed step counts one
-    more than the checkpoint. eps is left out.
+    Adam divides exp_avg by ``1 - beta1**t`` and exp_avg_sq by ``1 - beta2**t``; the first resumed step has a count one
+    higher than the checkpoint's. eps is neglected.
     """
     own, used = own + 1, used + 1
     first = (1 - beta1**own) / (1 - beta1**used) if beta1 else 1.0

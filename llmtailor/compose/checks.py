@@ -1,4 +1,4 @@
-"""Do the sources fit together? Pure comparisons of indexes."""
+"""Checks whether the sources fit together: pure comparisons of indexes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from llmtailor.errors import MismatchError, Problem, Problems, some
 from llmtailor.model.states import BUFFER, WEIGHT
 
 _PARTIAL = (
-    "it is a partial checkpoint: name a source for these parts, or have all chosen by llmtailor merge --run RUN_DIR"
+    "it is a partial checkpoint: name a source for these parts, or let llmtailor merge --run RUN_DIR choose them all"
 )
-_OTHER_MODEL = "take checkpoints of one and the same model and training setup"
+_OTHER_MODEL = "use checkpoints of the same model and training setup"
 _IN_UPDATE = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 def check_fit(indexes: Sequence[CheckpointIndex], base: int, any_groups: bool = False) -> None:
-    """Raise MismatchError with everything in which the sources differ from the base.
+    """Raise MismatchError with every difference between the sources and the base.
 
-    With ``any_groups`` their param groups may differ: states go by name, and the target's groups are made anew.
+    With ``any_groups`` their param groups may differ: states are matched by name, and the target gets new groups.
     """
     problems = Problems()
     reference = indexes[base]
@@ -46,7 +46,7 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     if not found and not any_groups and index.group_params != base.group_params:
         differ(
             f"its param groups do not match: {_groups(index)}, but the base has {_groups(base)}",
-            "say --groups layer or --groups default to have them made anew, or take checkpoints with the same groups",
+            "use --groups layer or --groups default to rebuild them, or use checkpoints with the same groups",
         )
     if not found:
         found += _compare_states(index, base)
@@ -59,7 +59,7 @@ def _compare_params(index: CheckpointIndex, base: CheckpointIndex, differ: Calla
     if lacking:
         differ(f"it lacks {some(lacking)} of the base {base.name}")
     if extra:
-        differ(f"it has {some(extra)}, which the base {base.name} has not")
+        differ(f"it has {some(extra)}, which the base {base.name} lacks")
     both = [(param, index.params[name]) for name, param in base.params.items() if name in index.params]
     shapes = [
         f"{own.name} {list(own.shape)} instead of {list(param.shape)}"
@@ -70,17 +70,17 @@ def _compare_params(index: CheckpointIndex, base: CheckpointIndex, differ: Calla
     if shapes:
         differ(f"shapes differ from the base's: {some(shapes)}")
     if roles:
-        differ(f"params differ in what is trained: {some(roles)}", "take checkpoints with the same frozen params")
+        differ(f"params differ in what is trained: {some(roles)}", "use checkpoints with the same frozen params")
 
 
 def _compare_states(index: CheckpointIndex, base: CheckpointIndex) -> list[Problem]:
-    """Kinds and dtypes of the states; weights are compared by dtype only, since they can be made from masters."""
+    """Compare kinds and dtypes of the states, except weights, which can be made from masters."""
     mine = {state: held for state, held in index.held.items() if state.kind != WEIGHT}
     theirs = {state: held for state, held in base.held.items() if state.kind != WEIGHT}
     kinds = ({state.kind for state in mine}, {state.kind for state in theirs})
     if kinds[0] != kinds[1]:
         what = f"it holds {', '.join(sorted(kinds[0]))}, the base {', '.join(sorted(kinds[1]))}"
-        return [Problem(index.name, f"the kinds of state differ: {what}", "take checkpoints of the same optimizer")]
+        return [Problem(index.name, f"the kinds of state differ: {what}", "use checkpoints of the same optimizer")]
     dtypes = [
         f"{state.kind} of {state.param} is {mine[state].dtype} instead of {held.dtype}"
         for state, held in theirs.items()
@@ -90,7 +90,7 @@ def _compare_states(index: CheckpointIndex, base: CheckpointIndex) -> list[Probl
 
 
 def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex], sources: Sources) -> None:
-    """Raise MismatchError if a chosen source does not hold a state that the target needs, or in another shape."""
+    """Raise MismatchError if a chosen source lacks a state that the target needs, or has it in another shape."""
     lacking: dict[int, dict[str, None]] = {}
     for layout in layouts:
         for piece in layout.pieces:
@@ -120,20 +120,20 @@ def _can_fill(slot: Slot, index: CheckpointIndex) -> bool:
 
 
 def check_one_step(choices: Sequence[StepChoice]) -> None:
-    """Raise MismatchError if params of one flat id bring different steps: the policy ``source`` has no answer then."""
+    """Raise MismatchError if params of one sub-group have different steps, which ``--step source`` can't resolve."""
     mixed = [choice for choice in choices if choice.others]
     if mixed:
         steps = sorted({step for choice in mixed for step in (choice.step, *choice.others)})
         raise MismatchError.at(
             "--step source",
-            f"{len(mixed)} of {len(choices)} flat ids, which have one step each, mix params from steps "
+            f"{len(mixed)} of {len(choices)} sub-groups, which have one step each, mix params from steps "
             f"{', '.join(f'{step:g}' for step in steps)}",
-            "say --groups layer, so that each layer has its own; or --step base or --step rebase",
+            "use --groups layer, so that each layer has its own, or --step base or --step rebase",
         )
 
 
 def differing_hyperparameters(index: CheckpointIndex, base: CheckpointIndex) -> list[str]:
-    """Name the hyperparameters that enter the update and differ from the base's, whose values are kept."""
+    """Return the hyperparameters that affect the update and differ from the base's, whose values are kept."""
     return [
         key
         for key in _IN_UPDATE

@@ -1,4 +1,4 @@
-"""Decides a composite: recipe -> index -> resolve -> check -> lay out -> plan. `compose.write` writes it."""
+"""Plans a composite: recipe -> index -> resolve -> check -> lay out -> plan. `compose.write` writes it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from llmtailor.timing import Stopwatch
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Stands in for opening the sources of a recipe."""
+    """Sources of a recipe that are open already."""
 
     indexes: Mapping[Path, CheckpointIndex]
-    """By root; also of sources that only `cuts` name."""
+    """Root -> index, including sources that only `cuts` name"""
     cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = field(default_factory=dict)
     """States made of several sources: elements ``begin``..``end`` and the root they come from. They tile each state."""
     files: tuple[FileLayout, ...] = ()
@@ -55,7 +55,7 @@ class Opened:
         return tuple(self.indexes[root] for root in roots)
 
     def number_cuts(self, indexes: Sequence[CheckpointIndex], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
-        """Return the cuts with sources as positions in ``indexes``; a tied name is cut as what it is stored under."""
+        """Return the cuts with sources as positions in ``indexes``; a tied name has the cuts of its stored name."""
         number_of = {index.root: number for number, index in enumerate(indexes)}
         cuts = {
             state: tuple(Cut(begin, end, number_of[root]) for begin, end, root in runs)
@@ -70,17 +70,17 @@ class Opened:
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 16 << 20
-"""Room for folders, manifest and file system overhead, beyond the bytes of the plan."""
+"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of the plan"""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to merge into, beyond the recipe."""
+    """Options of a merge that are not in the recipe."""
 
     world_size: int | None = None
-    """The number of ranks the output is for; None keeps the base's."""
+    """Number of ranks of the output; None keeps the base's."""
     groups: str = "keep"
-    """Param groups of the output: ``keep``, ``layer`` or ``default``."""
+    """Param groups of the output: ``keep``, ``layer`` or ``default``"""
     stage: int | None = None
     """ZeRO stage of the output, 0 for a Trainer's checkpoint without DeepSpeed; None keeps the base's."""
     replace: bool = False
@@ -90,19 +90,19 @@ class Options:
     copy_tokenizer: bool = True
     """Whether to copy the base's tokenizer files."""
     step: str = "base"
-    """Adam's step, where params of one group come with different ones: ``base`` keeps the base's and leaves the moments
-    as they are, ``rebase`` scales the moments to it, ``source`` refuses."""
+    """Adam's step if params of one group have different ones: ``base`` keeps the base's step and the moments,
+    ``rebase`` scales the moments to it, ``source`` refuses."""
     allow_split: bool = False
     """Whether the weights and optimizer states of a part may come from different checkpoints."""
     restart: bool = False
     """Whether to discard an unfinished merge in the output and start over."""
     checksum: bool = False
-    """Whether to compute a digest of every output file and of every source file that was read."""
+    """Whether to compute a digest of every output file and every source file read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A planned composite: everything is decided, nothing is written."""
+    """A planned composite, of which nothing is written yet."""
 
     recipe: Recipe
     out: Path
@@ -115,11 +115,11 @@ class Composition:
     plan: Plan
     report: Report
     replaces: Entries | None = None
-    """What lies where the output will, all of it replaceable; None: nothing may be there."""
+    """The existing content of the output folder, all replaceable; None if the output must not exist"""
 
     @property
     def is_copy(self) -> bool:
-        """Whether the output would hold just what its base does."""
+        """Whether the output would be a copy of its base."""
         base, told = self.indexes[self.base], self.options
         changed = (told.world_size or base.world_size, self.target.stage) != (base.world_size, base.stage)
         one_source = all(row.source == base.name for row in self.report.parts)
@@ -138,7 +138,7 @@ def plan_merge(
         options: see `Options`.
         opened: sources that are open already.
 
-    Raises a `TailorError` with every problem found. Its class is that of the earliest stage that failed.
+    Raises a `TailorError` with every problem found; the earliest failed stage decides its class.
     """
     options = options or Options()
     read = [recipe] if isinstance(recipe, Path) else []
@@ -219,7 +219,7 @@ def plan_merge(
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
-    """Return what the output may take the place of, None if it must be new. Raises TargetError."""
+    """Return the existing content that the output may replace, None if it must be new. Raises TargetError."""
     check_target(out, sources, options.replace or options.reuse)
     return check_replaceable(old_output(out), display_name(out)) if options.replace else None
 
@@ -227,7 +227,7 @@ def _check_target(out: Path, sources: list[Path], options: Options) -> Entries |
 def _default_out(base: CheckpointIndex) -> Path:
     if base.is_partial and base.root.parent.name == PARTIAL_FOLDER:
         out = base.root.parent.parent / f"checkpoint-{base.global_step}"
-        # what was passed over may be there: a checkpoint that is damaged, or of an attempt that was given up
+        # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
         return out.with_name(f"{out.name}-merged") if out.exists() else out
     return base.root.with_name(base.root.name + "-merged")
 
@@ -235,10 +235,10 @@ def _default_out(base: CheckpointIndex) -> Path:
 def open_sources(
     recipe: Recipe, problems: Problems, opened: Opened | None = None
 ) -> tuple[tuple[CheckpointIndex, ...], int]:
-    """Index the checkpoints of a recipe; also return which of them is the base.
+    """Return the indexes of a recipe's checkpoints, and which of them is the base.
 
-    What can't be read is added to ``problems``, and left out. Raises at once if that is the base, without which nothing
-    else can be judged.
+    Unreadable checkpoints are added to ``problems`` and left out. Raises at once if the base is unreadable, because
+    nothing else can be checked without it.
     """
     if opened is None:
         indexes = _index_all(recipe.sources(), problems)
@@ -257,7 +257,7 @@ def _index_all(roots: Sequence[Path], problems: Problems) -> tuple[CheckpointInd
 
 
 def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
-    """Make a call; a refusal is put to the others, so that the user sees all of them."""
+    """Return the result of a call; add its refusal to the problems, so that the user sees all of them."""
     try:
         return call()
     except TailorError as error:
@@ -266,7 +266,7 @@ def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
 
 
 def _choose_base(recipe: Recipe, indexes: Sequence[CheckpointIndex]) -> int | None:
-    """The recipe's base, or the newest source if it names none."""
+    """Return the recipe's base, or the newest source if it names none."""
     if recipe.base is None:
         return max(range(len(indexes)), key=lambda number: indexes[number].global_step)
     return next((number for number, index in enumerate(indexes) if index.root == recipe.base), None)
@@ -276,14 +276,14 @@ def _check_base(base: CheckpointIndex) -> None:
     if base.variant == "elastic":
         raise UnsupportedCheckpoint.at(
             base.name,
-            "an elastic checkpoint holds no hyperparameters, so it can give states but can't be the base",
-            "take another checkpoint of the run as base_model, saved without elastic_checkpoint",
+            "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
+            "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
     if TRAINER_STATE not in base.files:
         raise SourceError.at(
             PathIn(base.name, TRAINER_STATE),
             "the file is missing, and the Trainer can't resume without it",
-            "copy it back, or take another base_model",
+            "copy it back, or use another base_model",
         )
 
 
@@ -307,26 +307,26 @@ def _notices(
     reference = indexes[base]
     notices = list(recipe.notices)
     if recipe.base is None:
-        what = f"the recipe names none; {reference.name} is the newest source and gives what no part does"
-        notices.append(Problem("base_model", what, "name it, to be sure"))
+        what = f"the recipe names none; {reference.name}, the newest source, supplies what belongs to no part"
+        notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
-        notices.append(Problem("parts", what, "if something else should give them, name them in a rule"))
+        notices.append(Problem("parts", what, "if they should come from another checkpoint, name them in a rule"))
     if choice.split:
-        what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as asked for"
-        fix = "a resume takes the optimizer's masters, not the weights"
+        what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as requested"
+        fix = "a resume uses the optimizer's masters, not the weights"
         notices.append(Problem("--allow-split", what, fix, Code.SPLIT_WEIGHTS))
     notices += special
     for index in indexes:
         if keys := differing_hyperparameters(index, reference):
             what = f"its {', '.join(keys)} differ from the base's, which the composite keeps"
-            notices.append(Problem(index.name, what, "if its own are the right ones, take it as base_model"))
+            notices.append(Problem(index.name, what, "if its values are the right ones, use it as base_model"))
         notices += index.findings
     return list(dict.fromkeys(notices))
 
 
 def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = False) -> str:
-    """Return the YAML of a recipe file in the short form; paths are relative to ``folder`` where that is close by.
+    """Return the YAML of a recipe file in the short form; nearby paths are relative to ``folder``.
 
     Raises a TailorError with every problem of the recipe and of its checkpoints.
     """

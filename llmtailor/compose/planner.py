@@ -1,4 +1,4 @@
-"""From layouts and a choice of sources to pieces: where every output byte comes from."""
+"""Fills layouts with the bytes of sources: where every output byte comes from."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def plan_composite(
     base: int,
     scales: Mapping[State, float] = MappingProxyType({}),
 ) -> Plan:
-    """Fill every slot of every file. Pure: no byte is read.
+    """Return the plan with every slot of every file filled. Pure: no byte is read.
 
-    ``sources`` are positions in ``indexes``; ``base`` is the one that carried bytes come from. Raises KeyError for a
-    slot that its source does not hold: `checks` refuses those first. States in ``scales`` are multiplied by a factor.
+    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales`` are
+    multiplied by a factor. Raises KeyError for a slot that its source does not hold; `checks` refuses those first.
     """
     planned = (plan_file(layout, indexes, sources, base, scales) for layout in layouts)
     return Plan(tuple(str(index.root) for index in indexes), tuple(planned))
@@ -34,7 +34,7 @@ def plan_file(
     base: int,
     scales: Mapping[State, float] = MappingProxyType({}),
 ) -> FileLayout:
-    """Plan one file; see `plan_composite`."""
+    """Return the plan of one file; see `plan_composite`."""
     pieces: list[Piece] = []
     for piece in layout.pieces:
         if isinstance(piece, Slot):
@@ -48,7 +48,8 @@ def plan_file(
 
 
 def _wrap(slot: Slot, held: TensorEntry) -> Slot:
-    """Every rank has its own buffers; one that the source did not have takes those of the source's ranks in turn."""
+    """Return the slot within the source's ranks. Each rank has its own buffers; a rank beyond those of the source takes
+    the buffers of the source's ranks in turn."""
     if slot.state.kind != BUFFER:
         return slot
     begin = slot.begin % held.numel
@@ -64,11 +65,10 @@ def _fill(slot: Slot, source: int, held: TensorEntry, scale: float) -> Iterator[
 
 
 def holding(index: CheckpointIndex, state: State, dtype: str) -> TensorEntry:
-    """Return where a checkpoint holds a state that shall be written in a dtype.
+    """Return the entry of a checkpoint that supplies a state in a dtype.
 
-    A weight that is not in a safetensors file, or in another dtype there, is made from the master, of which it is the
-    rounded copy, or is the frozen param or buffer of the model states: a second rounding would not give the same.
-    Raises KeyError if there is none of these.
+    A weight that no safetensors file holds in this dtype is rounded from the master, or is the frozen param or buffer
+    of the model states: rounding a weight twice would give another result. Raises KeyError if there is none of these.
     """
     kinds = {WEIGHT: (MASTER, FROZEN, BUFFER), MODULE: (MASTER,)}.get(state.kind, (state.kind,))
     names = [name for name in (state.param, index.tied.get(state.param)) if name]

@@ -1,4 +1,4 @@
-"""What a composite is made of: tables, JSON, the manifest and the model card."""
+"""Reports what a composite is made of: tables, JSON, the manifest and the model card."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class PartRow:
     step: int
     """The training step at which these values were saved."""
     staleness: int
-    """Steps between the base and ``step``; negative if the part is newer than the base."""
+    """Steps from ``step`` to the base; negative if the part is newer than the base."""
     num_bytes: int
-    """In the output: weights, masters and moments, without padding."""
+    """Size in the output: weights, masters and moments, without padding"""
     num_tensors: int
     is_whole: bool
     """Whether the whole part comes from this source."""
@@ -49,7 +49,7 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """The optimizer's step that a flat id gets."""
+    """The optimizer's step of a sub-group."""
 
     flat_id: int
     step: float
@@ -64,7 +64,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything a user may want to know before or after the bytes are moved."""
+    """What a user may want to know before or after the merge."""
 
     recipe: str
     out: str
@@ -77,7 +77,7 @@ class Report:
     files: tuple[FileRow, ...]
     num_bytes: int
     needed_bytes: int
-    """Free space that the merge asks for before it begins."""
+    """Free space that the merge requires before it starts"""
     free_bytes: int
     notices: tuple[Problem, ...]
 
@@ -85,7 +85,7 @@ class Report:
 def part_rows(
     plan: Plan, structure: ModelStructure, indexes: Sequence[CheckpointIndex], sources: Sources, base: int
 ) -> tuple[PartRow, ...]:
-    """Say for every part which source it comes from, how old it is and how many bytes it has."""
+    """Return the source, age and size of every part."""
     num_bytes: dict[tuple[str, int], int] = defaultdict(int)
     for file in plan.files:
         for piece in file.pieces:
@@ -108,7 +108,7 @@ def part_rows(
 
 
 def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tuple[SourceRow, ...]:
-    """Say how many bytes of the output each source gives."""
+    """Return the sources and how many bytes of the output each supplies."""
     num_bytes: dict[int, int] = defaultdict(int)
     for file in plan.files:
         for piece in file.pieces:
@@ -129,7 +129,7 @@ def file_rows(plan: Plan) -> tuple[FileRow, ...]:
 
 
 def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = False) -> list[Problem]:
-    """Warn where one flat id mixes params of several steps, with the size of the effect."""
+    """Return a warning, with the size of the effect, if sub-groups mix params of several steps."""
     mixed = [choice for choice in choices if choice.others]
     if not mixed:
         return []
@@ -138,20 +138,20 @@ def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = 
     if rebased:
         effect = "scaled so that their bias-corrected values are kept (--step rebase)"
     elif abs(worst.worst_factor - 1) > NOTICEABLE:
-        effect = f"as they are: the first update after the resume is scaled by up to {worst.worst_factor:.3f}"
+        effect = f"unchanged: the first update after the resume is scaled by up to {worst.worst_factor:.3f}"
     else:
-        effect = f"as they are: the effect on the first update is below {NOTICEABLE:.0%}"
+        effect = f"unchanged: the effect on the first update is below {NOTICEABLE:.0%}"
     what = (
-        f"{len(mixed)} of {len(choices)} flat ids hold moments from step "
-        f"{', '.join(f'{step:g}' for step in others)} beside their own; they keep {worst.step:g}, the step of "
+        f"{len(mixed)} of {len(choices)} sub-groups hold moments from step "
+        f"{', '.join(f'{step:g}' for step in others)} besides their own; they keep {worst.step:g}, the step of "
         f"{base_name}, and the moments {effect}"
     )
-    fix = "" if rebased else "if that matters, say --step rebase, or use layer-aligned param groups (a step per layer)"
+    fix = "" if rebased else "if that matters, use --step rebase, or layer-aligned param groups (a step per layer)"
     return [Problem("optimizer step", what, fix)]
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Return a report as JSON data; the keys are stable within a schema version."""
+    """Return the report as JSON data; the keys are stable within a schema version."""
     return {
         "schema": SCHEMA_PLAN,
         "recipe": report.recipe,
@@ -172,7 +172,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 _LAYER = re.compile(r"layer ([0-9]+)")
 
-"""Where the notice is about that says that weights and optimizer states of a part differ in source."""
+"""Location of the notice that weights and optimizer states of a part come from different sources"""
 
 
 def manifest(
@@ -189,9 +189,9 @@ def manifest(
 ) -> dict[str, Any]:
     """Return the content of ``llmtailor.json``.
 
-    ``digests`` are those of the parts (see `storage.checksums.part_digest`), ``checksums`` the CRC-32 of every file and
-    what else was taken of it, by the name of the checksum; ``card`` is the README, so that an edited one can be told;
-    ``merge`` is a digest of what was merged, so that the same merge can be told.
+    ``digests`` are those of the parts (see `storage.checksums.part_digest`); ``checksums`` are the CRC-32 and any other
+    checksums of every file, by name; ``card`` is the README, to detect later edits; ``merge`` is a digest of what was
+    merged, to recognize the same merge.
     """
     return {
         "schema": SCHEMA_MANIFEST,

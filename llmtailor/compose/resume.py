@@ -1,4 +1,4 @@
-"""Decides whether a merge goes on with what an interrupted one has left, and says so."""
+"""Decides whether a merge resumes an interrupted one, and reports it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def identify_merge(composition: Composition) -> Identity:
-    """Identify a merge, for its journal."""
+    """Return the identity of a merge, for its journal."""
     recipe, options = composition.recipe, composition.options
     asked = (recipe.base, recipe.rules, recipe.dtype, recipe.tokenizer, recipe.chat_template)
     return identify(
@@ -35,9 +35,9 @@ def identify_merge(composition: Composition) -> Identity:
 
 
 def settle_output(composition: Composition) -> tuple[Composition, str | None]:
-    """Return a merge under a name that is free, and what makes it needless: its base, or the output of the same merge.
+    """Return the merge under a free name, and what makes it unnecessary: its base, or an output of the same merge.
 
-    Where something else has the name of the output, a number is added to it.
+    If something else has the name of the output, a number is added to it.
     """
     if composition.is_copy:
         return composition, composition.report.base
@@ -51,11 +51,11 @@ def settle_output(composition: Composition) -> tuple[Composition, str | None]:
             return named, None
         if is_written(named):
             return named, named.report.out
-    raise AssertionError("there is no last number")
+    raise AssertionError("numbers never run out")
 
 
 def is_written(composition: Composition) -> bool:
-    """Whether the output is there already, written by the same merge of the same sources."""
+    """Whether the output exists, written by the same merge of the same sources."""
     return read_merge(composition.out) == identify_merge(composition).digest()
 
 
@@ -64,9 +64,9 @@ def now() -> str:
 
 
 def preview(composition: Composition) -> str:
-    """Say what a merge will do with what an earlier one into the same output has left; empty if that is nothing.
+    """Return a sentence on what a merge will do with an unfinished one in its output; empty if there is none.
 
-    Raises TargetError if it will refuse.
+    Raises TargetError if the merge will refuse.
     """
     unfinished = peek(composition.out)
     if unfinished is None or not unfinished.num_bytes:
@@ -77,17 +77,17 @@ def preview(composition: Composition) -> str:
 def resume(
     composition: Composition, identity: Identity, staging: Staging, notify: Callable[[str], None]
 ) -> tuple[Mapping[str, tuple[Mark, ...]], Mapping[str, FileFact]]:
-    """Go on with what is there, or begin anew; return how far which files are, and what the sources were like then.
+    """Resume the unfinished merge or start over; return the marks of its files, and the facts of its sources.
 
-    Raises TargetError if what is there is of another recipe, and StorageError.
+    Raises TargetError if the unfinished merge is of another recipe, and StorageError.
     """
     if unfinished := staging.unfinished:
-        goes_on, sentence = _judge(unfinished, identity, composition)
+        resumes, sentence = _judge(unfinished, identity, composition)
         if unfinished.num_bytes:
             notify(sentence)
         else:
             logger.info("an earlier merge into %s was interrupted before anything was durable", composition.out)
-        if goes_on:
+        if resumes:
             staging.resume()
             return unfinished.marks, unfinished.identity.sources
     staging.reset(identity)
@@ -95,27 +95,30 @@ def resume(
 
 
 def _judge(unfinished: Unfinished, identity: Identity, composition: Composition) -> tuple[bool, str]:
-    """Return whether to go on with what is there, and a sentence about it."""
+    """Return whether to resume the unfinished merge, and a sentence about it."""
     there, options = unfinished.identity, composition.options
     share = f"{unfinished.num_bytes:,} of {there.num_bytes:,} bytes"
     reason = "--restart was given" if options.restart else why_not(there, identity)
     if not reason:
-        return True, f"going on with the merge begun at {there.begun}: {share} are there, and are checked"
-    what = f"an unfinished merge is there ({there.recipe}, begun at {there.begun}, {share})"
-    # nobody who lets a complete output be replaced wants to keep an incomplete one
+        return True, f"resuming the merge begun at {there.begun}: {share} are written and will be checked"
+    what = f"the output holds an unfinished merge ({there.recipe}, begun at {there.begun}, {share})"
+    # whoever allows replacing a complete output does not want to keep an incomplete one
     if is_another(there, identity) and unfinished.num_bytes and not (options.restart or options.replace):
-        fix = f"run that one again to go on with it; say --restart, or remove {staging_folder(composition.out)}, if not"
+        fix = (
+            f"rerun that merge to resume it; use --restart, or remove {staging_folder(composition.out)}, to discard it"
+        )
         raise TargetError.at(composition.out, f"{what}, but {reason}", fix)
-    return False, f"{what}; it is thrown away, because {reason}"
+    return False, f"{what}; it is discarded, because {reason}"
 
 
 def with_what_is_kept(
     error: Interrupted | StorageError, composition: Composition, staging: Staging
 ) -> Interrupted | StorageError:
-    """Add to an error what is there to go on with."""
+    """Return the error with the bytes that a resume will keep."""
     if not (kept := staging.kept_bytes):
         return error
-    there = f"{kept:,} of {composition.plan.num_bytes:,} bytes that are kept in {staging.folder}"
+    there = f"{kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
     return type(error)(
-        replace(problem, fix=f"{problem.fix}; the same command goes on with the {there}") for problem in error.problems
+        replace(problem, fix=f"{problem.fix}; rerun the same command to resume with {there}")
+        for problem in error.problems
     )

@@ -50,7 +50,7 @@ def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | Non
 
 
 def check_room(composition: Composition) -> None:
-    """Raise StorageError if the file system of the output has no room for it; what an earlier merge left counts in."""
+    """Raise StorageError if the output's file system lacks space for it, less what an unfinished merge occupies."""
     check_space(composition.out, composition.report.needed_bytes - occupied_bytes(composition.out))
 
 
@@ -68,13 +68,13 @@ def write(
 ) -> None:
     """Write a planned composite, verify it, and publish it by one rename.
 
-    The output is absent, or the old one, until the new one is complete. An interrupted merge of the same plan resumes:
-    after StorageError, Unanswered and Interrupted, make the same call again.
+    The output stays absent, or the old one, until the new one is complete. After StorageError, Unanswered and
+    Interrupted, make the same call again to resume.
 
     Args:
         composition: from `plan_merge`.
         on_progress: called with a number of bytes moved, from several threads.
-        notify: called with a sentence for the user.
+        notify: called with sentences for the user.
 
     Raises:
         TargetError: another process writes the output, or it holds an unfinished merge of another recipe.
@@ -94,7 +94,7 @@ def write(
             results = execute(composition.plan, staging.path, context)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, on_progress, stop)
-            logger.info("compared the sources with what they were, in %s", watch.lap())
+            logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.target.stage).encode()
             content = _manifest(composition, results, digests, readme, identity.digest())
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
@@ -107,7 +107,7 @@ def write(
         except (Interrupted, StorageError) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
-        notify(f"{staging.folder} could not be removed; nothing in it is needed any more")
+        notify(f"{staging.folder} could not be removed; its content is no longer needed")
 
 
 def _check_sources(
@@ -117,11 +117,11 @@ def _check_sources(
     on_progress: Callable[[int], None],
     stop: Stop,
 ) -> dict[SourceFile, str]:
-    """See that no source has changed since ``before``; return the digests of those that were read, if wanted.
+    """Check that no source has changed since ``before``; return the digests of the files read, if requested.
 
-    A file that merely looks like another one is compared by its content: a backup by hard links, or a mount that
-    numbers its files anew, must not cost a merge of hours. With ``--checksum`` every file that was read is compared,
-    also with the checksums that it, or a manifest beside it, states.
+    A file whose metadata alone differ is compared by content: a hard-link backup, or a mount with new inode numbers,
+    must not discard hours of work. With ``--checksum`` every file read is compared, also with the checksums stated in
+    it or in a manifest next to it.
     """
     changed, doubtful = [], set()
     for number, index in enumerate(composition.indexes):
@@ -146,7 +146,7 @@ def _check_sources(
 
 
 def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[SourceFile, list[Stated]]:
-    """Return what the sources say of these files' checksums: torch in its files, and we in our manifests."""
+    """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
     stated: dict[SourceFile, list[Stated]] = defaultdict(list)
     for number, path in files:
@@ -169,8 +169,8 @@ def _manifest(
     merge: str,
 ) -> dict[str, Any]:
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
-    # the same elements may be written more than once (a buffer on every rank): count them once, in order
-    # and the rounded masters of ZeRO not at all: a digest depends neither on the stage nor on names on disk
+    # Elements may be written more than once (a buffer on every rank): count them once, in order. Skip ZeRO's rounded
+    # masters: a digest depends neither on the stage nor on names on disk.
     rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
     runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
     for (state, _), run in sorted(runs.items()):
@@ -208,26 +208,26 @@ def _source_facts(index: CheckpointIndex, number: int, digests: Mapping[SourceFi
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:
-    """What a finding about a source and one about the composite have in common if they are of the same thing.
+    """Return what the same finding has in common in a source and in the composite.
 
-    The shards of a composite may have other names than those of its sources: for other ranks, or another stage.
+    The shards of a composite may have other names than those of its sources, for other ranks or another stage.
     """
     is_shard = finding.path is not None and "/" in finding.path
     return finding.code, finding.severity, is_shard or finding.path, finding.params
 
 
 def _check_written(composition: Composition, staging: Path) -> None:
-    """Verify what was written as if it were a stranger's, and compare it with what was planned.
+    """Verify the output like any other checkpoint, and compare it with the plan.
 
-    What keeps the sources themselves from being resumed was told as a notice before anything was written.
+    Findings that the sources have too were reported as notices before anything was written.
     """
     wanted, out = composition.indexes[composition.base], display_name(composition.out)
-    told = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}
+    known = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}
     try:
         verdict = verify_checkpoint(staging, name=out)
     except SourceError as error:
         raise VerificationError(error.problems) from error
-    if errors := [finding for finding in verdict.of_severity(ERROR) if _kind(finding) not in told]:
+    if errors := [finding for finding in verdict.of_severity(ERROR) if _kind(finding) not in known]:
         raise VerificationError(errors)
     written = verdict.index
     assert written is not None, "a checkpoint without an index has errors"

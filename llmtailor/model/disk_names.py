@@ -1,8 +1,8 @@
-"""What the params of a model are called in safetensors files, where these differ from the names in memory.
+"""Names of a model's params in safetensors files where they differ from the names in memory.
 
-Since version 5, transformers fuses the experts of a MoE into one param per layer, and saves them one by one under the
-names they have always had; other families are renamed. Its table (``conversion_mapping.py``) grows with every version,
-so here is listed what is known to be right, and of any other family it is not known.
+Since version 5, transformers fuses the experts of a MoE into one param per layer, but saves them one by one under
+their old names; it renames params of other families. Its table (``conversion_mapping.py``) grows with every version, so
+only verified families are listed here; the names of any other family count as unknown.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How names on disk follow from those in memory."""
+    """A rule that derives names on disk from names in memory."""
 
     pattern: str = r"$^"
-    """What is replaced in a name, a regular expression."""
+    """Regular expression for the part of a name that ``by`` replaces"""
     by: str = ""
     projections: tuple[str, ...] = ()
-    """Where experts are fused: what the gate, up and down projections of one are called. Gate and up are one param."""
+    """If experts are fused: names of an expert's gate, up and down projections. Gate and up are one param."""
 
 
 AS_IN_MEMORY = Naming()
@@ -47,15 +47,15 @@ FAMILIES = {
 
 
 def naming_of(model_type: str | None) -> Naming | None:
-    """Return how a family's weights are called on disk, by config.json's ``model_type``; None if it is not known.
+    """Return the naming rule of a family, by config.json's ``model_type``; None if it is unknown.
 
-    A model without config.json is not one of transformers, and the Trainer saves it as it is.
+    A model without config.json is not a transformers model, and the Trainer saves it under its names in memory.
     """
     return AS_IN_MEMORY if model_type is None or model_type in UNCHANGED else FAMILIES.get(model_type)
 
 
 def on_disk(param: Param, naming: Naming) -> Iterator[SavedAs]:
-    """Yield the tensors that a param is saved as: one, or those of the experts fused in it."""
+    """Yield the tensors that a param is saved as: one, or one per projection of each expert fused in it."""
     fused = _FUSED.fullmatch(param.name) if naming.projections and len(param.shape) == 3 else None
     if fused is None:
         yield SavedAs(re.sub(naming.pattern, naming.by, param.name), param.shape)

@@ -1,4 +1,4 @@
-"""Finds the parts of a model from its tensor names, its config.json, and mergekit's data where there is any."""
+"""Finds the parts of a model from its tensor names, its config.json, and mergekit's data if available."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from llmtailor.model.module_paths import Key, Place, place_of, stored_name
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.model.roles import LAYER, ArchHints, find_roles, find_stack, undecided
 
-# A part must not be called what a selector means otherwise.
+# Words with another meaning in selectors, so no part may have one as its name.
 RESERVED = re.compile(r"embed_tokens|norm|lm_head|layer \d+|all|layers|even|odd|first|last|\d+")
 
 
 def find_parts_by_name(
     names: Collection[str], tied: Mapping[str, str], numels: Mapping[str, int], hints: ArchHints | None = None
 ) -> ModelStructure:
-    """Say which part of the model each tensor belongs to.
+    """Return the part of the model that each tensor belongs to.
 
     `names` are all params, buffers and safetensors weights, in the order of the model: parts other than the well-known
     ones are listed as they appear. `tied` maps a tied name to the name its values are stored under; tied names get a
-    part even when `names` lacks them. `numels` holds element counts, as far as known: they settle which of several
-    stacks is the main one. What `hints` say of names that the model has goes before what the names suggest.
+    part even when `names` lacks them. `numels` holds element counts, as far as known: they decide which of several
+    stacks is the main one. For names that occur in the model, `hints` take precedence over guesses from the names.
 
     The main stack is that of the text decoder. Layers of other stacks, and modules outside the stacks, are parts named
-    by their path (``visual.blocks.0``, ``visual.patch_embed.proj``, ``wpe``) without wrappers and without what they
-    share with the main stack's. Never raises: a model without numbered modules has no layers.
+    by their path (``visual.blocks.0``, ``visual.patch_embed.proj``, ``wpe``), without wrappers and without the prefix
+    that they share with the main stack. Never raises: a model without numbered modules has no layers.
     """
     stored = {name: stored_name(name, tied) for name in dict.fromkeys([*names, *tied])}
     places = {name: place_of(name) for name in dict.fromkeys([*stored, *stored.values()])}
@@ -38,9 +38,9 @@ def find_parts_by_name(
 
     others = [place for place in places.values() if place.path not in roles.part_of]
     titles = _titles(others, main, around)
-    # Counted over the names themselves: a layer tied to another one as a whole still counts.
+    # Counted over the names themselves, so a layer entirely tied to another one counts.
     numbers = {place.number for place in others if place.module == main and place.number is not None}
-    # Where embeddings stand in the stack itself (nn.Sequential), layers begin behind them, and still count from 0.
+    # If the stack itself contains the embeddings (nn.Sequential), layers begin after them and still count from 0.
     first = min(numbers, default=0) if any(place.module == main for place in _in_roles(places, roles.part_of)) else 0
 
     part_of: dict[str, str] = {}
@@ -68,7 +68,7 @@ def _in_roles(places: Mapping[str, Place], roles: Mapping[Key, str]) -> Iterable
 def _submodels(part_of: Mapping[str, str], hints: ArchHints) -> dict[str, tuple[str, ...]]:
     """Return the parts of every submodel that the hints list.
 
-    A tensor that they don't list belongs to the submodel whose tensors it shares the longest path with, if that is one.
+    An unlisted tensor belongs to the submodel whose tensors share the longest path with it, if there is exactly one.
     """
     owners: dict[tuple[Key, bool], str] = {}
     for module, names in hints.modules.items():
@@ -96,7 +96,7 @@ def _nearest_owner(module: Key, owners: Mapping[tuple[Key, bool], str]) -> str |
 
 
 def _titles(places: Iterable[Place], main: Key | None, around: Key) -> dict[str, str]:
-    """Name the parts outside the main stack: the module's key, less what it shares with the stack's surroundings."""
+    """Return the names of parts outside the main stack: the module's key without the prefix shared with the stack."""
     keys: dict[str, Key] = {}
     for place in places:
         if place.number is None:
@@ -127,10 +127,10 @@ def _short(key: Key, around: Key) -> str:
 def find_parts(
     names: Collection[str], tied: Mapping[str, str], numels: Mapping[str, int], config: Mapping[str, Any] | None
 ) -> ModelStructure:
-    """Say which part of the model each tensor belongs to: by the names, and by mergekit's data where they don't tell.
+    """Return the part of the model that each tensor belongs to, by its name, or by mergekit's data if that is unclear.
 
-    `config` is the model's config.json. See `find_parts_by_name` for the rest. Reads mergekit's files, if it is
-    installed and the names leave something open; never raises.
+    `config` is the model's config.json. See `find_parts_by_name` for the rest. Reads mergekit's files if it is
+    installed and the names are not conclusive; never raises.
     """
     structure = find_parts_by_name(names, tied, numels)
     if config is None or not undecided(structure):

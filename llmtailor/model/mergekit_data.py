@@ -1,7 +1,7 @@
-"""mergekit's architecture data, where it is installed: what tensor names alone don't tell.
+"""mergekit's architecture data, if it is installed: what tensor names alone don't show.
 
-mergekit itself is not imported: only its JSON files are read, and only when something has to be looked up. The data
-knows two spellings: newer versions mark embeddings by ``vocabulary_axis``, older ones by ``is_embed``.
+mergekit itself is not imported: only its JSON files are read, and only when something must be looked up. Newer versions
+of the data mark embeddings by ``vocabulary_axis``, older ones by ``is_embed``.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from llmtailor.model.module_paths import place_of
 from llmtailor.model.roles import LAYER, ArchHints
 
 TEXT_MODULES = ("default", "text_decoder", "text_model", "language_model", "decoder")
-"""What mergekit calls the text model; ``default`` where there are no submodels."""
+"""mergekit's names for the text model; ``default`` if there are no submodels"""
 
 Weight = Mapping[str, Any]
 
 
 def architecture_hints(config: Mapping[str, Any]) -> ArchHints | None:
-    """Return what mergekit knows of the model with this config.json; None without mergekit, or if it knows nothing."""
+    """Return mergekit's data on the model with this config.json; None if mergekit is not installed or has none."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str):
         return None
     found = [each for each in _definitions(name) if name in each.get("architectures", [])]
-    if len(found) > 1:  # the same class under different names of tensors: Phi-2 before and after its renaming
+    if len(found) > 1:  # the same class with different tensor names: Phi-2 before and after its renaming
         found = [each for each in found if each.get("model_type") == config.get("model_type")]
     try:
         return read_definition(found[0]) if found else None
-    except (AttributeError, KeyError, TypeError):  # of a version that writes it otherwise
+    except (AttributeError, KeyError, TypeError):  # from a version with another format
         return None
 
 
 def read_definition(definition: Mapping[str, Any]) -> ArchHints | None:
-    """Read one of mergekit's architecture definitions."""
+    """Return the hints in one of mergekit's architecture definitions; None if there are none."""
     modules = definition.get("modules") if definition.get("kind") == "modular" else None
     modules = modules or {"default": {"architecture": definition}}
     text = next((name for name in TEXT_MODULES if name in modules), None)
     if text is None:
         return None
-    # The text model first: its embeddings go before those that submodels share.
+    # The text model first: its embeddings take precedence over those that submodels share.
     ordered = {text: modules[text], **modules}
     pre, layers, post = _weights(modules[text])
     embed = [weight for each in ordered.values() for weight in _weights(each)[0] if _is_vocabulary(weight)][:1]
@@ -67,13 +67,13 @@ def _definitions(architecture: str) -> Iterator[Mapping[str, Any]]:
             text = path.read_text(encoding="utf-8")
             if f'"{architecture}"' in text and isinstance(definition := json.loads(text), dict):
                 yield definition
-        except (OSError, ValueError):  # of another version, or damaged: as good as unknown
+        except (OSError, ValueError):  # from another version, or damaged: treated as unknown
             continue
 
 
 def _files() -> list[Path]:
     try:
-        spec = importlib.util.find_spec("mergekit")  # of a top-level name: finds it, and imports nothing
+        spec = importlib.util.find_spec("mergekit")  # for a top-level name, this imports nothing
     except ValueError:
         return []
     folders = spec.submodule_search_locations if spec else None
@@ -81,7 +81,7 @@ def _files() -> list[Path]:
 
 
 def _weights(module: Mapping[str, Any]) -> tuple[list[Weight], list[Weight], list[Weight]]:
-    """Return the weights of a submodel before, in and behind its layers, with their full names."""
+    """Return the weights of a submodel before, in and after its layers, with their full names."""
     prefix = module.get("weight_prefix") or ""
     if prefix and not prefix.endswith("."):
         prefix += "."
@@ -109,7 +109,7 @@ def _is_vocabulary(weight: Weight) -> bool:
 
 
 def _norms(pre: Sequence[Weight], post: Sequence[Weight], stack: str | None) -> list[Weight]:
-    """Return the final norm: behind the layers, or else beside the stack (LFM2 lists it before them)."""
+    """Return the final norm: after the layers, or else next to the stack (LFM2 lists it before them)."""
     behind = [weight for weight in post if not _is_vocabulary(weight) and _is_norm(weight)]
     beside = [weight for weight in pre if stack is not None and _is_norm(weight) and _parent(weight) == _above(stack)]
     return behind or beside

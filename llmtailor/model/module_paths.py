@@ -1,15 +1,15 @@
 """Tensor names as paths in the module tree.
 
-The first integer in a name numbers a layer; what stands in front of it is a *stack*::
+The first integer in a name is a layer number; the path before it is a *stack*::
 
     model.language_model.layers . 3 . self_attn.q_proj.weight
     stack                         |   inside the layer
                                   number
 
-Wrapper modules (``model``, ``language_model``, PEFT's ``base_model`` ...) carry no meaning and differ between memory
+Wrapper modules (``model``, ``language_model``, PEFT's ``base_model`` ...) mean nothing here and differ between memory
 and disk: transformers keeps ``model.language_model.layers`` in memory and writes ``language_model.model.layers`` or
-``model.layers`` to the safetensors file. So modules are compared by their *key*, the path without wrappers, and both
-spellings of a layer are the same part.
+``model.layers`` to the safetensors file. So modules are compared by their *key*, the path without wrappers, which makes
+both spellings of a layer the same part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Key = tuple[str, ...]
 
 WRAPPERS = frozenset({"model", "language_model", "base_model", "module", "_orig_mod", "_fsdp_wrapped_module"})
 
-# As long as a layer number can be; what is longer is no number, whatever a hostile file says.
+# The maximum number of digits of a layer number; a hostile file may have longer ones.
 NUMBER = re.compile(r"[0-9]{1,6}")
 
-# PEFT puts the original module and its own tensors below the module that they stand for.
+# PEFT puts the original module and its own tensors below the module that they replace.
 ADAPTER = re.compile(r"base_layer|original_module|modules_to_save|lora_.*|ia3_.*|token_adapter")
 
-# Stacks beside the decoder: towers of other modalities, encoders, heads for multi-token prediction.
+# Stacks other than the decoder: towers of other modalities, encoders, heads for multi-token prediction.
 ASIDE = re.compile(
     r"vision|visual|image|video|audio|speech|encoder|talker|wav|mtp|nextn|draft|medusa|eagle"
     r"|projector|merger|resampler|perceiver|^vit$"
@@ -38,21 +38,21 @@ ASIDE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor sits in the module tree."""
+    """The place of a tensor in the module tree."""
 
     name: str
     module: Key
-    """Key of the module it belongs to; for a tensor of a stack, of the stack."""
+    """Key of its module, or of its stack for a tensor in a stack"""
     number: int | None
-    """The layer, when it belongs to a stack."""
+    """The layer's number, for a tensor in a stack"""
     depth: int
-    """Names below the number; a layer of a transformer has modules of its own, so more than one."""
+    """Names below the number: more than one in a transformer's layer, which has modules of its own"""
     path: Key
-    """Key of the module that holds the tensor itself, numbers included."""
+    """Key of the module that directly holds the tensor, numbers included"""
 
 
 def place_of(name: str) -> Place:
-    """Read a tensor name."""
+    """Return the place that a tensor name describes."""
     components = name.split(".")
     modules = components[:-1]
     cut = next((at for at, word in enumerate(modules) if ADAPTER.fullmatch(word)), len(modules))
@@ -71,12 +71,12 @@ def key_of(path: Iterable[str]) -> Key:
 
 
 def is_aside(key: Key) -> bool:
-    """Tell whether a module is a tower, an encoder or an extra head, going by its name."""
+    """Return whether a module is a tower, an encoder or an extra head, judging by its name."""
     return any(ASIDE.search(word) for word in key)
 
 
 def stored_name(name: str, tied: Mapping[str, str]) -> str:
-    """Return the name that a tensor's values are stored under; a circle of ties ends at some name of it."""
+    """Return the name that a tensor's values are stored under; for a cycle of ties, one of its names."""
     seen = {name}
     while (target := tied.get(name)) is not None and target not in seen:
         seen.add(target)

@@ -1,4 +1,4 @@
-"""What of a model can be addressed: its parts, its params and buffers, and the tensors they are saved as."""
+"""What can be addressed in a model: its parts, its params and buffers, and the tensors they are saved as."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def layer_part(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelStructure:
-    """Which part each tensor name belongs to.
+    """The part that each tensor name belongs to.
 
     The parts are, in order: ``embed_tokens``, ``layer 0``.. ``layer L-1``, ``norm``, ``lm_head``, and then
-    whatever else the model has, under the name of its module (``wpe``, ``visual.patch_embed``).
-    With tied embeddings ``lm_head`` is no part of its own: the tied name belongs to ``embed_tokens``.
+    any other modules of the model, by name (``wpe``, ``visual.patch_embed``).
+    With tied embeddings there is no part ``lm_head``: the tied name belongs to ``embed_tokens``.
     """
 
     part_of: Mapping[str, str]
@@ -31,10 +31,10 @@ class ModelStructure:
     """In the order of the model."""
     num_layers: int
     tied: bool
-    """Input and output embeddings are one tensor."""
+    """Whether input and output embeddings are one tensor"""
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Submodels by mergekit's names (``text_decoder``, ``vision_tower``), and the parts of each. Empty where mergekit's
-    data was not asked, or doesn't know the model."""
+    """Submodels by mergekit's names (``text_decoder``, ``vision_tower``), and the parts of each. Empty if mergekit's
+    data was not consulted or lacks the model."""
 
     def names(self, part: str) -> list[str]:
         """Return the tensor names that belong to a part."""
@@ -43,7 +43,7 @@ class ModelStructure:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A param or persistent buffer of the model, as the training run knew it."""
+    """A param or persistent buffer of the model, as in the training run."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class SavedAs:
-    """A tensor of a weight file: elements of a param, from ``begin`` on, under a name that may be another."""
+    """A tensor of a weight file: elements of a param, from ``begin`` on, possibly under another name."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which modules are the embeddings, the final norm and the head: by mergekit's data, else by their names."""
+"""Finds the embeddings, the final norm and the head: by mergekit's data, else by module names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 
 LAYER = "${layer_index}"
 LAST = "${num_layers}"
-"""Stand in a hint's names for a layer's number, and for the highest number of the stack."""
+"""Placeholders in a hint's names for a layer's number, and for the highest number of the stack"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ArchHints:
     """
 
     stack: str | None
-    """What stands in front of a layer's number, e.g. ``model.layers``; None if the model has no layers."""
+    """The path before a layer's number, e.g. ``model.layers``; None if the model has no layers."""
     embed: tuple[str, ...] = ()
     norm: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
@@ -31,23 +31,23 @@ class ArchHints:
 
 
 def undecided(structure: ModelStructure) -> bool:
-    """Tell whether names alone may have misled `find_parts_by_name`, or have not told all.
+    """Return whether names alone may have misled `find_parts_by_name`, or were not enough.
 
-    That is so when embeddings, final norm, output embeddings or layers were not found, and when there are layers
-    beside those of the text model: which stack is which, and what belongs to each, is then a guess by words.
+    This is the case if embeddings, final norm, output embeddings or layers were not found, or if there are layers
+    outside the text model: what each stack is, and what belongs to it, is then a guess from names.
     """
     wanted = {EMBED, NORM, layer_part(0)} | (set() if structure.tied else {HEAD})
     return not wanted <= set(structure.parts) or has_other_stacks(structure)
 
 
 def has_other_stacks(structure: ModelStructure) -> bool:
-    """Tell whether the model has layers beside those of the text model."""
+    """Return whether the model has layers outside the text model."""
     numbered = {part for part in structure.parts if part.rpartition(".")[2].isdecimal()}
     # An nn.Sequential has numbers too, but its items are plain modules.
     return any(part in numbered and place_of(name).depth > 1 for name, part in structure.part_of.items())
 
 
-# What the modules are called, the most specific first.
+# Names of the modules, the most specific first.
 EMBED_WORDS = (
     "embed_tokens", "wte", "embed_in", "tok_embeddings", "word_embeddings", "word_embedding", "token_embedding",
     "embedding", "embeddings", "embed", "shared",
@@ -65,12 +65,12 @@ class Roles:
     """Modules with a role, and whether input and output embeddings are one tensor."""
 
     part_of: Mapping[Key, str]
-    """By the path of the module, `Place.path`."""
+    """Path of the module (`Place.path`) -> part"""
     tied: bool
 
 
 def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHints | None) -> Key | None:
-    """Return the stack of the text decoder: structured, no tower or extra head, and the one with most elements."""
+    """Return the stack of the text decoder: of structured stacks that are no tower or extra head, the largest."""
     elements: dict[Key, int] = defaultdict(int)
     deep: set[Key] = set()
     for place in places:
@@ -89,10 +89,10 @@ def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHi
 
 
 def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None) -> Roles:
-    """Find the modules with a role.
+    """Return the modules with a role.
 
-    `stored` maps names to those that values are stored under, `places` has the places of both, and `around` is where
-    the main stack stands. A role that the hints name, and the model has, is the hints'; others go by words.
+    `stored` maps names to the names that values are stored under, `places` has the places of both, and `around` is the
+    path to the main stack. Hints decide the roles that they name and the model has; names decide the others.
     """
     # Stored names first: a role belongs to the module that holds the values, if one does.
     modules = list(dict.fromkeys(places[name].module for name in stored.values() if places[name].number is None))
@@ -116,7 +116,7 @@ def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: K
 
 
 def _hinted(stored: Mapping[str, str], places: Mapping[str, Place], hints: ArchHints) -> dict[str, list[Key]]:
-    """Return the modules in this model that the hints give a role, and the ones that hold their values."""
+    """Return the modules in this model that have a role in the hints, and the ones that hold their values."""
     at: dict[Key, list[Key]] = defaultdict(list)
     last: dict[Key, int] = {}
     for name, holder in stored.items():
@@ -139,7 +139,7 @@ def _some(key: Key | None) -> list[Key]:
 
 
 def _find_embed(modules: Sequence[Key], around: Key) -> Key | None:
-    """Return the input embeddings: preferably beside the stack or above it, else anywhere in the text model."""
+    """Return the input embeddings: preferably next to the stack or above it, else anywhere in the text model."""
     found = [key for key in modules if key[-1] in EMBED_WORDS]
     beside = [key for key in found if around[: len(key) - 1] == key[:-1]]
     candidates = beside or [key for key in found if not is_aside(key)]
@@ -147,7 +147,7 @@ def _find_embed(modules: Sequence[Key], around: Key) -> Key | None:
 
 
 def _find_head(modules: Sequence[Key], around: Key) -> Key | None:
-    """Return the output embeddings: beside the stack or above it."""
+    """Return the output embeddings: next to the stack or above it."""
     found = [key for key in modules if key[-1] in HEAD_WORDS and around[: len(key) - 1] == key[:-1]]
     return min(found, key=lambda key: (HEAD_WORDS.index(key[-1]), -len(key), key), default=None)
 
@@ -155,7 +155,7 @@ def _find_head(modules: Sequence[Key], around: Key) -> Key | None:
 def _are_tied(
     embed: Sequence[Key], head: Sequence[Key], stored: Mapping[str, str], places: Mapping[str, Place]
 ) -> bool:
-    """Tell whether some tensor of one is stored under the same name as some tensor of the other."""
+    """Return whether a tensor of one is stored under the same name as a tensor of the other."""
     holders: dict[str, set[str]] = {EMBED: set(), HEAD: set()}
     for name, holder in stored.items():
         for role, keys in ((EMBED, embed), (HEAD, head)):

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WEIGHT = "weight"
-"""The param as the safetensors file holds it."""
+"""The param as stored in the safetensors file"""
 MASTER = "master"
 """The fp32 copy that the optimizer updates."""
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 FROZEN = "frozen"
-"""A frozen param as the ZeRO-3 model_states hold it: cut over the ranks, in the model's dtype."""
+"""A frozen param as stored in ZeRO-3 model_states: sliced over the ranks, in the model's dtype"""
 MODULE = "module"
-"""A trainable param as the model_states of ZeRO-1/2 hold it: the rounded master. Not kept in an index; it is always
-made from the master, so that the two agree."""
+"""A trainable param as stored in ZeRO-1/2 model_states: the rounded master. Not kept in an index; it is always made
+from the master, so that the two agree."""
 BUFFER = "buffer"
-"""A persistent buffer as the model_states hold it: whole on every rank, and not always alike (running statistics
-of local batches differ). So the state is that of all ranks, one behind the other: shape [world size, ...]."""
+"""A persistent buffer as stored in the model_states: complete on every rank, and not always equal (running statistics
+of local batches differ). So the state joins all ranks, in order: shape [world size, ...]."""
 
 ITEMSIZE = {
     "F64": 8,
@@ -34,17 +34,17 @@ ITEMSIZE = {
     "F8_E5M2": 1,
     "C64": 8,
 }
-"""Bytes per element, by the dtype names of the safetensors format, which are used everywhere."""
+"""Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class State:
-    """One kind of data of one param: the key of everything.
+    """One kind of data of one param.
 
     ``kind`` is one of the constants above or, for optimizers with more elementwise state than
-    AdamW, the name that the optimizer gives it (``max_exp_avg_sq``).
+    AdamW, the optimizer's own name for it (``max_exp_avg_sq``).
     """
 
     param: str
-    """The FQN."""
+    """Fully qualified name of the param"""
     kind: str

@@ -1,7 +1,7 @@
-"""Which parts of the model each save holds. Pure; needs only the standard library.
+"""Policies choose the parts of the model that each save holds. Pure; needs only the standard library.
 
-``make_policy`` parses what the user wants, ``check_policy`` refuses what can't keep its promise, and ``choose`` asks a
-policy at a save.
+``make_policy`` parses the user's spec, ``check_policy`` refuses a policy that can't keep its promise, and ``choose``
+asks a policy at a save.
 """
 
 from __future__ import annotations

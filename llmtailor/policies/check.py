@@ -1,6 +1,6 @@
-"""Try a policy out before training begins: a few hundred saves, simulated.
+"""Tests a policy before training begins, in a few hundred simulated saves; chooses the parts of a save. Pure.
 
-The parts of a save: what the policy wants, and whatever would become too old without it. Pure.
+A save holds what the policy wants, and every part that would become too old without it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from llmtailor.policies.policy import Choice, Policy, Situation, Stateful, neare
 MAX_STALENESS = "max_staleness"
 IN_NO_SAVE = "in no save"
 OLDEST = "oldest"
-"""Reasons for parts that the policy left out."""
+"""Reasons for parts that the policy left out"""
 
 
 def choose(policy: Policy, situation: Situation, max_staleness: int) -> Choice:
-    """Ask a policy, and add every part that would otherwise become older than `max_staleness` saves.
+    """Return the parts that a policy chooses, and every part that would otherwise exceed `max_staleness` saves.
 
-    `max_staleness` is what `check_policy` returned. A policy whose own schedule keeps within it gets nothing added
-    but what is due now. For any other policy, parts are added ahead of time where too many would be due at once (all
-    of them are, some time after the base, if nothing changes): per save no more than an even share and one part.
+    `max_staleness` is what `check_policy` returned. If the policy's own schedule keeps within it, only parts due now
+    are added. For any other policy, parts are added early if too many would be due at once (if nothing changes, all of
+    them are, some time after the base): per save at most an even share and one part.
 
-    Never raises because of a policy: a training run must not end because of it. What is wrong with its answer is told
-    in `Choice.problems`, and the rest of it counts. An empty answer becomes the part that was not saved for longest.
+    Never raises because of a policy, which must not end a training run. Invalid parts of its answer are reported in
+    `Choice.problems`, and the rest counts. An empty answer becomes the part that has not been saved for longest.
     """
     wanted, problems = ask(policy, situation)
     own = _own_bound(policy, situation)
@@ -44,14 +44,14 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> Choice:
 
 
 def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Problem]]:
-    """Return what the policy wants, as far as it can be followed, and what is wrong with the rest."""
+    """Return the valid part of the policy's answer, and the problems with the rest."""
     where = f"policy {policy.name}, save {situation.save}"
     try:
         answer: object = policy.choose(situation)
     except Exception as error:  # someone else's code
-        return {}, [Problem(where, f"it raised {error!r}", "mend the policy, or take another")]
+        return {}, [Problem(where, f"it raised {error!r}", "fix the policy, or use another one")]
     if not isinstance(answer, Mapping):
-        what = f"it answered with a {type(answer).__name__}"
+        what = f"it returned a {type(answer).__name__}"
         return {}, [Problem(where, what, "return a mapping from parts to reasons, such as {'layer 3': 'changed'}")]
     unknown = [part for part in answer if part not in situation.parts]
     problems = [Problem(where, f"there is no part {part!r}", nearest(part, situation.parts)) for part in unknown]
@@ -61,15 +61,15 @@ def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Prob
 def _own_bound(policy: Policy, situation: Situation) -> int | None:
     try:
         return policy.worst_staleness(situation.structure, situation.parts)
-    except Exception:  # someone else's code; without a bound of its own it gets ours
+    except Exception:  # third-party code; without a bound of its own, max_staleness applies
         return None
 
 
 def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *, is_paced: bool) -> dict[str, str]:
-    """Return the parts that must be added to this save, and why."""
+    """Return the parts that must be added to this save, with reasons."""
     left_out = [part for part in situation.parts if part not in wanted]
     new = {part: IN_NO_SAVE for part in left_out if part not in situation.last}
-    # The save that a part can wait for, but not longer.
+    # The latest save that a part can wait for.
     deadlines = {
         part: max(situation.save, situation.last[part] + max_staleness + 1) for part in left_out if part not in new
     }
@@ -84,11 +84,11 @@ def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *,
 def _ahead_of_time(
     deadlines: Mapping[str, int], num_bytes: Mapping[str, int], now: int, share: int, largest: int
 ) -> list[str]:
-    """Return the parts to save now, so that no save will have to hold more than `share` + `largest` bytes of them.
+    """Return the parts to save now, so that no save must hold more than `share` + `largest` bytes of them.
 
-    `share` bytes per save go round the whole model in time. What is due until a later save may wait as long as it is no
-    more than the saves after this one can take at that rate, and one part; the excess is saved now, the most urgent
-    first. If there is so much (another policy left it) that the share won't do, the smallest number that does is taken.
+    `share` bytes per save cover the whole model in time. Parts due by a later save may wait if the saves after this one
+    can hold them at that rate, plus one part; the excess is saved now, the most urgent first. If there is too much for
+    the share (left by another policy), the smallest sufficient number is used.
     """
     waiting = sorted(deadlines, key=lambda part: deadlines[part])
     until = dict(zip(waiting, accumulate(num_bytes[part] for part in waiting), strict=True))
@@ -108,13 +108,13 @@ PATTERNS: Mapping[str, Pattern] = {
     "all parts change alike": lambda at, num: 0.003,
     "one part changes": lambda at, num: 0.1 if at == num // 2 else 0.0,
     "later parts change more": lambda at, num: 0.02 * at / num,
-    "every part changes beyond all bounds": lambda at, num: 1e9,
+    "every part changes without limit": lambda at, num: 1e9,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """What simulated saves have in common."""
+    """The common settings of simulated saves."""
 
     structure: ModelStructure
     parts: tuple[str, ...]
@@ -129,16 +129,16 @@ def check_policy(
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
 ) -> int:
-    """Return the staleness that `choose` has to hold: `max_staleness`, or what the policy itself promises.
+    """Return the staleness that `choose` must guarantee: `max_staleness`, or what the policy itself promises.
 
     Raises UsageError with every problem if the policy promises nothing and no `max_staleness` is given, if its schedule
     exceeds `max_staleness` or its promise, if it names unknown parts, never chooses any, raises, or answers
-    differently when it is asked again or resumed. The policy's own state is the same afterwards.
+    differently when asked again or resumed. The policy's own state is restored.
     """
     where = f"policy {policy.name}"
     if not parts:
         raise UsageError.at(where, "no part of the model is trainable", "unfreeze something before attaching")
-    with _blaming(policy, "mend its worst_staleness; None is an answer, too"):
+    with _blaming(policy, "fix its worst_staleness, or return None there"):
         worst = policy.worst_staleness(structure, parts)
     limit = _limit(policy, worst, max_staleness)
     ground = _Ground(structure, tuple(parts), num_bytes, limit if worst is None else worst)
@@ -150,30 +150,30 @@ def check_policy(
 
 
 def state_of(policy: Policy) -> dict[str, Any] | None:
-    """Return the policy's own state as plain JSON data; None for one without. Raises UsageError if it is not JSON."""
+    """Return the policy's own state as plain JSON data, None if it has none. Raises UsageError if it is not JSON."""
     if not isinstance(policy, Stateful):
         return None
     try:
         state = json.loads(json.dumps(policy.state_dict()))
     except (TypeError, ValueError) as error:
-        fix = "return numbers, texts, lists and mappings with texts as keys"
-        raise UsageError.at(f"policy {policy.name}", f"its state is no JSON ({error})", fix) from error
+        fix = "return numbers, strings, lists, and mappings with string keys"
+        raise UsageError.at(f"policy {policy.name}", f"its state is not JSON ({error})", fix) from error
     return {"policy": policy.name, "state": state}
 
 
 def restore_state(policy: Policy, state: Mapping[str, Any] | None) -> None:
-    """Give a policy the state that `state_of` returned; that of another policy is ignored.
+    """Load into a policy the state that `state_of` returned; ignore the state of another policy.
 
     Raises UsageError if the policy can't load it.
     """
     if isinstance(policy, Stateful) and state is not None and state.get("policy") == policy.name:
-        with _blaming(policy, "mend its load_state_dict, or resume with the policy that made the state"):
+        with _blaming(policy, "fix its load_state_dict, or resume with the policy that made the state"):
             policy.load_state_dict(state["state"])
 
 
 @contextmanager
 def _blaming(policy: Policy, fix: str) -> Iterator[None]:
-    """Turn what someone else's code raises into a message."""
+    """Turn an exception of third-party code into a UsageError."""
     try:
         yield
     except TailorError:
@@ -186,25 +186,25 @@ def _limit(policy: Policy, worst: int | None, given: int | None) -> int:
     where = f"policy {policy.name}"
     for title, value in (("max_staleness", given), ("worst_staleness", worst)):
         if value is not None and (type(value) is not int or value < 0):
-            raise UsageError.at(where, f"{title} is {value!r}", "it is a number of saves, 0 or more")
+            raise UsageError.at(where, f"{title} is {value!r}", "give a number of saves, 0 or more")
     if worst is not None and given is not None and worst > given:
         options = ", ".join(f"{key}={value}" for key, value in policy.settings().items() if key != "name")
         with_options = f" with {options}" if options else ""
         what = f"by its schedule{with_options} a part becomes up to {worst} saves old, but max_staleness is {given}"
-        fix = f"set max_staleness to {worst} or more, or have parts saved more often"
+        fix = f"set max_staleness to {worst} or more, or save parts more often"
         raise UsageError.at(where, what, fix)
     default: int | None = getattr(policy, "default_max_staleness", None)
     limits = [limit for limit in (given, worst, default) if limit is not None]
     if limits:
         return limits[0]
-    raise UsageError.at(where, "it does not say how old a part can become", "give max_staleness, e.g. 20 (saves)")
+    raise UsageError.at(where, "it does not limit how old a part can become", "give max_staleness, e.g. 20 (saves)")
 
 
 @contextmanager
 def _copies(policy: Policy) -> Iterator[Callable[[], Policy]]:
-    """Yield what makes a policy in today's state.
+    """Yield a function that returns the policy in its current state.
 
-    One with a state of its own is tried out itself and then restored, because a copy may be large: it can hold the
+    A policy with a state of its own is used itself and then restored, because a copy may be large: it can hold the
     model.
     """
     if not isinstance(policy, Stateful):
@@ -223,7 +223,7 @@ def _copies(policy: Policy) -> Iterator[Callable[[], Policy]]:
 
 
 def _try_out(fresh: Callable[[], Policy], ground: _Ground, *, is_promise: bool, needs_drift: bool) -> dict[str, str]:
-    """Return what goes wrong, each with its fix: the first case of each kind."""
+    """Return the first problem of each kind, with its fix."""
     found: dict[str, tuple[str, str]] = {}
     is_active = False
     patterns: Mapping[str, Pattern | None] = PATTERNS if needs_drift else {"": None}
@@ -236,19 +236,19 @@ def _try_out(fresh: Callable[[], Policy], ground: _Ground, *, is_promise: bool, 
                 found.setdefault("answer", (f"at save {save}{when}: {problem.what}", problem.fix))
             forced = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
             if is_promise and forced:
-                what = f"its worst_staleness is {ground.max_staleness}, but at save {save}{when} {forced[0]} gets older"
-                found.setdefault("promise", (what, "mend worst_staleness, or return None there and give max_staleness"))
+                what = f"its worst_staleness is {ground.max_staleness}, but at save {save}{when} {forced[0]} is older"
+                found.setdefault("promise", (what, "fix worst_staleness, or return None there and give max_staleness"))
         differing = _differ(answers, _simulate(fresh, ground, pattern))
         if differing is not None:
-            fix = "decide by the situation alone: no random numbers, no clock, no state that state_dict leaves out"
+            fix = "decide by the situation alone: no random numbers, no clock, no state missing from state_dict"
             found.setdefault("again", (f"asked again, it answers differently at save {differing}{when}", fix))
             continue
         differing = _differ(answers, _simulate(fresh, ground, pattern, resume=True))
         if differing is not None:
-            fix = "give it state_dict() and load_state_dict() with all that it remembers"
+            fix = "give it state_dict() and load_state_dict() that cover its whole state"
             found.setdefault("resume", (f"resumed, it answers differently at save {differing}{when}", fix))
     if not is_active and not found:
-        return {f"in {NUM_SAVES} simulated saves it never chose a part": "have it choose something; check its options"}
+        return {f"in {NUM_SAVES} simulated saves it never chose a part": "make it choose some; check its options"}
     return dict(found.values())
 
 

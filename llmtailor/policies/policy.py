@@ -1,4 +1,4 @@
-"""What a policy is asked at a save, what it answers, and how its options are declared and checked."""
+"""The protocol of policies: what they get and return at a save, and how options are declared and checked."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from llmtailor.model.parts import ModelStructure, layer_part
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a policy may know at a save. The same on every rank, and the same again after a resume.
+    """The input of a policy at a save: the same on every rank, and the same after a resume.
 
-    Saves are counted from the complete base, which is save 0 and which no policy is asked about.
+    Saves are counted from the complete base, which is save 0; no policy is asked about it.
     """
 
     step: int
-    """The global step of this save."""
+    """Global step of this save"""
     save: int
-    """The number of this save: how many of this run came before it."""
+    """Number of this save: how many of this run came before it"""
     structure: ModelStructure
     parts: tuple[str, ...]
-    """The parts that have trainable params, in the order of the model: what can be chosen."""
+    """The parts with trainable params, in the order of the model: what can be chosen"""
     num_bytes: Mapping[str, int]
-    """Part -> bytes that saving it costs, over all ranks."""
+    """Part -> bytes needed to save it, over all ranks"""
     last: Mapping[str, int]
     """Part -> number of the save that last held it. A part that no save holds (frozen until now) is missing."""
     drift: Mapping[str, float] | None = None
-    """Part -> relative change ``|w - w_saved| / |w_saved|`` since it was last saved. None unless the policy asks for
-    it; a part that can't be measured is missing."""
+    """Part -> relative change ``|w - w_saved| / |w_saved|`` since it was last saved. None unless the policy needs
+    it; parts that can't be measured are missing."""
 
     def __post_init__(self) -> None:
         if self.save < 1:
@@ -41,16 +41,16 @@ class Situation:
             raise ValueError(f"no bytes are given for {', '.join(lacking)}")
 
     def age(self, part: str) -> int:
-        """Return how many saves old the part will be if this save leaves it out too."""
+        """Return the part's age in saves if this save leaves it out too."""
         return self.save - self.last[part]
 
 
 class Policy(Protocol):
-    """Says which parts a save holds. Must be deterministic, so that a resumed run goes on as if nothing had happened.
+    """A choice of the parts that a save holds. It must be deterministic, so that a resumed run makes the same choices.
 
-    Rank 0 asks, and tells the others. A policy need not care for limits: whatever it leaves out for too long is added
-    (`choose`). One without a bound of its own may have an attribute ``default_max_staleness`` for users who give none;
-    one with a state of its own follows `Stateful` as well.
+    Rank 0 asks it and broadcasts the answer. A policy need not enforce limits: `choose` adds parts that it leaves out
+    for too long. A policy without a bound may have an attribute ``default_max_staleness`` for users who give none; a
+    policy with a state of its own follows `Stateful` as well.
     """
 
     @property
@@ -58,31 +58,31 @@ class Policy(Protocol):
 
     @property
     def needs_drift(self) -> bool:
-        """Whether `Situation.drift` shall be measured."""
+        """Whether `Situation.drift` must be measured."""
         ...
 
     def choose(self, situation: Situation) -> Mapping[str, str]:
-        """Return the parts to save, and for each a few words why."""
+        """Return the parts to save, each with a short reason."""
         ...
 
     def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int | None:
-        """Return after how many saves at most each of the parts is saved again, less one; None if that is open.
+        """Return the maximum age of a part, in saves; None if there is no maximum.
 
-        0 says that every save holds every part, 1 that a part can be one save old.
+        0 means that every save holds every part, 1 that a part can be one save old.
         """
         ...
 
     def settings(self) -> Mapping[str, object]:
-        """Return the options, ready for JSON, for manifest and log."""
+        """Return the options as JSON data, for manifest and log."""
         ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A policy that remembers more than a `Situation` tells. The state travels in every checkpoint."""
+    """A policy with a state beyond the `Situation`. Every checkpoint records it."""
 
     def state_dict(self) -> Mapping[str, object]:
-        """Return the state, ready for JSON."""
+        """Return the state as JSON data."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -93,15 +93,15 @@ class Choice:
     """The parts that a save holds."""
 
     parts: Mapping[str, str]
-    """Part -> why, in the order of the model. Never empty."""
+    """Part -> reason, in the order of the model. Never empty."""
     added: frozenset[str]
-    """Those that the policy had left out."""
+    """The parts that the policy left out"""
     problems: tuple[Problem, ...] = ()
-    """What was wrong with the policy's answer, and was ignored."""
+    """The invalid parts of the policy's answer, which were ignored"""
 
 
 def layer_numbers(structure: ModelStructure) -> dict[str, int]:
-    """Return the layers' parts with their numbers; all other parts are auxiliary."""
+    """Return the number of each layer's part; all other parts are auxiliary."""
     return {layer_part(number): number for number in range(structure.num_layers)}
 
 
@@ -109,7 +109,7 @@ MANY = 12
 
 
 def nearest(name: object, valid: Collection[str]) -> str:
-    """Return a fix: the valid name that is closest, if one is close, and the valid names."""
+    """Return a fix: the closest valid name, if one is close, and the valid names."""
     close = difflib.get_close_matches(str(name), list(valid), n=1)
     listed = list(valid)[:MANY] + ([f"and {len(valid) - MANY} more"] if len(valid) > MANY else [])
     head = f"did you mean {close[0]!r}? Valid here: " if close else "valid here: "
@@ -129,7 +129,7 @@ def number(least: float, default: Any = MISSING) -> Any:
 class Configured:
     """Base of the policies that come with llmtailor.
 
-    Raises UsageError with everything that is wrong with the options.
+    Raises UsageError with every problem of the options.
     """
 
     __slots__ = ()
@@ -143,11 +143,11 @@ class Configured:
             raise UsageError(problems)
 
     def contradictions(self) -> list[Problem]:
-        """Return what is wrong with options that are fine one by one."""
+        """Return the problems of options that are valid one by one but not together."""
         return []
 
     def settings(self) -> dict[str, object]:
-        """Return name and options; `make_policy` makes the same policy of them."""
+        """Return name and options, from which `make_policy` makes the same policy."""
         return {"name": self.name} | {one.name: getattr(self, one.name) for one in fields(self)}
 
     def _problem(self, option: Field[Any]) -> Problem | None:

@@ -1,6 +1,6 @@
-"""Policies with a fixed schedule. All they need to know is the number of the save, so they keep no state.
+"""Policies with a fixed schedule, which need only the number of the save and keep no state.
 
-The adaptive policy: what has changed most since it was last saved.
+Also the adaptive policy, which chooses the parts that have changed most since they were last saved.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class Parity(Configured):
 
 @dataclass(frozen=True, slots=True)
 class Filter(Configured):
-    """The first and last layers at every save, the others seldom.
+    """The first and last layers at every save, the others less often.
 
     Every ``every``-th save holds one of ``groups`` shares of the other layers, in turn; a share is every ``groups``-th
-    of them. Auxiliary parts come at every ``aux_every``-th save, dealt out so that saves are about equally large.
+    of them. Each auxiliary part comes at every ``aux_every``-th save; they are distributed so that saves are about
+    equally large.
 
-    The defaults are the LLMTailor paper's schedule. `aux_every` 3 comes nearest to the sizes of checkpoints that it
-    reports: docs/policies.md has the calculation.
+    The defaults are the LLMTailor paper's schedule. `aux_every` 3 matches the checkpoint sizes that it reports
+    best: docs/policies.md has the calculation.
     """
 
     name: ClassVar[str] = "filter"
@@ -98,7 +99,7 @@ class Filter(Configured):
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin(Configured):
-    """``k`` groups of neighbouring parts, about equally large, one per save."""
+    """``k`` groups of adjacent parts, about equally large, one per save."""
 
     name: ClassVar[str] = "round_robin"
 
@@ -114,7 +115,7 @@ class RoundRobin(Configured):
 
 
 def deal(parts: Sequence[str], num_bytes: Mapping[str, int], hands: int) -> list[list[str]]:
-    """Deal parts out, the largest first, each to the hand with the fewest bytes so far."""
+    """Return the parts in `hands` lists: the largest first, each added to the list with the fewest bytes so far."""
     dealt: list[list[str]] = [[] for _ in range(hands)]
     loads = [0] * hands
     for part in sorted(parts, key=lambda part: -num_bytes[part]):
@@ -125,7 +126,7 @@ def deal(parts: Sequence[str], num_bytes: Mapping[str, int], hands: int) -> list
 
 
 def cut(parts: Sequence[str], num_bytes: Mapping[str, int], k: int) -> list[list[str]]:
-    """Cut parts into min(k, how many there are) runs, so that the largest run has as few bytes as possible."""
+    """Return the parts in min(k, len(parts)) runs, the largest of which has as few bytes as possible."""
     k = min(k, len(parts))
     low, high = max(num_bytes[part] for part in parts), sum(num_bytes[part] for part in parts)
     while low < high:
@@ -138,7 +139,7 @@ def cut(parts: Sequence[str], num_bytes: Mapping[str, int], k: int) -> list[list
 
 
 def _fill(parts: Sequence[str], num_bytes: Mapping[str, int], limit: int, at_least: int) -> list[list[str]]:
-    """Cut parts into runs of at most `limit` bytes, as few as that takes, but no fewer than asked for."""
+    """Return the parts in runs of at most `limit` bytes: as few as possible, but no fewer than `at_least`."""
     runs: list[list[str]] = [[]]
     load = 0
     for at, part in enumerate(parts):
@@ -155,10 +156,10 @@ def _fill(parts: Sequence[str], num_bytes: Mapping[str, int], limit: int, at_lea
 class Update(Configured):
     """Parts by their relative change since *they* were last saved.
 
-    ``threshold``: all that have changed by more than that. ``budget_bytes``: the ones that have changed most, as far as
-    they fit into so many bytes per save; a part that does not fit is passed over for the next one that does. With
-    both: of those above the threshold, the ones that have changed most. Of parts that changed alike, the first in the
-    model goes first. A part that can't be measured, or whose change is no number, counts as changed without limit.
+    ``threshold``: all parts that have changed by more than this. ``budget_bytes``: the parts that have changed most, up
+    to this number of bytes per save; a part that does not fit is skipped for the next one that does. Both: of the parts
+    above the threshold, those that have changed most. Of parts with the same change, the first in the model comes
+    first. A part that can't be measured, or whose change is NaN, counts as changed without limit.
     """
 
     name: ClassVar[str] = "update"
@@ -190,6 +191,6 @@ class Update(Configured):
 
 
 def _drift(situation: Situation, part: str) -> float:
-    assert situation.drift is not None, "measured for policies that ask for it"
+    assert situation.drift is not None, "measured for policies that need it"
     drift = situation.drift.get(part, math.inf)
     return math.inf if math.isnan(drift) else drift

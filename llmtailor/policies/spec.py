@@ -1,4 +1,4 @@
-"""From what a user writes to a policy."""
+"""Makes a policy from a user's spec."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ POLICIES: Mapping[str, type[Full | Parity | Filter | RoundRobin | Update]] = {
 }
 WHERE = "policy"
 MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
-"""What `Policy` asks of an object."""
+"""The members of `Policy`"""
 
 
 def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
-    """Return the policy that a spec means.
+    """Return the policy that a spec describes.
 
     A spec is a name, ``parity``; a name with options, ``filter:first=2,last=2`` (a value without a name sets the first
     option: ``round_robin:4``); a mapping, ``{"name": "filter", "first": 2}``; or an object that follows `Policy`.
 
-    Raises UsageError, with all problems, for an unknown name or option, a value out of range, or an object that is no
-    policy.
+    Raises UsageError, with all problems, for an unknown name or option, a value out of range, or an object that is not
+    a policy.
     """
     if isinstance(spec, str):
         name, _, text = spec.partition(":")
@@ -40,7 +40,7 @@ def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
     if isinstance(spec, type):
         raise UsageError.at(WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
     if lacking := [member for member in MEMBERS if not hasattr(spec, member)]:
-        what = f"{spec!r} is no policy: it has no {', '.join(lacking)}"
+        what = f"{spec!r} is not a policy: it has no {', '.join(lacking)}"
         raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
     return spec
 
@@ -51,7 +51,7 @@ def _split(word: str) -> tuple[str | None, object]:
 
 
 def _read(text: str) -> object:
-    """Return the number that the text is, or the text: the policy then says what it wants instead."""
+    """Return the text as a number if possible, else the text, which the policy refuses with a fix."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -61,7 +61,7 @@ def _read(text: str) -> object:
 
 
 def named_policy(spec: str) -> type[Full | Parity | Filter | RoundRobin | Update] | None:
-    """Return the policy that a spec names, whatever is wrong with its options."""
+    """Return the policy that a spec names, even if its options are invalid."""
     return POLICIES.get(spec.partition(":")[0].strip().lower().replace("-", "_"))
 
 
@@ -76,7 +76,7 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     for at, (key, value) in enumerate(given):
         option = options.get(next(iter(options), "") if key is None and at == 0 else key)
         if option is None:
-            what = f"{value!r} is no option" if key is None else f"there is no option {key!r}"
+            what = f"{value!r} is not an option" if key is None else f"there is no option {key!r}"
             problems.append(Problem(where, f"{what} (in {spec!r})", nearest(key or "", options)))
         elif option.name in values:
             problems.append(Problem(where, f"{option.name} is given twice (in {spec!r})", "give it once"))
@@ -97,5 +97,5 @@ def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
 
 
 def _whole(value: object) -> object:
-    """Read 2e9 as the whole number it is."""
+    """Return a float such as 2e9 as the whole number that it stands for."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

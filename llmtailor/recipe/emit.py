@@ -1,6 +1,6 @@
-"""A recipe as YAML for people: the short form, with comments that say what comes from where and why. Pure.
+"""Writes a recipe as readable YAML: the short form, with comments on sources and reasons. Pure.
 
-The text means the same as what it was written from: the tests hold it against `parse_recipe` and `resolve`.
+The text has the same meaning as its input; the tests check it with `parse_recipe` and `resolve`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from llmtailor.recipe.text import SelectorError, condense, layer_number
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
-"""What needs no quotes, even in [a, b]."""
+"""Text that needs no quotes, even in [a, b]"""
 _STEP_OF_FOLDER = re.compile(r"(?:checkpoint|step)-(\d{1,18})")
 _NO_PART = "schedule, random number states and trainer state"
 
 
 @dataclass(slots=True)
 class _Source:
-    """A checkpoint, the tensors that come from it, and what to say about it."""
+    """A checkpoint, the tensors that come from it, and comments on it."""
 
     path: Path
     names: list[str]
@@ -39,13 +39,13 @@ class _Source:
 
 @dataclass(slots=True)
 class _Document:
-    """What is to be written, the base first among the sources. Paths are relative to `folder` where that is close."""
+    """The content to write, with the base first among the sources. Paths near `folder` are relative to it."""
 
     folder: Path | None
     header: list[str]
     sources: list[_Source]
     slices: list[tuple[Path, int, int]] = field(default_factory=list)
-    """Sources of optimizer states whose weights have another one: layer ranges and LLMTailor's numbers"""
+    """Sources of optimizer states whose weights have another source: layer ranges and LLMTailor's numbers"""
     weights: list[tuple[str, Path]] = field(default_factory=list)
     """The sources of those weights, by part or tensor name"""
     settings: dict[str, str | Path | None] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class _Document:
 def write_recipe(
     assignment: Assignment, structure: ModelStructure, folder: Path | None = None, header: Sequence[str] = ()
 ) -> str:
-    """Write the recipe that composes an assignment.
+    """Return the YAML of the recipe that composes an assignment.
 
-    `header` goes into the comment on top, instead of the assignment's title. The assignment's paths are absolute; those
-    in `folder`, where the recipe will be, or next to it are written relative to it. Raises RecipeError with everything
-    that can't be written.
+    `header` replaces the assignment's title in the comment at the top. The assignment's paths are absolute; those in or
+    next to `folder`, where the recipe will be, are written relative to it. Raises RecipeError with everything that
+    can't be written.
     """
     sources: list[_Source] = []
     for source, parts in assignment.parts_of().items():
@@ -81,10 +81,10 @@ def write_normal_form(
     folder: Path | None,
     weights_of: Mapping[str, Path] = MappingProxyType({}),
 ) -> str:
-    """Write another recipe, of whatever form, in the short form.
+    """Return the YAML of a recipe of any form in the short form.
 
-    `source_of` and `weights_of` are what it was resolved to (see `Choice`). Parts that are split become globs or names
-    of tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
+    `source_of` and `weights_of` are the result of resolving it (see `Choice`). Split parts become globs or names of
+    tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
     """
     names_of: dict[Path, list[str]] = {source: [] for source in (base, *recipe.sources())}
     split = dict.fromkeys(structure.part_of[name] for name in weights_of)
@@ -117,12 +117,12 @@ def _write_split(
     structure: ModelStructure,
     document: _Document,
 ) -> None:
-    """Write a part whose weights come from elsewhere, which only slices with post_weights can say."""
+    """Write a part whose weights have another source, which only slices with post_weights can express."""
     names = structure.names(part)
     source, *others = dict.fromkeys(source_of[name] for name in names)
     number = next((number for number, owner in numbering(structure).items() if owner == part), None)
     if number is None or others:
-        what = "the normal form can't say that its weights and optimizer states differ in source"
+        what = "the normal form can't express different sources of its weights and optimizer states"
         document.problems.append(Problem(part, what, "keep the recipe as it is"))
         return
     layer = layer_number(part)
@@ -183,25 +183,25 @@ def _entry(key: str, words: Sequence[str], indent: str) -> list[str]:
 
 
 def _quote(text: str) -> str:
-    """Return a text as YAML: in double quotes where it would be read as something else."""
+    """Return a text as YAML, in double quotes if it would be read as something else."""
     if _PLAIN.fullmatch(text) and text.lower() != "null":
         return text
     return '"' + _printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def _printable(text: str) -> str:
-    """Write what can't be printed as escapes, which YAML and Python have in common."""
+    """Return the text with unprintable characters as escapes, which are the same in YAML and Python."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def _model(path: Path, document: _Document) -> str:
-    """Return a checkpoint as YAML; in plain text + would be path+lora."""
+    """Return a checkpoint as YAML: as a mapping if plain text would be read as path+lora."""
     text = _path(path, document)
     return f"{{path: {text}}}" if "+" in text else text
 
 
 def _path(path: Path, document: _Document) -> str:
-    """Return a path as YAML: relative to the folder if it is in it or next to it, else absolute."""
+    """Return a path as YAML: relative to the folder if it is in or next to it, else absolute."""
     text = os.path.normpath(path)
     if document.folder is not None:
         close = os.path.relpath(path, document.folder)
@@ -223,7 +223,7 @@ def _age(step: int, base_step: int | None) -> str:
 
 
 def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
-    """Name the parts that are taken whole, and those of which only some tensors are."""
+    """Return the parts taken whole and those taken in part, as comments."""
     taken = set(names)
     rest = {part for name, part in structure.part_of.items() if name not in taken}
     touched = {structure.part_of[name] for name in taken}
@@ -238,10 +238,10 @@ def _step(path: Path) -> int | None:
 
 
 def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
-    """Return a shortest list of selectors for exactly these tensors, at least one; tied names come together.
+    """Return a shortest list of selectors for exactly these tensors, at least one; tied names stay together.
 
-    Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs. Each list is
-    checked by `select`. Raises RecipeError if some name can't be told from others by a selector.
+    Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs. `select` checks
+    each list. Raises RecipeError if selectors can't distinguish some name from others.
     """
     wanted = frozenset(names)
     rest = frozenset(structure.part_of) - wanted
@@ -252,7 +252,7 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
     good = [texts for texts in candidates if select(texts, structure) == (wanted, ())]
     if not good:
         parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
-        what = f"selectors can't tell these tensors from others: {sorted(wanted)[0]!r}, ..."
+        what = f"selectors can't distinguish these tensors from others: {sorted(wanted)[0]!r}, ..."
         raise RecipeError(Problem(parts, what, "take these parts from the base"))
     fewest = min(map(len, good))
     return tuple(next(texts for texts in good if len(texts) == fewest))
@@ -285,7 +285,7 @@ def _spell_layers(taken: set[int], every: Sequence[int], negating: bool) -> list
 
 
 def _runs(taken: Collection[int], every: Sequence[int]) -> list[str]:
-    """Write layers one by one and as ``a-b``; a run may pass over numbers that no layer has."""
+    """Return layers as single numbers and as ``a-b``; a run may include numbers that no layer has."""
     runs: list[list[int]] = []
     is_open = False
     for number in every:
@@ -308,8 +308,8 @@ def _exactly(name: str) -> str:
 
 
 def _spell_pieces(pieces: set[str], wanted: frozenset[str], structure: ModelStructure, negating: bool) -> list[str]:
-    """Return selectors for tensors of parts that are split; globs may match whole parts too, if those are wanted."""
-    groups: dict[str, set[str]] = {}  # globs over components of names, and single names; what each matches
+    """Return selectors for tensors of split parts; globs may also match whole parts if those are wanted."""
+    groups: dict[str, set[str]] = {}  # glob over components of names, or single name -> what it matches
     for name in structure.part_of:
         words = name.split(".")
         for begin in range(len(words)):
@@ -318,7 +318,7 @@ def _spell_pieces(pieces: set[str], wanted: frozenset[str], structure: ModelStru
                 head, tail = "*." if begin else "", ".*" if end < len(words) else ""
                 groups.setdefault(f"{head}{middle}{tail}" if head or tail else _exactly(name), set()).add(name)
     texts = _cover(pieces, wanted, groups)
-    # Or one glob that matches too much, and its excess taken out: *.mlp.*, but not that of layer 0.
+    # Or one glob that matches too much, with the excess excluded: *.mlp.*, but not that of layer 0.
     around = min(((len(group), len(text), text) for text, group in groups.items() if group >= pieces), default=None)
     if negating and around:
         excess = groups[around[2]] - wanted
@@ -328,9 +328,9 @@ def _spell_pieces(pieces: set[str], wanted: frozenset[str], structure: ModelStru
 
 
 def _cover(pieces: Collection[str], allowed: frozenset[str], groups: Mapping[str, set[str]]) -> list[str]:
-    """Cover the pieces greedily: always the selector that covers most of what is left, and nothing forbidden."""
+    """Return selectors that cover the pieces, chosen greedily: next the one that covers most, and nothing forbidden."""
     left = set(pieces)
-    # One tensor is clearest by its name, however short a glob may be.
+    # For one tensor its name is clearest, even if a glob is shorter.
     useful = {text: group for text, group in groups.items() if group & left and group <= allowed}
     heap = [(-len(group & left), len(text) if "*" in text else 0, text) for text, group in useful.items()]
     heapq.heapify(heap)

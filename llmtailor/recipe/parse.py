@@ -1,7 +1,6 @@
-"""The YAML of a recipe to a `Recipe`: mergekit's passthrough grammar, LLMTailor's lists, and ``parts:``.
+"""Parses the YAML of a recipe: mergekit's passthrough grammar, LLMTailor's lists, and ``parts:``.
 
-Reading goes on after a problem, with `_UNREAD` for a source that can't be read, so that all problems are reported
-together.
+Parsing continues after a problem, with `_UNREAD` for an unreadable source, so that all problems are reported together.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ TOP_KEYS = (
     "out_dtype", "tokenizer_source", "tokenizer", "chat_template", "parameters", "output",
 )  # fmt: skip
 _MAY_BE_NULL = {*TOP_KEYS} - {"slices", "pre_weights", "post_weights", "parts", "output"}
-"""Keys that mergekit writes without a value where it does not use them"""
+"""Keys that mergekit writes without a value if it does not use them"""
 _LAYERS_FROM = ("slices", "models", "modules")
-"""mergekit's ways to say where layers come from; a recipe has one of them."""
+"""mergekit's ways to define where layers come from; a recipe has one of them."""
 SLICE_KEYS = ("sources", "parameters")
 NO_EFFECT_IN_SLICE = {
     "base_model": "each layer comes from the source of its slice",
-    "residual_weight": "mergekit reads it and does nothing with it",
+    "residual_weight": "mergekit reads it but does not use it",
 }
 SOURCE_KEYS = ("model", "layer_range", "parameters")
 MODEL_KEYS = ("model", "parameters")
@@ -37,28 +36,28 @@ MODULE_KEYS = ("slices", "models", "parameters")
 TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of")
 CHAT_TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
 """The templates that mergekit includes"""
-_NO_STATES = "no training run has had the optimizer state for them"
+_NO_STATES = "no training run has optimizer states for them"
 _SAME_VOCABULARY = "embedding rows and their optimizer states belong to token ids, so the vocabulary must stay the same"
 _OWN_PLACE = (
-    "optimizer state and learning-rate schedule belong to a place in the model, "
-    "so a checkpoint that can be resumed keeps every layer in its own place"
+    "optimizer state and learning rate schedule belong to a place in the model, "
+    "so a resumable checkpoint keeps every layer in its own place"
 )
 _JINJA = re.compile(r"\{[{%#]")
 _UNREAD = Path("unread")
-"""Stands for a source with a problem of its own; sources that can be read are absolute."""
+"""Placeholder for a source with a problem of its own; readable sources are absolute."""
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file. Relative paths in it start at its folder. Raises RecipeError."""
+    """Return the recipe in a file. Relative paths in it start at its folder. Raises RecipeError."""
     where = str(path)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        fix = "give the path of a recipe file that you may read"
+        fix = "give the path of a readable recipe file"
         raise RecipeError.at(where, f"the recipe can't be read: {error.strerror}", fix) from error
     try:
-        # Too large a file is cut, maybe in the middle of a character; parse_recipe reports its size.
+        # A file that is too large is cut, maybe within a character; parse_recipe reports its size.
         text = data.decode("utf-8-sig", "strict" if len(data) <= MAX_BYTES else "replace")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -68,11 +67,11 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, *, name: str, folder: Path, environ: Mapping[str, str]) -> Recipe:
-    """Read the text of a recipe. Pure.
+    """Return the recipe in a text. Pure.
 
-    `name` is what messages call it, relative paths start at `folder`, and `environ` has the variables that paths may
-    use. Rules are returned in the order in which they apply: slices (or models, or modules), pre_weights, post_weights,
-    parts. Raises RecipeError with every problem, in the order of the lines.
+    `name` is its name in messages, relative paths start at `folder`, and `environ` has the variables that paths may
+    use. Rules are in the order in which they apply: slices (or models, or modules), pre_weights, post_weights, parts.
+    Raises RecipeError with every problem, in the order of the lines.
     """
     document = Document(name, folder, environ)
     recipe = _read_recipe(read_yaml(text, document), text)
@@ -93,13 +92,13 @@ def _read_recipe(top: Value, text: str) -> Recipe:
         rules += top.read(key, _read_weights) or []
     rules += top.read("parts", _read_parts) or []
     if not top.entries.keys() & {"base_model", *_LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
-        top.refuse("the recipe names no checkpoint", "write base_model: PATH, and parts: for what comes from others")
-    if base is None and "models" in top.entries:  # its one model is what the rest is compared with
+        top.refuse("the recipe names no checkpoint", "write base_model: PATH, and parts: for other checkpoints")
+    if base is None and "models" in top.entries:  # its only model is the base
         base = next((rule.source for rule in rules if isinstance(rule, Whole)), None)
 
     dtype, out_dtype = top.read("dtype", _read_dtype), top.read("out_dtype", _read_dtype)
     if dtype and out_dtype and dtype != out_dtype:
-        what = "dtype has no effect: out_dtype says what the weights are stored as"
+        what = "dtype has no effect: out_dtype sets the dtype of the stored weights"
         top.entries["dtype"].notice(what, "keep one of them")
     output = top.read("output", Value.folder)
     tokenizer = _read_tokenizer(top, base)
@@ -113,7 +112,7 @@ def _read_model(value: Value) -> Path:
     if value.kind != "mapping":
         if "+" in value.text:
             what = f"{quote(value.text)} adds a LoRA, which has no optimizer state of its own"
-            fix = "merge the LoRA into a checkpoint first; if + is part of the folder's name write {path: ...}"
+            fix = "merge the LoRA into a checkpoint first; if + is part of the folder's name, write {path: ...}"
             value.refuse(what, fix)
             return _UNREAD
         return value.folder() or _UNREAD
@@ -128,7 +127,7 @@ def _read_model(value: Value) -> Path:
 
 
 def _check_parameters(owner: Value) -> None:
-    """Refuse a ``scale`` other than 1 in mergekit's ``parameters``; passthrough knows no other."""
+    """Refuse a ``scale`` other than 1 in mergekit's ``parameters``; passthrough has no other parameter."""
     value = owner.entries.get("parameters")
     if value is None or value.is_null:
         return
@@ -136,15 +135,15 @@ def _check_parameters(owner: Value) -> None:
     if value.kind != "mapping":
         value.refuse("parameters is not a mapping of names to values", "leave parameters out")
     elif scale is not None and not _is_one(scale):
-        fix = "leave scale out; to scale weights alone use mergekit on the finished composite"
+        fix = "leave scale out; to scale only the weights, use mergekit on the finished composite"
         scale.refuse(f"scale would change weights, and {_NO_STATES}", fix)
     elif value.entries:
-        what = f"parameters has no effect ({', '.join(value.entries)}): states are copied as they are"
+        what = f"parameters has no effect ({', '.join(value.entries)}): states are copied unchanged"
         value.notice(what, "leave parameters out")
 
 
 def _is_one(value: Value) -> bool:
-    """Return whether a setting is 1 whatever it applies to: a number, a gradient, or values with filters."""
+    """Return whether a setting is 1 everywhere: a number, a gradient, or values with filters."""
     if value.kind == "list":
         return all(map(_is_one, value.items))
     if value.kind == "mapping":
@@ -158,8 +157,8 @@ def _is_one(value: Value) -> bool:
 def _check_method(value: Value) -> None:
     method = value.word("passthrough")
     if method not in (None, "passthrough"):
-        what = f"merge_method {quote(method)} is not passthrough; others compute new weights, and {_NO_STATES}"
-        value.refuse(what, "write merge_method: passthrough, which takes whole layers; use mergekit for weights alone")
+        what = f"merge_method {quote(method)} is not passthrough; other methods compute new weights, and {_NO_STATES}"
+        value.refuse(what, "write merge_method: passthrough, which takes whole layers; to merge weights, use mergekit")
 
 
 def _read_dtype(value: Value) -> str | None:
@@ -173,7 +172,7 @@ def _read_dtype(value: Value) -> str | None:
 
 
 def _read_layers(top: Value) -> list[Rule]:
-    """Read ``slices``, ``models`` or ``modules``, of which a recipe has at most one."""
+    """Return the rules of ``slices``, ``models`` or ``modules``, of which a recipe has at most one."""
     if top.entries.keys() & {"models", "modules"}:
         top.drop_nulls(("slices",))
     _check_one_of(_LAYERS_FROM, top)
@@ -185,12 +184,12 @@ def _check_one_of(keys: tuple[str, ...], table: Value) -> None:
     found = sorted((table.entries[key].line, key) for key in keys if key in table.entries)
     if len(found) > 1:
         (line, first), (_, second) = found[:2]
-        what = f"{second} and {first} (line {line}) both say where layers come from"
+        what = f"{second} and {first} (line {line}) both define where layers come from"
         table.entries[second].refuse(what, "keep one of them; parts: may override it")
 
 
 def _read_slices(value: Value, module: str | None = None) -> list[Rule]:
-    """Read all slices of a submodel, or at the top level. Layers that would move or be repeated are refused."""
+    """Return the rules of all slices of a submodel or the top level. Refuse layers that would move or be repeated."""
     rules: list[Rule] = []
     for item in value.list_of("entries {sources: [{model: ..., layer_range: [0, 8]}]}"):
         if item.mapping(SLICE_KEYS, ["sources"], NO_EFFECT_IN_SLICE) and (rule := _read_slice(item, module)):
@@ -235,13 +234,13 @@ def _read_source(value: Value, module: str | None) -> LayerRange | GroupId | Non
     elif module is None:
         return GroupId(source, start, bounds.where)
     else:
-        what = f"[{start}, {stop}] contains no layer; it stands for another part only in slices: at the top level"
+        what = f"[{start}, {stop}] contains no layer; it means another part only in slices: at the top level"
         bounds.refuse(what, 'name the part in parts:, e.g. select: "norm"')
     return None
 
 
 def _check_order(found: LayerRange, earlier: list[LayerRange], value: Value) -> None:
-    """Refuse a slice that has layers of an earlier one, or that comes after layers behind its own."""
+    """Refuse a slice that repeats layers of an earlier one, or that comes after later layers."""
     (source,) = value.entries["sources"].items
     place = source.entries.get("layer_range", source)
     for other in earlier:
@@ -276,14 +275,14 @@ def _read_models(value: Value, module: str | None = None) -> list[Rule]:
             _check_parameters(item)
             rules.append(Whole(item.read("model", _read_model) or _UNREAD, module, item.where))
     if len(value.items) > 1:
-        what = f"models lists {len(value.items)}; passthrough does not blend, it takes each layer from exactly one"
-        value.refuse(what, "keep one of them, and name the layers of the others in parts: or slices:")
+        what = f"models lists {len(value.items)}; passthrough does not blend; it takes each layer from exactly one"
+        value.refuse(what, "keep one of them, and name the layers from the others in parts: or slices:")
     return rules
 
 
 def _read_modules(value: Value) -> list[Rule]:
     if not value.entries:
-        fix = "write e.g. text_decoder: {slices: [...]} below it; for a model without submodels use slices: instead"
+        fix = "write e.g. text_decoder: {slices: [...]} below it; for a model without submodels, use slices: instead"
         value.refuse("modules is not a mapping of submodels to slices or models", fix)
     rules: list[Rule] = []
     for module, content in value.entries.items():
@@ -328,7 +327,7 @@ def _read_selectors(value: Value) -> list[str]:
 
 def _read_selector(value: Value) -> str:
     if value.kind == "mapping" and value.entries.keys() in ({"first"}, {"last"}):
-        value.refuse("with a space after the colon, this is a mapping and not a selector", "write first:2")
+        value.refuse("with a space after the colon, this is a mapping, not a selector", "write first:2")
     elif value.kind in ("mapping", "list"):
         value.refuse("a selector must be plain text", 'write e.g. [odd, norm, "*.mlp.*"]')
     elif text := value.word("a selector"):
@@ -354,8 +353,8 @@ def _read_tokenizer(top: Value, base: Path | None) -> Path | None:
     if value is None:
         return top.read("tokenizer_source", read_source)
     if "tokenizer_source" in top.entries:
-        value.refuse("tokenizer and tokenizer_source both say where the tokenizer comes from", "keep one of them")
-    # Where source is missing, mergekit takes the union of all tokenizers: so it is required.
+        value.refuse("tokenizer and tokenizer_source both define where the tokenizer comes from", "keep one of them")
+    # Required, because mergekit takes the union of all tokenizers if source is missing.
     value.mapping(TOKENIZER_KEYS, ["source"])
     tokens, pad = value.entries.get("tokens"), value.entries.get("pad_to_multiple_of")
     if tokens and not tokens.is_null and (tokens.entries or tokens.items or tokens.text):
@@ -368,7 +367,7 @@ def _read_tokenizer(top: Value, base: Path | None) -> Path | None:
 def _read_chat_template(value: Value) -> str | None:
     """Return a Jinja template, or the name of one of mergekit's; None keeps the tokenizer's own.
 
-    mergekit's ``auto`` takes the template that most sources have: for checkpoints of one run, the tokenizer's.
+    mergekit's ``auto`` takes the most frequent template of the sources: for checkpoints of one run, the tokenizer's.
     """
     text = value.word("auto, the name of a template, or a Jinja template")
     if text is None or text.strip() == "auto":

@@ -1,6 +1,7 @@
 """A recipe as data: which parts come from which checkpoint.
 
-Every form of the YAML, and every `Assignment` for a run, becomes the same rules. Later rules override earlier ones.
+Every form of the YAML, and every `Assignment` for a run, becomes the same kind of rules. Later rules override earlier
+ones.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DTYPES = {
     "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
     "float": "F32",
 }  # fmt: skip
-"""What a recipe calls a dtype -> its name in safetensors files"""
+"""Name of a dtype in recipes -> its name in safetensors files"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class LayerRange:
     source: Path
     start: int
     stop: int | None
-    """None: up to the last layer (a slice without ``layer_range``)."""
+    """None means up to the last layer (a slice without ``layer_range``)."""
     where: str
     module: str | None = None
     """The submodel (``modules:``) by mergekit's name; None means the text model."""
@@ -61,7 +62,7 @@ class NamedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """An entry of ``parts``: whatever the selectors name."""
+    """An entry of ``parts``: what the selectors name."""
 
     source: Path
     selectors: tuple[str, ...]
@@ -77,22 +78,22 @@ class Parts:
 
 
 PlaceRule = Whole | LayerRange | GroupId | NamedWeight
-"""Rules of mergekit's and LLMTailor's forms. They must not contradict each other; `Select` overrides them."""
+"""Rules of mergekit's and LLMTailor's forms. They must not conflict; `Select` overrides them."""
 Rule = PlaceRule | Select | Parts
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which checkpoint each part comes from, and why."""
+    """The checkpoint that each part comes from, and the reason."""
 
     base: RunCheckpoint
     """Supplies what belongs to no part"""
     source_of: Mapping[str, RunCheckpoint]
     """Every part of the model"""
     reason: Mapping[str, str]
-    """For every part a few words, e.g. ``newest`` or ``flagged at 150``"""
+    """Part -> reason in a few words, e.g. ``newest`` or ``flagged at 150``"""
     title: str
-    """What made it, e.g. ``strategy parity at step 400``"""
+    """Its origin, e.g. ``strategy parity at step 400``"""
 
     def parts_of(self) -> dict[RunCheckpoint, tuple[str, ...]]:
         """Return the checkpoints, the base first, then newest first, and the parts that come from each."""
@@ -108,24 +109,24 @@ class Recipe:
     """A recipe with its paths expanded, so that different spellings of a folder are the same source."""
 
     name: str
-    """How messages refer to it: the path of its file"""
+    """Its name in messages: the path of its file"""
     text: str
     """The YAML as written; empty if there is none"""
     base: Path | None
     rules: tuple[Rule, ...]
     dtype: str | None
-    """Of the weights in the output, as a safetensors dtype name; None keeps the base's."""
+    """Dtype of the weights in the output, as a safetensors dtype name; None keeps the base's."""
     output: Path | None
     notices: tuple[Problem, ...] = ()
-    """What was read but has no effect, or was left out."""
+    """Entries that have no effect or were ignored"""
     tokenizer: Path | None = None
-    """Folder, not necessarily a checkpoint, whose tokenizer files the output gets; None takes the base's."""
+    """Folder, not necessarily a checkpoint, whose tokenizer files the output gets; None means the base."""
     chat_template: str | None = None
     """A Jinja template, or the name of one of mergekit's; None keeps the tokenizer's own."""
 
     @classmethod
     def of(cls, assignment: Assignment, name: str, text: str = "", notices: tuple[Problem, ...] = ()) -> Recipe:
-        """Return the recipe that composes an assignment. `text` is for people: nothing is read from it."""
+        """Return the recipe that composes an assignment. `text` is for people and is never parsed."""
         parts_of = assignment.parts_of()
         rules = tuple(Parts(source.path, parts) for source, parts in parts_of.items() if parts)
         return cls(name, text, assignment.base.path, rules, None, None, notices)

@@ -1,4 +1,4 @@
-"""A recipe applied to a model: one source for every tensor. Pure."""
+"""Applies a recipe to a model: one source for every tensor. Pure."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from llmtailor.recipe.text import SelectorError, condense
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which checkpoint each tensor comes from."""
+    """The checkpoint that each tensor comes from."""
 
     source_of: Mapping[str, Path]
-    """Every name of `ModelStructure.part_of`. Tied names share a source, as do a weight on disk and its params."""
+    """Has every name in `ModelStructure.part_of`. Tied names share a source, as do a weight on disk and its params."""
     filled: tuple[str, ...]
-    """Parts that no rule names and so come from the base; with `` (partly)`` where rules name some of it."""
+    """Parts that come from the base because no rule names them; with `` (partly)`` if rules name some tensors"""
     weights_of: Mapping[str, Path] = field(default_factory=dict)
-    """Names whose weight has another source than their optimizer states, which `source_of` has."""
+    """Name -> source of its weight, if that is not the source of its optimizer states in `source_of`"""
     split: tuple[str, ...] = ()
-    """The parts of those names; with `` (partly)`` where it is not all of the part."""
+    """The parts of those names; with `` (partly)`` if only some tensors of the part are among them"""
 
 
 def resolve(
     recipe: Recipe, structure: ModelStructure, base: Path, params: Collection[str], *, allow_split: bool = False
 ) -> Choice:
-    """Choose the source of every tensor; what no rule names comes from `base`.
+    """Return the source of every tensor; tensors that no rule names come from `base`.
 
-    `params` are the params and buffers as training knows them. Other names of `structure` are tensors with other names
-    in safetensors files (the experts of some MoE models): they follow the params of their part.
+    `params` are the params and buffers with their names in training. Other names in `structure` are tensors with other
+    names in safetensors files (the experts of some MoE models): they follow the params of their part.
 
-    Slices, models, pre_weights and post_weights must not contradict each other; ``parts`` override them, the later ones
-    the earlier ones. With `allow_split`, pre_weights and post_weights may contradict the others: they then decide the
-    weights, and the others the optimizer states.
-    Raises RecipeError with every problem; gaps are one if the recipe has no base.
+    Slices, models, pre_weights and post_weights must not conflict; ``parts`` override them, later ones override earlier
+    ones. With `allow_split`, pre_weights and post_weights may conflict with the others: they then decide the weights,
+    and the others the optimizer states.
+    Raises RecipeError with every problem; if the recipe has no base, tensors without a source are a problem.
     """
     problems: list[Problem] = []
     states, weights = _apply_places(recipe, structure, allow_split, problems)
@@ -60,7 +60,7 @@ def resolve(
         weights_of = {name: source for name, source in of_weight.items() if source != source_of[name]}
     if filled and recipe.base is None:
         fix = "add base_model: with the checkpoint that supplies the rest, or name these parts"
-        problems.append(Problem(recipe.name, f"no rule says where these parts come from: {condense(filled)}", fix))
+        problems.append(Problem(recipe.name, f"no rule names a source for these parts: {condense(filled)}", fix))
     if problems:
         raise RecipeError(dict.fromkeys(problems))
     return Choice(source_of, filled, weights_of, _parts_with(weights_of, structure))
@@ -69,10 +69,10 @@ def resolve(
 def _apply_places(
     recipe: Recipe, structure: ModelStructure, allow_split: bool, problems: list[Problem]
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Apply the place rules: sources of optimizer states and of weights. Rules that contradict are a problem.
+    """Return the sources of optimizer states and of weights by the place rules. Conflicting rules are a problem.
 
-    pre_weights and post_weights were made for weights, the others for optimizer states. Either kind decides both where
-    the other is silent.
+    pre_weights and post_weights are for weights, the others for optimizer states. Either kind decides both if the other
+    has no rule.
     """
     for_states: dict[str, PlaceRule] = {}
     for_weights: dict[str, PlaceRule] = {}
@@ -107,7 +107,7 @@ def _apply_places(
 
 
 def _parts_with(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
-    """Return the parts that names belong to, and where it is only a part of them."""
+    """Return the parts that names belong to, with `` (partly)`` for those that are not complete."""
     counts, whole = Counter(structure.part_of[name] for name in names), Counter(structure.part_of.values())
     return tuple(
         part if counts[part] == whole[part] else f"{part} (partly)" for part in structure.parts if counts[part]
@@ -122,7 +122,7 @@ def _complete(
     params: Collection[str],
     problems: list[Problem],
 ) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Fill gaps from the base, and let weights that have other names on disk follow the params of their part."""
+    """Fill gaps from the base; weights with other names on disk follow the params of their part."""
     trained = set(params).intersection(structure.part_of) or set(structure.part_of)
     by_part: dict[str, list[str]] = {part: [] for part in structure.parts}
     for name, part in structure.part_of.items():
@@ -138,7 +138,7 @@ def _complete(
         if gaps := sum(name not in chosen for name in own):
             filled.append(part if gaps == len(own) else f"{part} (partly)")
         followers = [name for name in names if name not in trained]
-        # A part without params has weights of params that are elsewhere; names alone don't say which.
+        # A part without params has weights of params in other parts; names alone don't show which.
         sources = dict.fromkeys(source_of[name] for name in own) if own else dict(everywhere)
         if followers and len(sources | dict.fromkeys(chosen[name] for name in followers if name in chosen)) > 1:
             (split if own else unknown).append(part)
@@ -147,6 +147,6 @@ def _complete(
         what = f"{condense(split)}: the weights on disk have other names than the params, so globs can't split it"
         problems.append(Problem(recipe.name, what, "take the whole part from one checkpoint"))
     if unknown:
-        what = f"{condense(unknown)}: these weights on disk have other names than the params, and it is not known whose"
-        problems.append(Problem(recipe.name, f"{what} they are", "take the whole model from one checkpoint"))
+        what = f"{condense(unknown)}: these weights on disk have other names than their params, which are unknown"
+        problems.append(Problem(recipe.name, what, "take the whole model from one checkpoint"))
     return {name: source_of[name] for name in structure.part_of}, tuple(filled)

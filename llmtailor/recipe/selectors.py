@@ -1,4 +1,4 @@
-"""What a selector or a rule names in a model. Pure.
+"""Finds what a selector or a rule names in a model. Pure.
 
 ::
 
@@ -6,10 +6,10 @@
     first:2  last:2       layers from either end      8-15              layers 8 to 15, both included
     layers                all layers                  all  *            everything
     norm  layer 3  wpe    a part by its name          *.mlp.*           tensors whose full name matches (case counts)
-    !x                    takes x out of what this list has selected so far; first in the list, out of everything
+    !x                    removes x from what this list has selected so far; first in the list, from everything
 
-Submodels of ``modules:`` are those of mergekit's architecture data, if it knows the model (`ModelStructure.modules`).
-Otherwise a name like ``text_decoder`` means the text model, and any other the parts whose path contains it.
+Submodels of ``modules:`` are those of mergekit's architecture data if it has the model (`ModelStructure.modules`).
+Otherwise a name like ``text_decoder`` means the text model, and any other name the parts whose path contains it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LAYER = re.compile(r"(?:layer )?([0-9]+)")
 _SPAN = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
 _END = re.compile(r"(first|last)\s*:\s*([0-9]+)")
 _TOO_MANY = 10**6
-"""More layers than a model has; a larger number is read as this one, and is out of range like it."""
+"""More layers than any model has; a larger number is read as this one, which is out of range too."""
 _TEXT_MODEL = frozenset(
     {"default", "text_decoder", "text_model", "text", "language_model", "language", "llm", "lm", "decoder", "model"}
 )
-"""What the text model is called; ``default`` is mergekit's name for a model without submodels."""
+"""Names of the text model; ``default`` is mergekit's name for a model without submodels."""
 _GLOBS = 'parts: can name any tensors with globs, e.g. select: "*visual.blocks.[0-7].*"'
 
 
@@ -56,12 +56,12 @@ class Selector:
 
 
 def read_selector(text: str) -> Selector:
-    """Parse a selector. Raises SelectorError."""
+    """Return the selector in a text. Raises SelectorError."""
     stripped = text.strip()
     negated = stripped.startswith("!")
     word = stripped[1:].strip() if negated else stripped
     if not word or word.startswith("!"):
-        raise SelectorError(f"{quote(text)} is not a selector", f"valid are {FORMS}; ! in front takes one out again")
+        raise SelectorError(f"{quote(text)} is not a selector", f"valid are {FORMS}; a leading ! excludes")
     if word in ("*", "all"):
         return Selector(text, negated, "all", word)
     if word in ("even", "odd", "layers"):
@@ -79,7 +79,7 @@ def read_selector(text: str) -> Selector:
     if any(sign in word for sign in "*?["):
         return Selector(text, negated, "glob", word)
     if word in ("first", "last") or re.fullmatch(r"(first|last)\s*:.*", word):
-        raise SelectorError(f"{quote(text)} lacks a number", "write how many layers, e.g. first:2")
+        raise SelectorError(f"{quote(text)} lacks a number", "add the number of layers, e.g. first:2")
     if re.fullmatch(r"[\d\s.,:-]+", word) or ":" in word:
         raise SelectorError(f"{quote(text)} is not a selector", f"valid are {FORMS}; layers count from 0")
     return Selector(text, negated, "name", word)
@@ -95,8 +95,8 @@ def select(
 ) -> tuple[frozenset[str], tuple[Problem, ...]]:
     """Return the tensors that a list of selectors names, and its problems.
 
-    Selectors add up from left to right; ``!x`` takes x out of what is selected so far. With problems, the set holds
-    what the good selectors name. In a tied model the names of the embeddings come together.
+    Selectors add up from left to right; ``!x`` removes x from what is selected so far. If there are problems, the set
+    holds what the valid selectors name. In a tied model the names of the embeddings stay together.
     """
     problems: list[Problem] = []
     chosen: set[str] = set()
@@ -107,12 +107,12 @@ def select(
             if selector.negated and at == 0:
                 chosen = set(structure.part_of)
             if selector.negated and chosen.isdisjoint(matched):
-                raise SelectorError(f"{quote(text)} takes out nothing", "put it after a selector that selects it")
+                raise SelectorError(f"{quote(text)} excludes nothing", "put it after a selector that selects it")
             chosen = chosen - matched if selector.negated else chosen | matched
         except SelectorError as error:
             problems.append(Problem(where, error.what, error.fix))
     if not chosen and not problems:
-        what = "the selectors take out everything that they select" if selectors else "there is no selector"
+        what = "the selectors exclude everything that they select" if selectors else "there is no selector"
         problems.append(Problem(where, what, f"select something: {FORMS}"))
     return frozenset(chosen), tuple(problems)
 
@@ -149,7 +149,7 @@ def _layers(selector: Selector, num_layers: int) -> range:
 
 
 def whole_embedding(names: Iterable[str], structure: ModelStructure) -> set[str]:
-    """Return `names`, and all names of tied embeddings if one of them is among these."""
+    """Return `names`, with all names of tied embeddings if one of them is included."""
     chosen = set(names)
     if structure.tied and any(structure.part_of[name] == EMBED for name in chosen):
         chosen.update(structure.names(EMBED))
@@ -160,7 +160,7 @@ def _named(word: str, structure: ModelStructure) -> set[str]:
     """Return the tensors of a part, or the one tensor of that name. Raises SelectorError."""
     if word in structure.part_of:
         return whole_embedding([word], structure)
-    # The tied name may be nowhere: neither the optimizer nor the safetensors file need to have it.
+    # The tied name may be missing: neither the optimizer nor the safetensors file must have it.
     if structure.tied and word.removesuffix(".weight") == HEAD:
         word = EMBED
     if word in structure.parts:
@@ -170,14 +170,14 @@ def _named(word: str, structure: ModelStructure) -> set[str]:
 
 
 def count_layers(num_layers: int, owner: str = "the model") -> str:
-    """Say how many layers there are, and how they are numbered."""
+    """Return a sentence on the number of layers and their numbering."""
     if num_layers < 2:
         return f"{owner} has 1 layer, number 0" if num_layers else f"{owner} has no layers"
     return f"{owner} has {num_layers} layers, 0-{num_layers - 1}"
 
 
 def numbering(structure: ModelStructure) -> dict[int, str]:
-    """Return LLMTailor's number of each part; parts that it does not know have none.
+    """Return LLMTailor's number of each part; parts that it does not support have none.
 
     0 is the final norm, 1..L are layers 0..L-1. Untied, L+1 is ``lm_head`` and L+2 ``embed_tokens``; tied, L+1 is
     ``embed_tokens``.
@@ -218,8 +218,8 @@ def _auxiliary(number: int, structure: ModelStructure) -> str:
         return others[number]
     valid = ", ".join(f"[{n}, {n}] is {part}" for n, part in others.items())
     if 1 <= number <= top:
-        what = f"[{number}, {number}] is an empty layer range, and not the number of another part"
-        raise SelectorError(what, f"for layer {number - 1} write [{number - 1}, {number}]; {valid}")
+        what = f"[{number}, {number}] is an empty layer range and not the number of another part"
+        raise SelectorError(what, f"for layer {number - 1}, write [{number - 1}, {number}]; {valid}")
     what = f"[{number}, {number}] is not the number of a part of this model"
     raise SelectorError(what, ", so ".join(filter(None, [count_layers(top), valid])))
 
@@ -257,10 +257,10 @@ def layers_of(module: str, structure: ModelStructure) -> dict[str, int | None]:
         if part in parts and place.number is not None and place.depth > 1:
             stacks[part.rpartition(".")[0]][name] = place.number
     if not stacks:
-        fix = f"to take all of it write models: [{{model: PATH}}]; {_GLOBS}"
-        raise SelectorError(f"the module {quote(module)} has no layers that slices could name", fix)
+        fix = f"to take all of it, write models: [{{model: PATH}}]; {_GLOBS}"
+        raise SelectorError(f"the module {quote(module)} has no layers for slices to name", fix)
     if len(stacks) > 1:
-        what = f"the module {quote(module)} has several stacks of layers, and slices can't say which is meant"
+        what = f"the module {quote(module)} has several stacks of layers, and slices can't choose one"
         raise SelectorError(what, f"they are {', '.join(stacks)}; {_GLOBS}")
     return next(iter(stacks.values()))
 

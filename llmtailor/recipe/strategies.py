@@ -1,8 +1,8 @@
-"""Strategies: from the checkpoints of a run to a checkpoint for each part. Pure.
+"""Strategies: choose a checkpoint of a run for each part. Pure.
 
-A strategy only says which step it *wants* for a part. All of them then take a checkpoint that holds the part, which not
-every partial one does: of the wanted step, else of the newest before it, else of the newest at all. ``explicit`` is
-strict, because a user who names a checkpoint means that one.
+A strategy only names the step that it *wants* for a part. The part then comes from a checkpoint that holds it, which
+not every partial one does: at the wanted step, else at the newest step before it, else at the newest step. ``explicit``
+is strict, because a user who names a checkpoint means that one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from llmtailor.recipe.text import condense, layer_number, nearest, quote
 
 @dataclass(frozen=True, slots=True)
 class StrategyOptions:
-    """A strategy by name, and the options of all of them; each strategy reads its own."""
+    """A strategy by name, and the options of all strategies; each reads its own."""
 
     strategy: str
     flip: bool = False
-    """parity: even layers from the one before."""
+    """parity: whether the even layers come from the checkpoint before the newest."""
     first: int = 2
     last: int = 2
     aux: tuple[str, ...] = ()
-    """filter: the parts other than layers that come from the newest; none named means all of them."""
+    """filter: the parts other than layers that come from the newest; empty means all of them."""
     every: int = 5
     """filter: at least 1"""
     over: int = 2
@@ -39,12 +39,12 @@ class StrategyOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a strategy wants for a part."""
+    """The step that a strategy wants for a part."""
 
     step: int
     why: str
     only: RunCheckpoint | None = None
-    """This one and no other."""
+    """The only acceptable checkpoint, if any"""
 
 
 _Wishes = dict[str, _Wish]
@@ -52,12 +52,12 @@ _Wishes = dict[str, _Wish]
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a strategy decides with, and the problems it finds."""
+    """The input of a strategy, and the problems it finds."""
 
     checkpoints: Sequence[RunCheckpoint]
     steps: Sequence[int]
-    """With a usable checkpoint, ascending: what ``every`` and ``over`` count. Full and partial ones count alike, and
-    two of the same step as one."""
+    """Steps with a usable checkpoint, ascending, which ``every`` and ``over`` count. Full and partial checkpoints count
+    equally, and two at the same step as one."""
     structure: ModelStructure
     options: StrategyOptions
     problems: list[Problem] = field(default_factory=list)
@@ -66,14 +66,14 @@ class _Task:
         self.problems.append(Problem(where, what, fix))
 
     def for_layers(self, wish: Callable[[int], _Wish]) -> _Wishes:
-        """Ask for each layer, and for the newest of every other part."""
+        """Return a wish for each layer, and the newest step for every other part."""
         newest = _Wish(self.steps[-1], "newest")
         numbers = {part: layer_number(part) for part in self.structure.parts}
         return {part: newest if number is None else wish(number) for part, number in numbers.items()}
 
 
 def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, options: StrategyOptions) -> Assignment:
-    """Choose a checkpoint for every part; the newest that can be resumed from is the base.
+    """Return a checkpoint for every part; the newest resumable one is the base.
 
     `checkpoints` are the usable ones at or before the failure, at least one. Raises RecipeError with every problem.
     """
@@ -81,7 +81,7 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
     base = newest_resumable(checkpoints)
     if base is None:
         what = "none of them is complete enough to resume from, so none can be the base"
-        fix = "a full checkpoint must supply learning-rate schedule and trainer state; give a later failure step"
+        fix = "a full checkpoint must supply the learning rate schedule and trainer state; give a later failure step"
         task.refuse("checkpoints", f"{_steps(task.steps)}: {what}", fix)
     source_of: dict[str, RunCheckpoint] = {}
     reason: dict[str, str] = {}
@@ -95,7 +95,7 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
         source_of[part] = found
         reason[part] = wish.why if found.step == wish.step else f"{wish.why}, but step {wish.step} lacks it"
     if missing:
-        fix = "a full checkpoint is needed; give a later failure step, or another run"
+        fix = "give a later failure step, or another run, to include a full checkpoint"
         task.refuse("checkpoints", f"no usable checkpoint holds {condense(missing)}", fix)
     if task.problems or base is None:
         raise RecipeError(dict.fromkeys(task.problems))
@@ -109,7 +109,7 @@ def _latest(task: _Task) -> _Wishes:
 def _parity(task: _Task) -> _Wishes:
     if len(task.steps) < 2:
         what = f"parity needs two checkpoints, but there is only step {task.steps[-1]}"
-        task.refuse("--strategy", what, "use the strategy latest, or a later failure step")
+        task.refuse("--strategy", what, "use the strategy latest, or give a later failure step")
         return {}
     before, newest = task.steps[-2:]
 
@@ -162,7 +162,7 @@ def _spread(task: _Task) -> _Wishes:
 
 
 def _explicit(task: _Task) -> _Wishes:
-    """Later keys win, so a checkpoint that lacks a part is a problem only if the part is still wanted from it."""
+    """Return the wishes of a mapping. Later keys win, so a checkpoint may lack parts that are not wanted from it."""
     mapping = task.options.mapping or {}
     if not mapping:
         what = "the strategy explicit needs a mapping of selectors to steps or folders"
@@ -201,7 +201,7 @@ def _whole_parts(task: _Task, key: str) -> list[str]:
     split = [part for part in touched if not names.issuperset(task.structure.names(part))]
     if split:
         what = f"it selects only some of the tensors of {condense(split)}"
-        fix = "select whole parts; parts: in a recipe can split them by globs"
+        fix = "select whole parts; to split them, use globs under parts: in a recipe"
         task.refuse(f"--map {quote(key)}", what, fix)
     return [part for part in touched if part not in split]
 
@@ -217,4 +217,4 @@ STRATEGIES: Mapping[str, Callable[[_Task], _Wishes]] = {
     "spread": _spread,
     "explicit": _explicit,
 }
-"""Name -> what it wants; a part without a wish means that a problem was found."""
+"""Name -> function that returns its wishes; a part without a wish has a problem."""

@@ -1,4 +1,4 @@
-"""How messages name things: the nearest valid names, and many parts in a few words."""
+"""Names in messages: the nearest valid names, and short lists of many parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from llmtailor.model.parts import layer_part
 
 _LAYER = re.compile(r"layer (\d+)")
 _LISTED = 12
-"""Names that a message lists; a model has thousands of tensors."""
+"""Maximum number of names in a message; a model has thousands of tensors."""
 _SHOWN = 60
-"""Characters of a user's text that a message quotes."""
+"""Maximum number of characters of a user's text in a message"""
 _COMPARED = 300
-"""Characters that are compared with valid names; the time grows with their square."""
+"""Maximum number of characters to compare with valid names; the time grows with their square."""
 
 
 class SelectorError(Exception):
-    """A selector or name that is malformed, or that the model has nothing for. The caller knows its location."""
+    """A selector or name that is malformed, or that nothing in the model matches. The caller knows its location."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -34,7 +34,7 @@ def layer_number(part: str) -> int | None:
 
 
 def quote(value: object) -> str:
-    """Return what the user wrote in Python's quotes, shortened if it is long."""
+    """Return the user's text in Python's quotes, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...{text[-1]}"
 
@@ -47,9 +47,9 @@ def nearest(name: str, valid: Collection[str]) -> str:
 
 
 def condense(parts: Iterable[str]) -> str:
-    """Join names for a message: ``embed_tokens, layers 0, 3-7, norm``. A long list is cut.
+    """Return names joined for a message: ``embed_tokens, layers 0, 3-7, norm``. A long list is cut.
 
-    Layers come in ascending order, where the first of them stands.
+    Layers come in ascending order, in the place of the first one.
     """
     listed = list(dict.fromkeys(parts))
     numbers = sorted(number for part in listed if (number := layer_number(part)) is not None)

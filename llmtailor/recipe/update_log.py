@@ -1,12 +1,12 @@
-"""LLMTailor's update log: which parts were saved at which step, and what to take after a failure. Pure.
+"""LLMTailor's update log: which parts were saved at which step, and which to use after a failure. Pure.
 
 A log is text, a JSON object per line::
 
     {"step": 110, "flag": [0, 1, 2, 30]}
 
 The numbers are LLMTailor's (see `selectors.numbering`). Other keys are ignored. A step may have several lines, e.g.
-when a resumed run passes it again; then all their flags count. If only the last line counted, a part that an earlier
-one names would silently come from an older checkpoint.
+if a resumed run reaches it again; then all their flags count. If only the last line counted, a part named by an earlier
+line would silently come from an older checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmtailor.recipe.text import condense, layer_number, quote
 
 @dataclass(frozen=True, slots=True)
 class FlagLine:
-    """A line of the log: at this step, these parts were saved."""
+    """A line of the log: the parts saved at a step."""
 
     step: int
     ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class FlagLine:
 
 
 def read_flags(text: str, name: str) -> tuple[FlagLine, ...]:
-    """Parse a log; `name` is what messages call it. Raises RecipeError with every line that can't be read.
+    """Return the lines of a log; `name` is its name in messages. Raises RecipeError with every unreadable line.
 
     A log may be empty: then nothing was flagged before the failure.
     """
@@ -89,10 +89,10 @@ def assign_flags(
     total_layers: int | None,
     name: str,
 ) -> Assignment:
-    """Take each part from the newest step that flags it, after the base and not after the failure; else from the base.
+    """Return each part's checkpoint: at the newest step after the base, up to the failure, that flags it, or the base.
 
-    The newest checkpoint used, or `base` if none is newer, supplies what belongs to no part. `total_layers` is what the
-    user expects the model to have. Raises RecipeError with every problem.
+    The newest checkpoint used, or `base` if none is newer, supplies what belongs to no part. `total_layers` is the
+    number of layers that the user expects. Raises RecipeError with every problem.
     """
     number_of = {part: number for number, part in numbering(structure).items()}
     problems = _check_ids(lines, structure, name)
@@ -101,7 +101,7 @@ def assign_flags(
         what = f"{total_layers} layers are expected, but {count_layers(structure.num_layers)}"
         problems.append(Problem("--total-layers", what, fix))
     if base is not None and base.step > failure_step:
-        what = f"{base.name} is of step {base.step}, which is later than the failure at step {failure_step}"
+        what = f"{base.name} is at step {base.step}, which is later than the failure at step {failure_step}"
         problems.append(Problem("--base", what, "name a checkpoint from before the failure"))
 
     since = base.step if base is not None else None
@@ -129,7 +129,7 @@ def assign_flags(
     used = [*source_of.values(), *([base] if base is not None else [])]
     newest_used = newest_resumable(used)
     if newest_used is None and not problems:
-        what = "none of the checkpoints that are used can be resumed from, so none can be the base"
+        what = "none of the checkpoints used is resumable, so none can be the base"
         problems.append(Problem(name, what, "name a full checkpoint with --base"))
     if problems or newest_used is None:
         raise RecipeError(dict.fromkeys(problems))
@@ -138,7 +138,7 @@ def assign_flags(
 
 
 def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) -> list[Problem]:
-    """Find numbers of no part, after the failure too: the log may be that of another model."""
+    """Return the problems of numbers without a part, even after the failure: the log may be of another model."""
     valid = numbering(structure)
     layers = [number for number, part in valid.items() if layer_number(part) is not None]
     meanings = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
@@ -160,7 +160,7 @@ def _of_steps(
     name: str,
     problems: list[Problem],
 ) -> dict[str, RunCheckpoint]:
-    """Return the checkpoint of the step that each part is wanted from."""
+    """Return the checkpoint at the step that each part must come from."""
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     source_of: dict[str, RunCheckpoint] = {}
     missing: dict[int, list[str]] = defaultdict(list)

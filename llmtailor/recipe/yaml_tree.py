@@ -1,4 +1,4 @@
-"""The YAML of a recipe as a tree of values that know their location. Problems are collected, so that reading goes on.
+"""The YAML of a recipe as a tree of values with locations. Problems are collected, so that reading continues.
 
 PyYAML's ``compose`` returns nodes, not objects, so no tag can run anything. Scalars stay text, because YAML 1.1 reads
 ``010`` as 8 and ``1:30`` as 90. A value in a mapping has the line of its key.
@@ -21,7 +21,7 @@ from llmtailor.recipe.text import nearest, quote
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 50_000
-"""With aliases expanded. A recipe with a slice for each of 100 layers has about 1,000."""
+"""Maximum with aliases expanded; a recipe with a slice for each of 100 layers has about 1,000."""
 
 _CORE = "tag:yaml.org,2002:"
 _KINDS: Mapping[type[yaml.Node], tuple[str, ...]] = {
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Document:
-    """A recipe that is being read: its name, what its paths refer to, and the problems found so far."""
+    """A recipe that is being read: its name, the folder and variables for its paths, and the problems so far."""
 
     def __init__(self, name: str, folder: Path, environ: Mapping[str, str]) -> None:
         self.name, self.folder, self.environ = name, folder, environ
@@ -44,14 +44,14 @@ class Document:
         self._refused: list[tuple[int, Problem]] = []
 
     def place(self, line: int, path: str = "") -> str:
-        """Return a location as messages show it, e.g. ``recipe.yaml:12 slices[0].sources[0]``."""
+        """Return a location for messages, e.g. ``recipe.yaml:12 slices[0].sources[0]``."""
         return f"{self.name}:{line} {path}" if path else f"{self.name}:{line}"
 
     def refuse(self, line: int, path: str, what: str, fix: str) -> None:
         self._refused.append((line, Problem(self.place(line, path), what, fix)))
 
     def fail(self, line: int, what: str, fix: str) -> NoReturn:
-        """Raise RecipeError with this problem, which makes the rest unreadable, and those found before."""
+        """Raise RecipeError with this problem, which makes the rest unreadable, and all earlier ones."""
         self.refuse(line, "", what, fix)
         self.raise_problems()
         raise AssertionError
@@ -94,11 +94,11 @@ class Value:
         self.document.notices.append(Problem(self.where, what, fix))
 
     def read(self, key: str, how: Callable[[Value], _T]) -> _T | None:
-        """Read an entry of a mapping; None if there is none."""
+        """Return an entry of a mapping, read with ``how``; None if it is missing."""
         return how(self.entries[key]) if key in self.entries else None
 
     def drop_nulls(self, keys: Collection[str]) -> None:
-        """Remove entries without a value, as if the keys were not there."""
+        """Remove entries without a value, as if the keys were missing."""
         for key in [key for key, value in self.entries.items() if key in keys and value.is_null]:
             del self.entries[key]
 
@@ -136,7 +136,7 @@ class Value:
         return self.items
 
     def word(self, expected: str) -> str | None:
-        """Return a scalar as it was written; quotes make no difference."""
+        """Return a scalar as written, without quotes."""
         if self.kind not in ("mapping", "list", "null") and self.text.strip():
             return self.text
         self._expected(expected)
@@ -163,7 +163,7 @@ class Value:
             self.refuse("the path contains a NUL byte", "write the path of a folder")
             return None
         if home.startswith("~") and home != "~":
-            self.refuse(f"{quote(home)} is not expanded", "write that home directory out, or ~/ for your own")
+            self.refuse(f"{quote(home)} is not expanded", "write that home directory in full, or ~/ for your own")
             return None
         text = f"$HOME{text[1:]}" if home == "~" else text
         if False in [self._is_variable(match) for match in _VARIABLE.finditer(text)]:  # all are reported
@@ -182,7 +182,7 @@ class Value:
             self.refuse(f"{quote(match[0])} is not a variable", fix)
         else:
             state = "empty" if name in self.document.environ else "not set"
-            self.refuse(f"the environment variable {name} is {state}", f"export {name}=..., or write the path out")
+            self.refuse(f"the environment variable {name} is {state}", f"export {name}=..., or write the path in full")
         return False
 
     def _expected(self, expected: str) -> None:
@@ -198,7 +198,7 @@ class _TooMany(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives up early on a text with far too many values: PyYAML takes many seconds for 1 MiB of them."""
+    """A loader that stops early if there are too many values: PyYAML takes many seconds for 1 MiB of them."""
 
     num_nodes = 0
 
@@ -212,11 +212,11 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(text: str, document: Document) -> Value:
     """Return the top-level mapping of a recipe.
 
-    Duplicate keys (the first one is kept), keys that are not text, tags, and aliases inside what they refer to are
+    Duplicate keys (the first one is kept), keys that are not text, tags, and aliases to a value that contains them are
     recorded in the document. Raises RecipeError, with all problems, if the rest can't be read.
     """
     fix = (
-        "check indentation and brackets; quote texts that begin with * ! & { % @ or contain ': ', "
+        "check indentation and brackets; quote text that begins with * ! & { % @ or contains ': ', "
         'e.g. select: ["*.mlp.*", "!norm"]'
     )
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
@@ -233,13 +233,13 @@ def read_yaml(text: str, document: Document) -> Value:
         line = text.count("\n", 0, error.position) + 1
         what = f"character U+{int(error.character):04X} is not allowed in YAML"
         document.fail(line, what, "save the file as plain UTF-8 text")
-    except (ValueError, OverflowError):  # from PyYAML, for "\\UFFFFFFFF" or a %YAML directive of five thousand digits
+    except (ValueError, OverflowError):  # from PyYAML, for "\\UFFFFFFFF" or a %YAML directive with five thousand digits
         document.fail(1, "malformed YAML: a number or character is out of range", fix)
     except RecursionError:
         document.fail(1, "the YAML is nested too deeply", "a recipe needs five levels")
     except _TooMany:
         what = f"the recipe has more than {MAX_VALUES:,} values, with aliases expanded"
-        document.fail(1, what, "write it shorter, and without nested aliases")
+        document.fail(1, what, "shorten it, and remove nested aliases")
     if value is None:
         document.fail(1, "the recipe is empty", "write at least base_model: and parts:")
     if value.kind != "mapping":
@@ -255,23 +255,23 @@ class _Builder:
         self.num_values = 0
 
     def value(self, node: yaml.Node, line: int, path: str, above: frozenset[int] = frozenset()) -> Value:
-        """Return the value of a node; `above` are the nodes that it is part of."""
+        """Return the value of a node; `above` are the nodes that contain it."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             raise _TooMany
         kind, text = node.tag.removeprefix(_CORE), node.value
         if not node.tag.startswith(_CORE) or kind not in _KINDS[type(node)]:
             tag = node.tag.replace(_CORE, "!!")
-            fix = "leave the tag out" if tag[1:2] in ("", "!") else f'quote it if a negation is meant: "{tag}"'
+            fix = "leave the tag out" if tag[1:2] in ("", "!") else f'quote it if you mean a negation: "{tag}"'
             self.document.refuse(line, path, f"the tag {tag} has no meaning in a recipe", fix)
-            kind, text = "str", node.value or tag  # the text that was meant, so that reading goes on
+            kind, text = "str", node.value or tag  # the text that was meant, so that reading continues
         if isinstance(node, yaml.ScalarNode):
             if any("\ud800" <= character <= "\udfff" for character in text):
-                what = "an escape stands for half a character (U+D800 to U+DFFF)"
+                what = "an escape is half of a character (U+D800 to U+DFFF)"
                 self.document.refuse(line, path, what, "write the character itself")
             return Value(self.document, line, path, kind, text)
         if id(node) in above:
-            self.document.refuse(line, path, "an alias refers to what it is part of", "write the value out")
+            self.document.refuse(line, path, "an alias refers to a value that contains it", "write the value in full")
             return Value(self.document, line, path, "null")
         above |= {id(node)}
         if isinstance(node, yaml.MappingNode):
@@ -293,7 +293,7 @@ class _Builder:
                     merged = value.entries | merged  # the earlier one wins
                 continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_CORE}str":
-                self.document.refuse(line, path, "a key must be a plain text", "write key: value")
+                self.document.refuse(line, path, "a key must be plain text", "write key: value")
                 continue
             key = key_node.value
             inside = f"{path}.{key}" if path else key

@@ -114,5 +114,5 @@ class Judge:
 
 def _newest_alive(stated: Iterable[Past]) -> Past | None:
     known = list(stated)
-    alive = [one for one in known if not any(other.gives_up(one) for other in known)]
+    alive = [one for one in known if not any(other.abandons(one) for other in known)]
     return max(alive, key=lambda past: past.step, default=None)

@@ -1,7 +1,7 @@
-"""A training under DeepSpeed ZeRO: where its states lie in this process.
+"""A training under DeepSpeed ZeRO: where this process keeps its states.
 
-The trees are what ``DeepSpeedEngine.save_checkpoint`` would pickle (0.19.8), and the cutting rules are those of the
-files, since the files are these tensors: see `formats.zero.read3` and `zero12`.
+The trees are what ``DeepSpeedEngine.save_checkpoint`` would pickle (0.19.8). The cutting rules are those of the files,
+which consist of these tensors: see `formats.zero.read3` and `read12`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ZeroTraining:
         ]
         trained = {name for shapes in self._shapes for name in shapes}
         params = describe(self.model, trained)
-        # of a model that PEFT wraps the Trainer saves nothing that is frozen
+        # the Trainer saves no frozen params of a model wrapped by PEFT
         self.has_frozen = not is_adapted(self.model)
         self.params: Mapping[str, ParamFact] = {
             name: fact for name, fact in params.items() if self.has_frozen or fact.role != "frozen"
@@ -77,7 +77,7 @@ class ZeroTraining:
         yield from self._fragments(flats)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        # ZeRO-1/2 saves those of rank 0 for all
+        # ZeRO-1/2 saves only rank 0's
         return persistent_buffers(self.model) if self.stage == 3 or self.ranks.is_first else {}
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
@@ -111,7 +111,7 @@ class ZeroTraining:
         return "bf16_" if self.engine.bfloat16_enabled() else ""
 
     def _flats(self, saved: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Return this rank's flat tensors: per flat id (ZeRO-3) or group, by kind."""
+        """Return this rank's flat tensors by kind, for each sub-group (ZeRO-3) or param group."""
         masters = saved["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
         states = _inner(saved, self.stage)["state"]
         flats = []
@@ -119,10 +119,10 @@ class ZeroTraining:
             kinds = {kind: value for kind, value in states.get(flat_id, {}).items() if kind != "step"}
             for kind, value in kinds.items():
                 if not isinstance(value, torch.Tensor) or value.numel() < master.numel():
-                    what = f"the optimizer's state {kind} has not an element for each of the params'"
+                    what = f"the optimizer's state {kind} is not elementwise"
                     raise UnsupportedCheckpoint.at(_WHERE, what, _ELEMENTWISE)
             if kinds and "step" not in states[flat_id]:
-                raise UnsupportedCheckpoint.at(_WHERE, "the optimizer does not count its steps", _ELEMENTWISE)
+                raise UnsupportedCheckpoint.at(_WHERE, "the optimizer has no step count", _ELEMENTWISE)
             flats.append({MASTER: master, **kinds})
         return flats
 
@@ -172,7 +172,7 @@ class ZeroTraining:
         engine = self.engine
         frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
         fragments, shapes = None, None
-        if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 has them in `module` only
+        if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
             fragments = OrderedDict((name, Kept(self.frozen_file(), name)) for name in frozen)
             shapes = OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items())
         return {
@@ -205,7 +205,7 @@ class ZeroTraining:
         return loader.data_sampler.state_dict()
 
     def _module(self) -> OrderedDict[str, Any]:
-        """The model's state dict, without the values of what is trained."""
+        """Return the model's state dict without the values of trained params."""
         state = self.model.state_dict()
         buffers = persistent_buffers(self.model)
         module: OrderedDict[str, Any] = OrderedDict()
@@ -225,7 +225,7 @@ class ZeroTraining:
 
 
 def refuse(engine: Any) -> None:
-    """Raise UnsupportedCheckpoint, with every reason, for a training whose states are not cut by ZeRO alone."""
+    """Raise UnsupportedCheckpoint, with every reason, for a training whose states not only ZeRO partitions."""
     zero_config = engine.config.get("zero_optimization") or {}
     offload = [zero_config.get(key) or {} for key in ("offload_optimizer", "offload_param")]
     signs = [

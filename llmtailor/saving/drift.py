@@ -1,4 +1,4 @@
-"""How far each part has moved since it was last saved, from a sample of the masters.
+"""Measures how far each part has moved since it was last saved, from a sample of the masters.
 
 Every `STRIDE`-th element of each rank's fragment is kept in fp32: 1/16 byte per param. Small fragments are kept whole.
 """
@@ -15,11 +15,11 @@ from llmtailor.saving.training import Fragment
 
 STRIDE = 64
 WHOLE = 4096
-"""Fragments with up to so many elements are kept whole: few elements make a poor sample."""
+"""Fragments with at most this number of elements are kept whole: few elements make a poor sample."""
 
 
 class Drift:
-    """Remembers samples of what was saved, on the device of the masters."""
+    """Samples of the masters when they were last saved, on the same device."""
 
     def __init__(self, part_of: Mapping[str, str], ranks: Ranks) -> None:
         self.part_of = part_of
@@ -27,18 +27,18 @@ class Drift:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
     def remember(self, masters: Iterable[Fragment], parts: Iterable[str]) -> None:
-        """Take the masters of these parts as saved."""
+        """Record the masters of these parts as saved."""
         wanted = set(parts)
         for one in masters:
             if self.part_of[one.param] in wanted:
                 self._kept[one.param, one.begin] = _sample(one.tensor).float().clone()
 
     def measure(self, masters: Iterable[Fragment]) -> dict[str, float]:
-        """Return |w - saved| / |saved| of every part that was remembered, the same on all ranks."""
-        told = self.ranks.together(lambda: self._sums(masters))
+        """Return |w - saved| / |saved| of every recorded part, the same on all ranks."""
+        results = self.ranks.together(lambda: self._sums(masters))
         drift = {}
-        for part in sorted({part for sums in told for part in sums}):
-            sums = [one.get(part, (0.0, 0.0)) for one in told]
+        for part in sorted({part for sums in results for part in sums}):
+            sums = [one.get(part, (0.0, 0.0)) for one in results]
             moved, size = math.fsum(one[0] for one in sums), math.fsum(one[1] for one in sums)
             drift[part] = math.sqrt(moved / size) if size else math.inf if moved else 0.0
         return drift
@@ -55,7 +55,7 @@ class Drift:
             kept = self._kept.get((one.param, one.begin))
             if kept is not None:
                 sample = _sample(one.tensor).float()
-                weight = one.tensor.numel() / max(1, kept.numel())  # a sampled element stands for so many
+                weight = one.tensor.numel() / max(1, kept.numel())  # elements per sampled one
                 moved, size = (sample - kept).square().sum().item(), kept.square().sum().item()
                 yield self.part_of[one.param], moved * weight, size * weight
 

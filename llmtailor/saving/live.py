@@ -1,4 +1,4 @@
-"""Live tensors as a source of bytes, beside files: what a save writes goes through the same engine as a merge."""
+"""Live tensors as a source of bytes besides files, so that saves use the same engine as merges."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-"""torch's dtypes by their names in safetensors files."""
+"""torch dtype -> its name in safetensors files"""
 
 
 class LiveTensors:
@@ -38,7 +38,7 @@ class LiveTensors:
         self.tensors: list[torch.Tensor] = []
 
     def entry(self, key: str, tensor: torch.Tensor) -> Entry:
-        """Return an entry of a partial checkpoint's file that is filled from a tensor, in the order of its elements."""
+        """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements."""
         flat = tensor.detach().reshape(-1)
         content: tuple[Copy, ...] = ()
         if flat.numel():
@@ -48,7 +48,7 @@ class LiveTensors:
         return Entry(key, DTYPES[tensor.dtype], tuple(tensor.shape), content)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a tensor; without a copy if it is on the CPU. Both ends are multiples of the item size."""
+        """Return bytes of a tensor, without a copy if it is on the CPU. Both ends are multiples of the item size."""
         flat = self.tensors[int(path)]
         itemsize = flat.element_size()
         return bytes_of(flat[start // itemsize : stop // itemsize].to("cpu").contiguous())

@@ -44,10 +44,10 @@ def saver_for(
         output_dir: the run's folder; partial checkpoints go to ``<output_dir>/partial``.
         engine: from ``deepspeed.initialize``, with ZeRO-1, 2 or 3; leave out ``model`` and ``optimizer`` then.
         model: without DeepSpeed: bare, compiled, or inside DistributedDataParallel.
-        optimizer: without DeepSpeed: the model's, with state elementwise of each param, such as AdamW.
+        optimizer: without DeepSpeed: the model's optimizer, with elementwise state, such as AdamW.
         scheduler: the learning rate scheduler; required without DeepSpeed, and left out if the engine has it.
         scaler: the GradScaler of fp16 training without DeepSpeed.
-        tokenizer: anything with ``save_pretrained``, saved beside the model's config.
+        tokenizer: anything with ``save_pretrained``, saved with the model's config.
         policy, max_staleness, keep_composable: see `PartialSaver`.
 
     Raises:
@@ -56,11 +56,11 @@ def saver_for(
     """
     if (engine is None) == (model is None or optimizer is None):
         raise UsageError.at(
-            "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give one of both"
+            "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give exactly one of the two"
         )
     if engine is None and scheduler is None:
-        what = "it needs a scheduler: the Trainer's checkpoints have one, and drop the optimizer's states without it"
-        fix = "for a constant learning rate, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) will do"
+        what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
+        fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
     return make_saver(
         output_dir,
@@ -94,7 +94,7 @@ def make_saver(
         from llmtailor.saving.deepspeed import ZeroTraining
 
         training = ZeroTraining(engine)
-        # DeepSpeed saves a scheduler of its own among the model states
+        # DeepSpeed saves its own scheduler in the model states
         scheduler = None if scheduler is engine.lr_scheduler else scheduler
     else:
         assert model is not None and optimizer is not None, "without an engine"

@@ -1,10 +1,9 @@
-"""The model under training in parts: what a policy can choose.
+"""The model under training: its parts, from which a policy chooses, and the names of its weights on disk.
 
-What the model's own ``save_pretrained`` would call the weights, asked of transformers itself.
-
-transformers 5 holds some models otherwise in memory than on disk: names differ, and experts are fused. The conversion
-back is run on tensors without data, whose storage and offset tell which elements of which param they are. Where
-it copies (gate and up projections of experts), the table of known families decides.
+The names are those that the model's own ``save_pretrained`` would write. transformers 5 represents some models
+differently in memory and on disk: names differ, and experts are fused. Its conversion is run on tensors without data,
+whose storage and offset show which elements of which param they are. Where it copies (gate and up projections of
+experts), the table of known families decides.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ Names = dict[str, tuple[SavedAs, ...]]
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether PEFT wraps the model. The Trainer then saves the adapter alone, without what is frozen."""
+    """Return whether PEFT wraps the model. The Trainer then saves only the adapter, without frozen params."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
 def saved_names(model: Any, params: Mapping[str, ParamFact], tied: Mapping[str, str]) -> Names | None:
-    """Return what each param is saved as, or None if that can't be told: then a composite has no weight files.
+    """Return what each param is saved as, or None if that is unknown: a composite then has no weight files.
 
-    A model that is not of transformers is saved as it is. Of one that PEFT wraps some params are not saved at all.
+    Names of a model that is not from transformers stay unchanged. Some params of a model wrapped by PEFT are not saved.
     """
     empty = {name: torch.empty(fact.shape, device="meta") for name, fact in params.items()}
     if is_adapted(model):
@@ -67,13 +66,13 @@ def _convert(model: Any, call: Callable[[], Any]) -> Any:
     try:
         with torch.no_grad():
             return call()
-    except Exception as error:  # whatever a model's conversion trips over
-        logger.warning("what %s calls its weights on disk can't be told (%s)", type(model).__name__, error)
+    except Exception as error:  # a model's conversion may raise anything
+        logger.warning("the names of the weights of %s on disk are unknown (%s)", type(model).__name__, error)
         return None
 
 
 def _of_adapter(model: Any, params: Mapping[str, ParamFact], named: Mapping[str, torch.Tensor]) -> Names | None:
-    """Ask PEFT what it saves of the adapter in the root. None unless that is all that is trained, once each."""
+    """Return what PEFT saves of the adapter in the root, None unless it saves each trained param once and no others."""
     from peft import get_peft_model_state_dict
 
     converted = _convert(model, lambda: get_peft_model_state_dict(model, dict(named), adapter_name="default"))
@@ -93,9 +92,9 @@ def _known(model: Any, params: Mapping[str, ParamFact]) -> Names | None:
 
 
 def _trace(empty: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]) -> Names | None:
-    """Return the tensors that are made of each param, maybe none.
+    """Return the tensors made from each param, if any.
 
-    None if one is made of anything else than elements of one param, or a param is saved in part.
+    None if a tensor is not made from elements of a single param, or a param is only partly saved.
     """
     owner = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
     traced: dict[str, list[SavedAs]] = {name: [] for name in empty}
@@ -118,7 +117,7 @@ _BYTES_PER_PARAM = 12
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What does not change while a model is trained."""
+    """The parts of a model under training, their sizes and names on disk."""
 
     structure: ModelStructure
     params_of: Mapping[str, tuple[str, ...]]
@@ -126,7 +125,7 @@ class TrainedModel:
     num_bytes: Mapping[str, int]
     """Part -> bytes of its states, over all ranks"""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None
-    """Param -> the tensors that ``save_pretrained`` would make of it; None if that can't be told"""
+    """Param -> the tensors that ``save_pretrained`` would make from it; None if unknown"""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -138,14 +137,14 @@ class TrainedModel:
 
 
 def find_trained_parts(training: Training, ranks: Ranks) -> TrainedModel:
-    """Find the parts of a model, by its names and its config, and weigh them; all ranks take part."""
+    """Return the parts of a model, by its names and its config, with their sizes. All ranks call it."""
     structure, params_of = _find_parts(training.model, training.params, training.tied)
     names = saved_names(training.model, training.params, training.tied)
     return weigh(TrainedModel(structure, params_of, {}, names), training, ranks)
 
 
 def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel:
-    """Weigh the parts. Before the optimizer's first step that is an estimate: of AdamW, with its two moments."""
+    """Return the model with the sizes of its parts; before the optimizer's first step, an estimate for AdamW."""
     part_of = model.part_of
 
     def weigh_mine() -> dict[str, int]:
@@ -154,12 +153,12 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
             mine[part_of[one.param]] += one.tensor.numel() * one.tensor.element_size() * (1 if has_state else 3)
         return mine
 
-    told = ranks.together(weigh_mine)
-    return replace(model, num_bytes={part: sum(one[part] for one in told) for part in model.params_of})
+    results = ranks.together(weigh_mine)
+    return replace(model, num_bytes={part: sum(one[part] for one in results) for part in model.params_of})
 
 
 def check_before_training(model: Any, policy: Policy, max_staleness: int | None) -> None:
-    """Refuse a policy for a model whose optimizer does not exist yet. Raises what `check_policy` raises."""
+    """Check a policy for a model whose optimizer does not exist yet. Raises what `check_policy` raises."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     facts, tied = describe(model, trained), tied_names(model)
     structure, params_of = _find_parts(model, facts, tied)

@@ -22,7 +22,7 @@ from llmtailor.saving.training import Fragment, HasState, Left, describe, domina
 _WHERE, _PEFT = "the optimizer", "PEFT"
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _FREEZE = "freeze it (requires_grad_(False)) and leave it out of the optimizer, or use AdamW"
-_FIX = "use AdamW or another optimizer with an element of state for each of the params'"
+_FIX = "use AdamW or another optimizer with elementwise state"
 
 
 class PlainTraining:
@@ -51,12 +51,12 @@ class PlainTraining:
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
         known = [[name for name in group if name is not None] for group in groups]
         if known != groups:
-            raise UnsupportedCheckpoint.at(_WHERE, "it has params that are not the model's", "give it the model's own")
+            raise UnsupportedCheckpoint.at(_WHERE, "it has params that are not the model's", "give it only the model's")
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})
             self.params, self.tied = params, tied_names(self.model)
-            if is_adapted(self.model):  # a resume reads the adapter, and nothing of the model below it
+            if is_adapted(self.model):  # a resume reads only the adapter, not the base model
                 saved = saved_names(self.model, params, self.tied)
                 self.params = _check_adapter(self.model, params, saved)
                 self.tied = {}
@@ -122,16 +122,16 @@ class PlainTraining:
         return found
 
     def _state_of(self, name: str) -> dict[str, Any]:
-        """Return the state of a param, ``step`` included.
+        """Return the state of a param, including ``step``.
 
-        A param that has had no gradient yet has none. Adam would begin with zeros, which is the same as having them.
+        A param that has had no gradient yet has none; zeros have the same effect, because Adam starts from them.
         """
         state, param = self._saved(name), self._live(name)
         if not state:
             names = (other for group in self._groups for other in group)
             like = next(found for other in names if (found := self._saved(other)))
             if not like.keys() <= _ADAM:
-                raise UnsupportedCheckpoint.at(_WHERE, f"it keeps no state of {name}: it had no gradient yet", _FREEZE)
+                raise UnsupportedCheckpoint.at(_WHERE, f"it has no state of {name}: no gradient yet", _FREEZE)
             return {
                 kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
                 if kind == "step"
@@ -140,9 +140,9 @@ class PlainTraining:
             }
         for kind, value in state.items():
             if kind != "step" and (not isinstance(value, torch.Tensor) or value.shape != param.shape):
-                raise UnsupportedCheckpoint.at(_WHERE, f"its state {kind} of {name} is not of the param's shape", _FIX)
+                raise UnsupportedCheckpoint.at(_WHERE, f"its state {kind} of {name} has another shape", _FIX)
         if state.keys() <= {"step"} or "step" not in state:
-            raise UnsupportedCheckpoint.at(_WHERE, f"it keeps no moments and step of {name}", _FIX)
+            raise UnsupportedCheckpoint.at(_WHERE, f"it has no moments or no step of {name}", _FIX)
         return state
 
     def _optimizer_tree(self) -> dict[str, Any]:
@@ -165,16 +165,16 @@ class PlainTraining:
 
 
 def _check_adapter(model: Any, params: Mapping[str, ParamFact], saved: Names | None) -> dict[str, ParamFact]:
-    """Return what PEFT saves of the params. Raises UnsupportedCheckpoint unless all that is trained can be found again
-    in the file by its name."""
+    """Return the params that PEFT saves. Raises UnsupportedCheckpoint unless the file contains every trained param
+    under a known name."""
     if others := [name for name in model.peft_config if name != "default"]:
         what = f"a resume without DeepSpeed needs files of the adapters {', '.join(others)}, which are not written"
-        raise UnsupportedCheckpoint.at(_PEFT, what, "train one adapter, by the name default; or use DeepSpeed ZeRO")
+        raise UnsupportedCheckpoint.at(_PEFT, what, "train one adapter, named default, or use DeepSpeed ZeRO")
     kept = {name: fact for name, fact in params.items() if saved and saved[name]}
     by_rule = {name: [*on_disk(Param(name, fact.shape, fact.role), NAMING)] for name, fact in kept.items()}
     if not saved or any([*saved[name]] != tensors for name, tensors in by_rule.items()):
-        what = "what this kind of adapter calls its params on disk is not known"
-        raise UnsupportedCheckpoint.at(_PEFT, what, "use LoRA or a relative of it, or DeepSpeed ZeRO")
+        what = "the names on disk of the params of this kind of adapter are unknown"
+        raise UnsupportedCheckpoint.at(_PEFT, what, "use LoRA or a variant of it, or DeepSpeed ZeRO")
     return kept
 
 
@@ -190,14 +190,14 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer inside accelerate's, which is a torch optimizer, too."""
+    """Return torch's optimizer inside accelerate's, which is itself a torch optimizer."""
     while hasattr(optimizer, "accelerator_state"):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
 
 
 def share_out(numels: Mapping[str, int], world_size: int) -> list[set[str]]:
-    """Share params out over the ranks, evenly by size; the same on every rank."""
+    """Return each rank's share of the params, even by size; the same on every rank."""
     shares: list[set[str]] = [set() for _ in range(world_size)]
     loads = [0] * world_size
     for name in sorted(numels, key=lambda name: (-numels[name], name)):

@@ -1,4 +1,4 @@
-"""The processes of a training, and the little that they tell each other."""
+"""The processes of a training, and the data that they exchange."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from llmtailor.errors import Problem, StorageError, TailorError
 
-_Told = TypeVar("_Told")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all; without torch.distributed it is the only one."""
+    """This process and the others; without torch.distributed it is the only one."""
 
     rank: int
     world_size: int
@@ -30,19 +30,19 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, mine: _Told) -> list[_Told]:
-        """Return what every rank has to tell, in their order, on every rank; also a barrier."""
+    def gather(self, mine: _T) -> list[_T]:
+        """Return every rank's value, in rank order, on every rank; also a barrier."""
         if self.world_size == 1:
             return [mine]
-        told: list[Any] = [None] * self.world_size
-        dist.all_gather_object(told, mine)
-        return told
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, mine)
+        return values
 
-    def together(self, call: Callable[[], _Told]) -> list[_Told]:
-        """Make a call on every rank and return all results. What fails on one rank is raised on all.
+    def together(self, call: Callable[[], _T]) -> list[_T]:
+        """Make a call on every rank and return all results. An error on one rank is raised on all.
 
-        OSError becomes StorageError. What is no refusal, but a bug, is raised as it is where it happened, and as a
-        TailorError on the other ranks.
+        OSError becomes StorageError. An unexpected exception is raised unchanged on its own rank, and as a TailorError
+        on the others.
         """
         bug: Exception | None = None
         result, refusal = None, None
@@ -60,24 +60,24 @@ class Ranks:
             bug = error
             what = f"rank {self.rank} raised {error!r:.500}"
             refusal = (TailorError, (Problem("llmtailor.saving", what, "see the first error of that rank"),))
-        told = self.gather((result, refusal))
+        results = self.gather((result, refusal))
         if bug is not None:
             raise bug
-        refusals = [refusal for _, refusal in told if refusal is not None]
+        refusals = [refusal for _, refusal in results if refusal is not None]
         if refusals:
-            # a disk that is full excuses no bug and no refusal
+            # a full disk must not hide a bug or a refusal
             kind = min((kind for kind, _ in refusals), key=lambda kind: kind.exit_code)
             raise kind(dict.fromkeys(problem for _, problems in refusals for problem in problems))
-        return [result for result, _ in told]  # type: ignore[misc]
+        return [result for result, _ in results]  # type: ignore[misc]
 
-    def on_first(self, call: Callable[[], _Told]) -> _Told:
+    def on_first(self, call: Callable[[], _T]) -> _T:
         """Make a call on rank 0 and return its result on every rank; raises as `together` does."""
         return self.together(lambda: call() if self.is_first else None)[0]  # type: ignore[return-value]
 
-    def from_first(self, value: _Told) -> _Told:
+    def from_first(self, value: _T) -> _T:
         """Return rank 0's value on every rank."""
         if self.world_size == 1:
             return value
-        told: list[Any] = [value]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]  # type: ignore[no-any-return]
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]  # type: ignore[no-any-return]

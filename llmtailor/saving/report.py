@@ -1,4 +1,4 @@
-"""What a save did: for the run's log, and for the Trainer's."""
+"""Reports of saves, for the run's log and the Trainer's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmtailor.storage.local import replace_durably
 LOG = "saves.jsonl"
 """In the folder of partial checkpoints: one JSON object per save, oldest first"""
 ABANDONED_LOG = "saves.abandoned.jsonl"
-"""The same, for saves of attempts that were given up"""
+"""The same, for saves of abandoned attempts"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class SaveReport:
 
     step: int
     parts: Mapping[str, str]
-    """Saved part -> why it was chosen"""
+    """Saved part -> reason"""
     num_bytes: int
-    """Size of all ranks' files, in bytes. Frozen params count even where they are hard links to an earlier save."""
+    """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
     stall_s: float
-    """Seconds that the save stopped training on this rank"""
+    """Seconds for which the save paused training on this rank"""
     drift: Mapping[str, float]
     """Part -> relative change since its own last save, measured before this one"""
     steps_behind: Mapping[str, int]
@@ -49,7 +49,7 @@ class SaveReport:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return what goes to the Trainer's logger."""
+        """Return the values for the Trainer's logger."""
         return {
             "checkpoint/bytes": self.num_bytes,
             "checkpoint/stall_s": self.stall_s,
@@ -58,15 +58,15 @@ class SaveReport:
 
 
 def append(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append a line to the log. A log that can't be written stops nothing."""
+    """Append a line to the log; ignore errors."""
     with suppress(OSError), (folder / LOG).open("ab+") as file:
-        if file.tell() and not _ends_a_line(file):  # a kill tore the last one
+        if file.tell() and not _ends_a_line(file):  # a kill truncated the last one
             file.write(b"\n")
         file.write(json.dumps(line).encode() + b"\n")
 
 
-def give_up_after(folder: Path, step: int) -> None:
-    """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A torn line is dropped."""
+def abandon_after(folder: Path, step: int) -> None:
+    """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A truncated line is dropped."""
     with suppress(OSError, StorageError):
         lines = (folder / LOG).read_bytes().splitlines()
         steps = [_step_of(line) for line in lines]
@@ -84,7 +84,7 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step that a line of the log is about; None for what is no line of it."""
+    """Return the step of a line of the log, None if it is not valid."""
     try:
         content = json.loads(line)
     except ValueError:

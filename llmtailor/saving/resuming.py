@@ -1,4 +1,4 @@
-"""What a training resumes from: the saver's record of saves, and what an attempt gives up that resumes earlier."""
+"""Starts an attempt: finds the record of saves to continue, and moves abandoned checkpoints aside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtailor.formats.attempt_mark import read_mark, stated_attempt
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.trainer import MANIFEST, TRAINER_STATE
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.report import give_up_after
+from llmtailor.saving.report import abandon_after
 from llmtailor.saving.training import Training
 
 logger = logging.getLogger("llmtailor.saving")
@@ -23,33 +23,33 @@ logger = logging.getLogger("llmtailor.saving")
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where an attempt begins."""
+    """The start of an attempt."""
 
     ledger: Ledger
-    """Of the new attempt, before its first save; empty but for its past if there is no record to continue"""
+    """Ledger of the new attempt before its first save; without a record to continue, it holds only the past"""
     before: Path | None
-    """The partial checkpoint of the step; None if there is none to continue"""
+    """The partial checkpoint at this step; None if there is none to continue"""
 
 
 def resume(
     folder: RunFolder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
 ) -> Resumed:
-    """Begin an attempt at a step: record it, and move aside what it gives up.
+    """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
 
-    ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint resumed from; None stands for the
-    run's newest state of that step. Raises TargetError if training starts from scratch where another run has saved,
+    ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint resumed from; None means the run's
+    newest checkpoint at that step. Raises TargetError if training starts from scratch where another run has saved,
     SourceError for a damaged record of attempts, StorageError.
     """
     if swept := folder.sweep():
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
     if step == 0 and (there := folder.complete()):
         what = f"another run has saved here, up to step {max(there)}"
-        fix = "resume from it (llmtailor merge --run), or give this run another output_dir, or remove the folder"
+        fix = "resume from it (llmtailor merge --run), use another output_dir for this run, or remove the folder"
         raise TargetError.at(folder.partial, what, fix)
     resumed = _find(folder, training, step, lineage, trainer_state)
     folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))
     _set_aside(folder, step, resumed.before)
-    give_up_after(folder.partial, step)
+    abandon_after(folder.partial, step)
     return resumed
 
 
@@ -67,13 +67,13 @@ def _find(
     ledger = Ledger.from_json(manifest.ledger, path.name)
     resumed = ledger.resumed(lineage, step)
     if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
-        logger.warning("%s is of another model or of other trained params; the next save is complete", path.name)
+        logger.warning("%s has another model or other trained params; the next save is complete", path.name)
         return Resumed(Ledger(lineage, resumed.history), path)
     return Resumed(resumed.without(lost_parts(ledger, folder.saves())), path)
 
 
 def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:
-    """Whether the partial checkpoint of the step is of the attempt that was resumed from."""
+    """Return whether the partial checkpoint at the step belongs to the attempt that was resumed from."""
     if trainer_state is None:
         return True
     try:
@@ -84,13 +84,13 @@ def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None
 
 
 def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:
-    """Move the partial checkpoints and composites aside that are given up; name the Trainer's full ones."""
+    """Move abandoned partial checkpoints and composites aside; warn about the Trainer's full ones."""
     saves = [path for number, path in folder.complete().items() if number > step or (number == step and path != before)]
     full = [path for number, path in folder.full().items() if number > step]
     composites = [path for path in full if (path / MANIFEST).is_file() and not path.is_symlink()]
     folder.set_aside([*saves, *composites])
     if moved := [path.name for path in (*saves, *composites)]:
-        logger.warning("resuming at step %d: %s are given up, and have moved aside", step, ", ".join(moved))
+        logger.warning("resuming at step %d: moved abandoned checkpoints aside: %s", step, ", ".join(moved))
     if left := [path.name for path in full if path not in composites]:
-        what = "are of an attempt that is given up; llmtailor passes over them, resume_from_checkpoint=True would not"
+        what = "belong to an abandoned attempt; llmtailor skips them, resume_from_checkpoint=True does not"
         logger.warning("resuming at step %d: %s %s", step, ", ".join(left), what)

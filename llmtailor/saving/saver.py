@@ -1,12 +1,12 @@
 """Saves the parts that a policy chooses, so that any step after the first save can be composed.
 
-One save is the same few moves on every rank::
+A save takes the same steps on every rank::
 
-    measure drift -> choose parts (rank 0, told to all) -> each rank writes its bundle, fsynced
-    -> all say whether that went well -> rank 0 writes the manifest last, or removes everything
+    measure drift -> choose parts (rank 0, sent to all) -> each rank writes its bundle, fsynced
+    -> all report success or failure -> rank 0 writes the manifest last, or removes everything
 
-A save that fails for want of space or a sick disk is given up with a warning; the training goes on, and so does the
-record of what older saves hold.
+A save that fails because of a full or faulty disk is abandoned with a warning; training continues, and the record of
+older saves stays valid.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("llmtailor.saving")
 
 
 class SaveFailed(StorageError):
-    """A save was given up; nothing of it is left, and the training can go on."""
+    """A save failed; nothing of it remains, and training can continue."""
 
 
 class PartialSaver:
@@ -53,10 +53,10 @@ class PartialSaver:
         training: the live model and optimizer.
         policy: which parts each save holds; see `make_policy`.
         scheduler: the learning rate scheduler, unless the engine saves it.
-        max_staleness: the oldest a part may become, in saves. What the policy leaves out for longer is added. None
-            takes what the policy promises.
-        keep_composable: after each save, delete partial checkpoints that the newest so many composable steps do not
-            need. None keeps all.
+        max_staleness: the maximum age of a part, in saves. A part that the policy leaves out for longer is added. None
+            means the maximum that the policy promises.
+        keep_composable: after each save, delete partial checkpoints that this number of newest composable steps does
+            not need. None keeps all.
         carried: objects whose ``save_pretrained`` is called at the first save: config, tokenizer.
 
     Raises, the same on every rank:
@@ -97,9 +97,9 @@ class PartialSaver:
         self.ranks.on_first(self.folder.lock)
 
     def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
-        """Begin an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
+        """Start an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
 
-        Without such a record, or if other params are trained than before, the next save holds every part. Checkpoints
+        Without such a record, or if the set of trained params has changed, the next save holds every part. Checkpoints
         of later steps belong to an abandoned attempt: partial checkpoints and composites of them are moved aside.
 
         Args:
@@ -119,7 +119,7 @@ class PartialSaver:
         if not self.ledger.held_by:
             return False
         restore_state(self.policy, self.ledger.policy_state)
-        # a part is now what its newest save held
+        # each part now has the state of its newest save
         self.drift.remember(self.training.masters(), self.ledger.held_by)
         return True
 
@@ -171,7 +171,7 @@ class PartialSaver:
         if any(self.ranks.together(self.training.look_again)):
             self._forget()
         if not self.has_state():
-            logger.warning("step %d: nothing was saved, the optimizer has not made a step yet", step)
+            logger.warning("step %d: nothing was saved: the optimizer has not made a step yet", step)
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
@@ -205,8 +205,8 @@ class PartialSaver:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
 
     def _forget(self) -> None:
-        """Go on with another set of trained params, of which no earlier save knows."""
-        logger.warning("other params are trained than before; the next save is complete")
+        """Continue with another set of trained params, which no earlier save covers."""
+        logger.warning("the set of trained params has changed; the next save is complete")
         self.model = find_trained_parts(self.training, self.ranks)
         self.drift = Drift(self.model.part_of, self.ranks)
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
@@ -219,11 +219,11 @@ class PartialSaver:
         self._begun = step
 
     def _has_state(self) -> bool:
-        """Whether this rank has moments to save. Raises UnsupportedCheckpoint if they can't be, or will never be."""
+        """Return whether this rank has moments to save. Raises UnsupportedCheckpoint if it can't save any."""
         has_state = self.training.has_state()
         if not has_state and self.training.has_stepped():
             fix = "use AdamW or another optimizer with moments"
-            raise UnsupportedCheckpoint.at("the optimizer", "it has made a step and keeps no moments", fix)
+            raise UnsupportedCheckpoint.at("the optimizer", "it has made a step but has no moments", fix)
         return has_state
 
     def _choose(self, step: int, drift: Mapping[str, float]) -> dict[str, str]:
@@ -267,7 +267,7 @@ class PartialSaver:
         ledger: Ledger,
         write_state: Callable[[Path], None] | None,
     ) -> None:
-        """Write what rank 0 writes, the manifest last."""
+        """Write rank 0's files, the manifest last."""
         self.carried.put(folder)
         if write_state is not None:
             write_state(folder)
@@ -279,14 +279,14 @@ class PartialSaver:
         publish(folder, save, self.training, self.model, policy, chosen, facts, ledger, self.ranks.world_size)
 
     def _retire(self) -> None:
-        """Delete what is no longer needed; what can't be deleted is left to the next time."""
+        """Delete checkpoints that are no longer needed; the next save retries failed deletions."""
         if self.keep_composable is None:
             return
         made = {path.name for path in self.carried.written}
         try:
             for step in deletable(self.folder.saves(), self.ledger, self.keep_composable):
                 if holds_unknown(self.folder.at(step), made):
-                    logger.warning("%s stays: it holds files that no save made", self.folder.at(step).name)
+                    logger.warning("%s is kept: it holds files that no save wrote", self.folder.at(step).name)
                 else:
                     remove_partial(self.folder.at(step))
             self.folder.remove_abandoned(made)

@@ -1,12 +1,11 @@
-"""The saver inside the Hugging Face Trainer: two lines in a training script.
+"""The saver in the Hugging Face Trainer: two lines in a training script.
 
-The Trainer is not patched. A callback runs after the Trainer's own, sees that a step would be saved, takes the save
-over and makes a partial one. What the Trainer saves for other reasons (``save_strategy="best"``, ``save_model``) it
-still saves.
+The Trainer is not patched. A callback runs after the Trainer's own callbacks, detects that a step is about to be saved,
+and makes a partial save instead. Other saves of the Trainer (``save_strategy="best"``, ``save_model``) are unaffected.
 
 The Trainer saves a step after its log entry and its evaluation, which draws random numbers, may find the best metric
-and may step the scheduler (ReduceLROnPlateau). No callback is called at that very moment. So the save waits for the
-next one that is, before which neither model nor optimizer changes, and gets the random numbers of that moment.
+and may step the scheduler (ReduceLROnPlateau). No callback runs at exactly that moment. So the save waits for the next
+callback, before which neither model nor optimizer changes, and gets the random states of the Trainer's own save.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def attach(
         trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process or DDP).
         policy: which parts each save holds; see `make_policy`.
         save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``.
-        max_staleness: the oldest a part may become, in saves; see `PartialSaver`.
+        max_staleness: the maximum age of a part, in saves; see `PartialSaver`.
         keep_composable: how many steps stay composable; see `PartialSaver`.
 
     Raises:
@@ -94,7 +93,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         trainer = self.trainer
-        if self.saver is not None:  # of a training that ended with an error
+        if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
         self._pending_rng, self._has_state = None, False
         scheduler = trainer.lr_scheduler
@@ -116,7 +115,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._saved_step = state.global_step
 
     def _mark(self, state: TrainerState) -> None:
-        """Have whatever the Trainer saves now state the attempt that it is of."""
+        """Record the current attempt in the state, so that the Trainer's own saves state it."""
         assert self.saver is not None
         ledger = self.saver.ledger
         state.stateful_callbacks[MARK] = make_mark(Past(state.global_step, ledger.lineage, ledger.history))
@@ -126,7 +125,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._mark(state)
         if self.saver is not None and not self._has_state:
-            self._has_state = self.saver.has_state()  # refuses an optimizer now, and not at the first save
+            self._has_state = self.saver.has_state()  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
         by_steps = self.save_steps is not None or args.save_strategy != SaveStrategy.EPOCH
         is_last = state.global_step >= state.max_steps
@@ -154,7 +153,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if logs is None:
             return
-        if "train_loss" in logs:  # the entry at the end, after which the best model may be loaded
+        if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
             self._settle()
         elif "loss" in logs and not control.should_evaluate:
@@ -164,7 +163,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if self._pending_rng is not None:
-            self._pending_rng = rng_tree()  # there may be another data set to come
+            self._pending_rng = rng_tree()  # another data set may follow
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -200,15 +199,13 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             report = self.saver.save(step, self._write_state, rng)
         except SaveFailed as error:
             cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
-            logger.warning(
-                "the save at step %d failed, and the training goes on without it: %s", step, error, exc_info=cause
-            )
+            logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)
             return
         if report is not None:
             self._saved_step = step
             is_due = trainer.control.should_log
             trainer.log(report.metrics())
-            trainer.control.should_log = is_due  # else the Trainer takes this for the step's own log
+            trainer.control.should_log = is_due  # else the Trainer treats this as the step's own log
 
     def _write_state(self, folder: Path) -> None:
         """Write ``trainer_state.json`` as the Trainer does, with the states of callbacks that have one."""
@@ -229,7 +226,7 @@ def _check(trainer: Trainer, save_steps: int | None) -> None:
         problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", "give a number of steps, 1 or more"))
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
-        problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are left alone'))
+        problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
     if problems:
         raise UsageError(problems)
     if trainer.is_fsdp_enabled:

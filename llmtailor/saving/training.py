@@ -1,4 +1,4 @@
-"""What a training holds at a save, whatever trains it: the seam between the saver and DeepSpeed or plain torch."""
+"""The state of a training at a save: the interface between the saver and DeepSpeed or plain torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Fragment:
     param: str
     kind: str
     begin: int
-    """The first of them, counted in the flattened param."""
+    """Index of the first element in the flattened param"""
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor in a tree that is saved as a tensor of the named file: buffers and frozen params."""
+    """A tensor in a tree that is saved as a tensor of the named file: a buffer or frozen param."""
 
     file: str
     key: str
@@ -37,7 +37,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A tensor in a tree that is not saved there: its elements are in fragments, or follow from them."""
+    """A tensor in a tree that is not saved there: its elements are in fragments or can be derived from them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,11 +59,11 @@ class Training(Protocol):
     """A live training, between two optimizer steps."""
 
     model: torch.nn.Module
-    """The user's, unwrapped"""
+    """The user's model, unwrapped"""
     stage: int
     """ZeRO stage, or 0 without DeepSpeed"""
     precision: torch.dtype
-    """Of the weights in the forward pass"""
+    """Dtype of the weights in the forward pass"""
     params: Mapping[str, ParamFact]
     """Params and persistent buffers, in the order of the model"""
     tied: Mapping[str, str]
@@ -74,19 +74,19 @@ class Training(Protocol):
         ...
 
     def look_again(self) -> bool:
-        """Whether other params are trained than at the last look; ``params`` then says which."""
+        """Return whether the set of trained params has changed since the last call; ``params`` has the new one."""
         ...
 
     def has_state(self) -> bool:
-        """Whether there are moments to save. Raises UnsupportedCheckpoint if they are not elementwise."""
+        """Return whether there are moments to save. Raises UnsupportedCheckpoint if they are not elementwise."""
         ...
 
     def has_stepped(self) -> bool:
-        """Whether the optimizer has made a step since this object exists."""
+        """Return whether the optimizer has made a step since this object was created."""
         ...
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
-        """Yield what this rank saves of these params. Without DeepSpeed ranks share them out."""
+        """Yield this rank's fragments of these params. Without DeepSpeed the params are divided among the ranks."""
         ...
 
     def masters(self) -> Iterator[Fragment]:
@@ -102,11 +102,11 @@ class Training(Protocol):
         ...
 
     def frozen_file(self) -> str:
-        """Return the name of the file that `frozen` goes to."""
+        """Return the name of the file for `frozen`."""
         ...
 
     def trees(self) -> Mapping[str, Any]:
-        """Return the object trees of the stock files that this rank would write, tensors replaced where big."""
+        """Return the object trees of the stock files that this rank would write, with large tensors replaced."""
         ...
 
     def shards(self) -> Mapping[str, Any]:
@@ -143,7 +143,7 @@ def describe(model: torch.nn.Module, trained: Collection[str]) -> dict[str, Para
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in DTYPES:
-        raise UnsupportedCheckpoint.at(name, f"its dtype is {tensor.dtype}, which can't be saved", "take a usual one")
+        raise UnsupportedCheckpoint.at(name, f"its dtype {tensor.dtype} can't be saved", "use a dtype such as bfloat16")
     return DTYPES[tensor.dtype]
 
 
@@ -157,7 +157,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return further names of params, and the names they are stored under."""
+    """Return the additional names of params, and the names they are stored under."""
     first: dict[int, str] = {}
     tied = {}
     for name, param in model.named_parameters(remove_duplicate=False):

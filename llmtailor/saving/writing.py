@@ -1,6 +1,6 @@
-"""What one rank writes at a save: its bundle, and its frozen params once by content.
+"""Writes the files of a save: each rank's bundle, its frozen params if they have changed, and the manifest.
 
-Small files of a checkpoint that do not change during a run: config, generation config, tokenizer.
+Also small files of a checkpoint that do not change during a run: config, generation config, tokenizer.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
-"""Bytes of each frozen param that tell whether it has changed since it was written."""
+"""Bytes sampled from each frozen param to detect changes since it was written"""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveId:
-    """Which save a file belongs to."""
+    """The save that a file belongs to."""
 
     save_id: str
     step: int
@@ -57,7 +57,7 @@ def write_rank(
 ) -> BundleFact:
     """Write this rank's bundle: its fragments of ``params``, its buffers, and object trees of stock files by path.
 
-    Raises StorageError, or UnsupportedCheckpoint for an object in a tree that a checkpoint may not hold.
+    Raises StorageError, or UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
     for one in training.fragments(params):
@@ -82,10 +82,9 @@ def check_trees(trees: Mapping[str, Any]) -> None:
 
 
 def write_frozen(folder: Path, training: Training, before: Path | None) -> BundleFact | None:
-    """Write this rank's frozen params, or link the file of the save before if they are the same.
+    """Write this rank's frozen params, or link the previous save's file if they are the same.
 
-    Whether they are is decided by a sample of each: what training changes, it changes all over. Raises OSError, or
-    StorageError.
+    A sample of each decides, because training changes all elements of a param. Raises OSError, or StorageError.
     """
     frozen = training.frozen()
     if not frozen:
@@ -119,9 +118,9 @@ def publish(
     ledger: Ledger,
     world_size: int,
 ) -> None:
-    """Make all files of a folder durable, then let the checkpoint exist by writing its manifest.
+    """Make all files of a folder durable, then complete the checkpoint by writing its manifest.
 
-    Raises OSError, or StorageError for a rank's file that is not here as it was written.
+    Raises OSError, or StorageError for a rank's file that is missing or differs from what the rank wrote.
     """
     for fact in facts:
         path = folder / fact.path
@@ -160,7 +159,7 @@ def publish(
 
 
 class _Special:
-    """Writes the tensors of a tree as entries of the bundle, or as references to where they are."""
+    """Encodes the tensors of a tree as entries of the bundle, or as references to where they are stored."""
 
     def __init__(self, bundle: Bundle, live: LiveTensors) -> None:
         self.bundle = bundle
@@ -186,12 +185,12 @@ def _encode(tree: Any, special: _Special, stock: str) -> Any:
     try:
         return encode(tree, special, stock)
     except TypeError as error:
-        fix = "keep numbers, texts, lists, mappings and tensors there: a resume would not load anything else either"
-        raise UnsupportedCheckpoint.at("what a checkpoint holds", str(error), fix) from error
+        fix = "use only numbers, strings, lists, mappings and tensors: a resume would not load anything else either"
+        raise UnsupportedCheckpoint.at("the state to save", str(error), fix) from error
 
 
 def _known(before: Path, name: str, fingerprint: str) -> BundleFact | None:
-    """Return the fact of the same file of the save before, if its content is the same."""
+    """Return the fact of the file in the previous save, if its content is the same."""
     try:
         header = read_header(before, name, name)
         listed = {one.path: one for one in read_manifest(before, name).bundles}
@@ -212,7 +211,7 @@ def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class CarriedFiles:
-    """Written by their owners at the first save, then hard links to the save before."""
+    """Files written by their owners at the first save, and hard links to the previous save afterwards."""
 
     def __init__(self, *owners: Any) -> None:
         self.owners = [owner for owner in owners if hasattr(owner, "save_pretrained")]
@@ -232,7 +231,7 @@ class CarriedFiles:
             except Exception as error:
                 if isinstance(error, OSError) or "os error" not in str(error):
                     raise
-                fix = "free some space, or check the disk"  # tokenizers tell it in a bare Exception
+                fix = "free some space, or check the disk"  # tokenizers raises a bare Exception
                 raise StorageError.at(folder, str(error), fix) from error
         self.written = sorted(path for path in set(folder.iterdir()) - before if path.is_file())
         for path in self.written:
@@ -240,7 +239,7 @@ class CarriedFiles:
 
 
 def owners_of(model: Any, processing_class: Any = None) -> list[Any]:
-    """Return what the Trainer would call ``save_pretrained`` of, beside the model itself."""
+    """Return the objects whose ``save_pretrained`` the Trainer would call, besides the model itself."""
     config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
     can_generate = generation is not None and getattr(model, "can_generate", lambda: False)()
     if is_adapted(model):
@@ -249,7 +248,7 @@ def owners_of(model: Any, processing_class: Any = None) -> list[Any]:
 
 
 def _adapter_as_saved(model: Any) -> Any:
-    """Return the config of the adapter in the root, with what PEFT's own ``save_pretrained`` writes into it."""
+    """Return the config of the adapter in the root, with the additions of PEFT's own ``save_pretrained``."""
     adapters, base = model.peft_config, model.get_base_model()
     config = copy.deepcopy(adapters.get("default") or next(iter(adapters.values())))
     config.inference_mode = True
@@ -260,7 +259,7 @@ def _adapter_as_saved(model: Any) -> Any:
 
 
 def _as_saved(config: Any, model: Any) -> Any:
-    """Return a config with what ``model.save_pretrained`` would write into it; the model's own stays as it is."""
+    """Return a copy of a config with the additions of ``model.save_pretrained``."""
     if not hasattr(config, "save_pretrained") or not hasattr(model, "save_pretrained"):
         return config
     config = copy.deepcopy(config)

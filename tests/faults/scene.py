@@ -93,7 +93,7 @@ class Scene:
             assert not self.staging.exists(), f"left: {sorted(map(str, self.staging.rglob('*')))}\n{said}"
         assert self.state() == "complete"
         self.reset()
-        return "going on with" in said
+        return "resuming the merge" in said
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -76,8 +76,8 @@ def test_filled_up_meanwhile(scene, place):
     lines = result.stdout.splitlines()
     assert lines[0] == "code 8 .out.llmtailor-staging filler", result
     assert "No space left on device" in result.stderr
-    assert "the same command goes on with" in result.stderr
-    assert "note: going on with the merge" in result.stderr
+    assert "rerun the same command to resume" in result.stderr
+    assert "note: resuming the merge" in result.stderr
     assert lines[1].startswith("wrote "), result
     assert lines[2].startswith("diff -r") and "llmtailor.json" in lines[2]  # the date, and nothing else
     assert [line for line in lines[3:] if line[0] not in "<>-" and not line[0].isdigit()] == ["out"], result
@@ -98,5 +98,5 @@ def test_no_room_for_another_file(scene, place):
     lines = result.stdout.splitlines()
     assert lines[0] == "code 8 .out.llmtailor-staging", result
     assert "No space left on device" in result.stderr
-    assert "note: going on with the merge" in result.stderr
+    assert "note: resuming the merge" in result.stderr
     assert lines[1].startswith("wrote ") and lines[2:] == ["out"], result

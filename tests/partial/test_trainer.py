@@ -177,7 +177,7 @@ def test_what_clashes_is_refused_when_it_is_attached(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"optim": "sgd"}, "keeps no moments"), ({"optim": "adafactor"}, "not of the param's shape")],
+    [({"optim": "sgd"}, "has no moments"), ({"optim": "adafactor"}, "has another shape")],
 )
 def test_an_optimizer_that_can_not_be_saved_is_refused_after_the_first_step(tmp_path, arguments, words):
     run = Alone(tmp_path / "run", {"save_steps": 4}, **arguments)

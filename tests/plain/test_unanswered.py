@@ -104,7 +104,7 @@ def test_a_composite_that_could_not_be_verified_in_time_stays_to_be_gone_on_with
     assert Path("run/.checkpoint-1.llmtailor-staging/out/optimizer.pt").exists()
     monkeypatch.delenv("LLMTAILOR_TIMEOUT")
     done = invoke("merge", "--run", "run")
-    assert done.exit_code == 0 and "going on" in done.output
+    assert done.exit_code == 0 and "resuming the merge" in done.output
     assert Path("run/checkpoint-1/optimizer.pt").exists()
 
 

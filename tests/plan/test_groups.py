@@ -126,7 +126,7 @@ def test_the_order_is_that_of_the_model_and_not_of_the_flat_tensors():
     index, structure = make(shapes, shuffled)
     order = ["some.buffer", *shapes, "lm_head.weight"]
     assert [list(group.params) for group in regroup(index, structure, DEFAULT, order).groups] == halves(shapes)
-    with pytest.raises(SourceError, match=r"lm_head\.weight is not among them"):
+    with pytest.raises(SourceError, match=r"it lacks lm_head\.weight"):
         regroup(index, structure, LAYER, list(shapes)[:-1])
 
 
@@ -158,7 +158,7 @@ def test_one_group_does_not_tell_what_decays(shapes, decay):
         assert {group.hyper["weight_decay"] for group in result.groups} == {decay}
         assert set(result.from_group) == {0}
         (notice,) = result.notices
-        assert f"({decay})" in notice.what and "rule on names" in notice.what
+        assert f"({decay})" in notice.what and "naming rule" in notice.what
 
 
 def test_the_borders_of_the_groups_bear_the_rule_out():

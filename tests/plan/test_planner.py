@@ -131,7 +131,7 @@ def test_each_segment_becomes_pieces_of_its_own(tmp_path):
 
 
 def test_a_checksum_of_what_comes_later_cannot_be_planned():
-    with pytest.raises(ValueError, match="covers bytes behind it"):
+    with pytest.raises(ValueError, match="covers bytes after it"):
         FileLayout("f", (Crc(0, 4),))
 
 

@@ -41,7 +41,7 @@ def test_where_they_differ_the_base_stays_and_it_is_said():
     choices = choose_steps(sources, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET)
     assert (choices[0].step, choices[0].others) == (200.0, (100.0,))
     (notice,) = step_notices(choices, "base")
-    assert "1 of 2 flat ids" in notice.what and "100" in notice.what and "200" in notice.what
+    assert "1 of 2 sub-groups" in notice.what and "100" in notice.what and "200" in notice.what
     assert f"{choices[0].worst_factor:.3f}" in notice.what
     assert step_notices(choose_steps(sources, Sources({"a": 0, "b": 0, "c": 0}), base=0, target=TARGET), "base") == []
 

@@ -247,7 +247,7 @@ def test_partial_checkpoints():
     assert found.source_of["layer 1"] == full(120)
     whole = RunCheckpoint(Path("/p"), 120, None, resumable=False)
     (problem,) = problems(lines((120, [0, 1, 2, 3, 4])), 160, None, [whole], llama(2))
-    assert "none of the checkpoints that are used can be resumed from" in problem.what
+    assert "none of the checkpoints used is resumable" in problem.what
 
 
 def test_all_problems_at_once():

@@ -133,10 +133,10 @@ def test_modules_that_contradict_each_other():
         (
             module("multi_modal_projector", 0, 1),
             True,
-            "has no layers that slices could name",
+            "has no layers for slices to name",
             "models: [{model: PATH}]",
         ),
-        (module("patch_embed", 0, 1), False, "has no layers that slices could name", "models:"),
+        (module("patch_embed", 0, 1), False, "has no layers for slices to name", "models:"),
     ],
 )
 def test_modules_that_can_not_be_told(text: str, known: bool, what: str, fix: str):

@@ -161,7 +161,7 @@ def test_no_gaps_need_no_base():
         ("slices: [{sources: [{model: a, layer_range: [7, 9]}]}]", "slices[0].sources[0].layer_range",
          "layer_range [7, 9] is out of range", "4 layers, 0-3"),
         ("slices: [{sources: [{model: a, layer_range: [3, 3]}]}]", "slices[0].sources[0].layer_range",
-         "[3, 3] is an empty layer range", "for layer 2 write [2, 3]; [0, 0] is norm, [5, 5] is lm_head"),
+         "[3, 3] is an empty layer range", "for layer 2, write [2, 3]; [0, 0] is norm, [5, 5] is lm_head"),
         ("slices: [{sources: [{model: a, layer_range: [7, 7]}]}]", "slices[0].sources[0].layer_range",
          "[7, 7] is not the number of a part", "[6, 6] is embed_tokens"),
         ("pre_weights: [{name: model.embed_token.weight, model: a}]", "pre_weights[0]",

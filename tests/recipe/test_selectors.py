@@ -112,9 +112,9 @@ def test_the_tied_name_is_understood_though_no_tensor_has_it():
         (["evn"], "no part or tensor 'evn'", "layers 0-4"),
         (["model.layers.0.mlp.up_prj.weight"], "no part or tensor", "did you mean 'model.layers.0.mlp.up_proj.weight'"),
         (["*.experts.*"], "'*.experts.*' matches no tensor name", "model.embed_tokens.weight"),
-        (["even", "!3"], "'!3' takes out nothing", "after a selector"),
-        (["odd", "!odd"], "take out everything that they select", "select something"),
-        (["!all"], "take out everything that they select", "select something"),
+        (["even", "!3"], "'!3' excludes nothing", "after a selector"),
+        (["odd", "!odd"], "exclude everything that they select", "select something"),
+        (["!all"], "exclude everything that they select", "select something"),
         (["all", "!nrom"], "no part or tensor 'nrom'", "did you mean 'norm'?"),
         (["4-2"], "runs backwards", "2-4"),
         ([], "there is no selector", "even"),
@@ -226,5 +226,5 @@ def test_selecting_equals_the_oracle(data: st.DataObject, num_layers: int, tied:
     expected = oracle(selectors, structure)
     assert chosen == expected  # with problems too: selectors that select or take out nothing change nothing
     assert expected or problems
-    idle = ("takes out nothing", "selects nothing", "take out everything", "matches no tensor name")
+    idle = ("excludes nothing", "selects nothing", "exclude everything", "matches no tensor name")
     assert all(any(words in problem.what for words in idle) for problem in problems), problems

@@ -111,7 +111,7 @@ def test_a_spelling_selects_exactly_what_it_was_made_from(structure, data):
 
 def test_a_name_that_no_selector_can_tell_from_others():
     structure = llama(2, extra={"!a": "!a", "!b": "!b"})
-    with pytest.raises(RecipeError, match=r"^!a: selectors can't tell these tensors from others: '!a'"):
+    with pytest.raises(RecipeError, match=r"^!a: selectors can't distinguish these tensors from others: '!a'"):
         spell(["!a"], structure)
     others = [name for name in structure.part_of if name not in ("!a", "!b")]
     assert spell(others, structure) == ("layers", "embed_tokens", "norm", "lm_head")

@@ -66,8 +66,8 @@ def test_a_policy_of_ones_own_can_be_wrong_without_ending_the_run():
     assert what == "there is no part 'layer 7'"
     assert fix == "did you mean 'layer 1'? Valid here: embed_tokens, layer 0, layer 1, norm, lm_head"
     assert problem(fails)[:2] == ({EMBED: OLDEST}, "it raised KeyError('lr')")
-    assert problem(lambda now: ["layer 1"])[:2] == ({EMBED: OLDEST}, "it answered with a list")
-    assert problem(lambda now: None)[1] == "it answered with a NoneType"
+    assert problem(lambda now: ["layer 1"])[:2] == ({EMBED: OLDEST}, "it returned a list")
+    assert problem(lambda now: None)[1] == "it returned a NoneType"
 
 
 def test_forced_parts_do_not_fall_on_one_save():

@@ -39,8 +39,8 @@ def test_parts_that_come_and_go():
     ("step", "saved", "trainable", "message"),
     [
         (200, ["norm"], [*PARTS, "layer 1"], "no save would hold layer 1"),
-        (200, [], PARTS, "must save something"),
-        (200, ["layer 7", "norm"], PARTS, "only what is trainable"),
+        (200, [], PARTS, "must save at least one part"),
+        (200, ["layer 7", "norm"], PARTS, "only trainable ones"),
         (150, ["norm"], PARTS, "does not come after step 150"),
     ],
 )
@@ -85,14 +85,14 @@ GOOD = thrice().to_json()
         ({}, ["lacks lineage", "lacks history", "lacks saves", "lacks held_by", "lacks policy_state"]),
         (GOOD | {"lineage": ""}, ["lineage is ''"]),
         (GOOD | {"lineage": 5, "saves": -1, "policy_state": [], "history": {"x": "y"}}, [
-            "lineage is 5", "saves is -1", "policy_state is []", "history says 'y' of 'x'",
+            "lineage is 5", "saves is -1", "policy_state is []", "history maps 'x' to 'y'",
         ]),
         (GOOD | {"saves": True}, ["saves is True"]),
-        (GOOD | {"saves": 2}, ["'norm' is held by a save that has not been"]),
+        (GOOD | {"saves": 2}, ["'norm' is held by a save that does not exist"]),
         (GOOD | {"history": None, "held_by": []}, ["history is None", "held_by is []"]),
         (GOOD | {"history": {"one": 20}}, ["lineage 'one' continues itself"]),
         (GOOD | {"held_by": {"norm": 2, "a": [1], "b": [1, 2.5], "c": [0, 50]}}, [
-            "held_by says 2 of 'norm'", "held_by says [1] of 'a'", "held_by says [1, 2.5] of 'b'",
+            "held_by maps 'norm' to 2", "held_by maps 'a' to [1]", "held_by maps 'b' to [1, 2.5]",
         ]),
     ],
 )  # fmt: skip

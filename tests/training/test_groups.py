@@ -105,7 +105,7 @@ def test_a_config_with_an_optimizer_is_refused():
         pass
 
     Layered({"zero_optimization": {"stage": 3}})
-    with pytest.raises(ValueError, match="take it out of the config"):
+    with pytest.raises(ValueError, match="remove it from the config"):
         Layered({"optimizer": {"type": "AdamW"}})
 
 
