@@ -135,7 +135,7 @@ def test_another_recipe_is_refused_unless_told_otherwise(left):
 def test_whoever_replaces_a_complete_output_may_replace_an_incomplete_one(left):
     assert left.run("--num-gpu", "3") == 6
     assert left.run("--num-gpu", "3", "--force") == 0
-    assert "discarded, because it is of another recipe, or has other options" in said(left)
+    assert "discarded, because its recipe or options differ" in said(left)
 
 
 def test_the_same_recipe_can_begin_anew(left):
@@ -156,7 +156,7 @@ def test_another_version_begins_anew(left):
     assert version in text
     journal.write_text(text.replace(version, '"tool_version": "0.0"'))
     assert left.run() == 0
-    assert "discarded, because it was begun by llmtailor 0.0" in said(left)
+    assert "discarded, because it was started by llmtailor 0.0" in said(left)
     assert left.state() == "complete"
 
 

@@ -120,7 +120,7 @@ def test_a_runs_partial_checkpoints(partial_run, tmp_path):
         ({"CONFIG_YML": "x", "COPY_TOKENIZER": "maybe"}, 2, "COPY_TOKENIZER"),
         ({"CONFIG_YML": "x", "LLMTAILOR": "/nowhere/llmtailor"}, 2, "not installed"),
         ({"CONFIG_YML": "/nowhere.yaml"}, 3, "nowhere.yaml"),
-        ({"CHECKPOINT_PATH": "/nowhere"}, 4, "no such folder"),
+        ({"CHECKPOINT_PATH": "/nowhere"}, 4, "the folder does not exist"),
     ],
 )
 def test_exit_codes(tmp_path, variables, code, told):

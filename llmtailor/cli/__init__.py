@@ -1,1 +1,1 @@
-"""The command line: words in, words out. One command per file."""
+"""The command line: reads options, prints results. One command per file."""

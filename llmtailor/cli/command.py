@@ -1,4 +1,4 @@
-"""What every command has in common: ``-v``, and its exit codes in its help."""
+"""The base of every command: ``-v``, and exit codes in the help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _handler() -> logging.Handler:
     from llmtailor.errors import printable
 
     class ToStderr(logging.Handler):
-        """Looks stderr up anew for each line: while a progress bar is shown, rich puts something else there."""
+        """Writes each line to the current stderr, because rich replaces stderr while a progress bar is shown."""
 
         def emit(self, record: logging.LogRecord) -> None:
             sys.stderr.write(printable(self.format(record)) + "\n")
@@ -44,18 +44,18 @@ def _handler() -> logging.Handler:
 
 
 def verbose_option() -> click.Option:
-    """Return the option ``-v``, which passes nothing to the command."""
+    """Return the option ``-v``, which is not passed to the command."""
     return click.Option(
         ["-v", "--verbose"],
         count=True,
         expose_value=False,
         callback=_be_verbose,
-        help="Log on stderr what is done, why, and how long it takes; -vv logs more.",
+        help="Log each step, the reason and the time taken to stderr; -vv logs more.",
     )
 
 
 class Command(click.Command):
-    """A command with ``-v``, and with those exit codes in its help that say more than the common table."""
+    """A command with ``-v`` whose help lists the exit codes that add to the common table."""
 
     def __init__(self, *args: Any, exit_codes: Mapping[int, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,10 +63,10 @@ class Command(click.Command):
         self.exit_codes = exit_codes
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        write_exit_codes(formatter, "Exit codes (llmtailor --help has the others)", self.exit_codes)
+        write_exit_codes(formatter, "Exit codes (for the others, see llmtailor --help)", self.exit_codes)
 
 
 def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[int, str]) -> None:
-    """Write exit codes as a section of a help."""
+    """Write exit codes as a section of the help."""
     with formatter.section(head):
         formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])

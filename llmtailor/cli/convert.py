@@ -15,19 +15,19 @@ from llmtailor.cli.options import PATH, target_options
     name="convert",
     cls=Command,
     exit_codes={
-        0: "OUT is complete; with --dry-run: it would fit",
-        7: "what was written does not read back as planned, and was removed; OUT is absent",
-        8: "also with --dry-run, if it would not fit",
+        0: "OUT is complete; with --dry-run: it fits",
+        7: "the output did not read back as planned and was removed; OUT is absent",
+        8: "also with --dry-run, if the output does not fit",
     },
 )
 @click.argument("checkpoint", type=PATH)
 @click.argument("out", type=PATH, required=False)
 @target_options
 def command(checkpoint: Path, out: Path | None, **options: Any) -> None:
-    """Convert CHECKPOINT to another number of GPUs, another ZeRO stage or other param groups, into OUT.
+    """Convert CHECKPOINT to another number of GPUs, ZeRO stage or set of param groups, and write it to OUT.
 
-    This is a merge with one source: every state is copied as it is, in one pass, with flat memory. Without OUT the
-    result is CHECKPOINT-converted beside it.
+    This is a merge with one source: every state is copied unchanged, in one pass, with flat memory. OUT defaults to
+    CHECKPOINT-converted beside CHECKPOINT.
 
     \b
     Examples:

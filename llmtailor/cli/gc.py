@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     name="gc",
     cls=Command,
     exit_codes={
-        0: "done; or shown, without --yes; or there is nothing to remove",
+        0: "done; or, without --yes, shown; or there is nothing to remove",
         4: "nothing can resume from the newest checkpoint, or no step can be composed, so nothing is removed",
-        6: "a training or another llmtailor is writing in RUN_DIR",
+        6: "a training or another llmtailor is writing to RUN_DIR",
         8: "earlier removals stay; rerun the same command to continue",
         130: "earlier removals stay; rerun the same command to continue",
     },
 )
 @RUN_DIR
-@click.option("--keep", type=COUNT, metavar="N", help="Only the newest N composable steps stay so. Default: all.")
+@click.option("--keep", type=COUNT, metavar="N", help="Keep only the newest N composable steps. Default: all.")
 @YES
 @JSON
 def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
-    """Remove from RUN_DIR the partial checkpoints that no composable step needs, and what was never finished.
+    """Remove partial checkpoints that no composable step needs, and unfinished or abandoned folders, from RUN_DIR.
 
-    Without --keep, every step that can be composed stays so, of just the same parts. Unfinished saves, attempts that
-    were given up and what killed commands have left go in any case. Full checkpoints are never touched.
+    Without --keep, every composable step stays composable from exactly the same parts. Unfinished saves, abandoned
+    attempts and leftovers of killed commands are always removed. Full checkpoints are never touched.
 
     \b
     Examples:
@@ -47,7 +47,7 @@ def command(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
 
     if not yes:
         _show(plan_gc(run, keep), as_json)
-        click.echo("dry run: nothing was touched; say --yes to do it", err=True)
+        click.echo("dry run: nothing was changed; use --yes to remove", err=True)
         return
     with only_writer(run):
         plan = plan_gc(run, keep)
@@ -93,7 +93,7 @@ def _to_text(plan: GcPlan) -> str:
     for removal in plan.removals:
         if removal.step is None:
             rows.append((removal.path.name, f"removed: {removal.why}", size(freed_bytes(files_in(removal.path)))))
-    lines = [table(("folder", "becomes", "bytes of its own"), rows, right=(2,)), ""] if rows else []
+    lines = [table(("folder", "becomes", "bytes freed"), rows, right=(2,)), ""] if rows else []
     lines.append(f"steps that can be composed now:        {steps_text(plan.reachable.before)}")
     lines.append(f"steps that can be composed afterwards: {steps_text([age.step for age in plan.ages])}")
     lines += ["", ages_text(plan.ages), ""] if plan.ages else []

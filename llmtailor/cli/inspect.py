@@ -15,16 +15,16 @@ from llmtailor.cli.options import JSON, PATH
     name="inspect",
     cls=Command,
     exit_codes={
-        0: "it can be read, even if something is missing or odd",
+        0: "it can be read, even if something is missing or unusual",
         4: "it can't be read, or is not a checkpoint",
     },
 )
 @click.argument("checkpoint", type=PATH)
 @JSON
 def command(checkpoint: Path, as_json: bool) -> None:
-    """Describe CHECKPOINT: format, world size, step, param groups, parts and their bytes, what is odd.
+    """Describe CHECKPOINT: format, world size, step, param groups, parts with their sizes, and anything unusual.
 
-    Only headers are read, no tensor is loaded.
+    Only headers are read; no tensor is loaded.
 
     \b
     Examples:

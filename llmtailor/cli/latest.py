@@ -16,21 +16,21 @@ from llmtailor.errors import VerificationError
     name="latest",
     cls=Command,
     exit_codes={
-        0: "the path of a checkpoint is printed",
-        4: "there is no folder RUN_DIR",
-        7: "RUN_DIR has no checkpoint, or none that is resumable; no path is printed",
+        0: "a checkpoint's path is printed",
+        4: "RUN_DIR does not exist",
+        7: "RUN_DIR has no resumable checkpoint; no path is printed",
     },
 )
 @RUN_DIR
 @AT
-@click.option("--deep", is_flag=True, help="Read every tensor, too; see `llmtailor verify --help`.")
+@click.option("--deep", is_flag=True, help="Also read every tensor; see `llmtailor verify --help`.")
 @TRUST_UNRECORDED
 @JSON
 def command(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_json: bool) -> None:
     """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
 
-    Checkpoints of attempts that were given up, by a resume at an earlier step, are passed over.
-    stdout is the path and nothing else; why newer ones were passed over goes to stderr.
+    Checkpoints of attempts abandoned by a resume from an earlier step are skipped.
+    stdout has only the path; the reasons why newer checkpoints were skipped go to stderr.
 
     \b
     Examples:
@@ -55,5 +55,5 @@ def command(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_js
     if found.path is None:
         until = f" at or before step {at}" if at is not None else ""
         what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
-        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {run}'}; or start anew"
-        raise VerificationError.at(run, what if found.passed_over else f"there is no checkpoint-N{until}", fix)
+        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {run}'}; or restart the training"
+        raise VerificationError.at(run, what if found.passed_over else f"it has no checkpoint-N{until}", fix)

@@ -1,4 +1,4 @@
-"""The command group, and the one place where errors become text and exit codes."""
+"""The command group, and the only place where errors become text and exit codes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError
 
 _COMMANDS = {
     "merge": "compose one resumable checkpoint from several",
-    "convert": "write a checkpoint anew for other GPUs or another ZeRO stage",
+    "convert": "convert a checkpoint to another number of GPUs or ZeRO stage",
     "recipe": "write a recipe for a run's checkpoints, or explain one",
-    "inspect": "say what a checkpoint is",
-    "verify": "say whether a checkpoint will resume to what it claims",
-    "latest": "print a run's newest checkpoint that verifies",
-    "salvage": "compose what is left of a run whose newest checkpoint is damaged",
+    "inspect": "describe a checkpoint",
+    "verify": "check whether a checkpoint resumes correctly",
+    "latest": "print a run's newest resumable checkpoint",
+    "salvage": "recover a run whose newest checkpoint is damaged",
     "thin": "free disk space: thin out a run's older full checkpoints",
     "gc": "free disk space: remove partial checkpoints that nothing needs",
 }
@@ -29,11 +29,11 @@ BROKEN_PIPE = 141
 EXIT_CODES = {
     0: "done",
     **{error.exit_code: error.meaning for error in BRANCHES},
-    BROKEN_PIPE: "the reader of the output has gone, as with `head`",
+    BROKEN_PIPE: "the reader of the output closed it, as `head` does",
 }
-"""Of every command, by code; what a command adds to them stands beside it"""
+"""The exit codes of every command; each command lists its additions to them"""
 DEBUG = "LLMTAILOR_DEBUG"
-"""The environment variable that adds a traceback to every error; empty and 0 do not"""
+"""The environment variable that adds a traceback to every error, unless empty or 0"""
 
 
 class _LazyGroup(click.Group):
@@ -57,8 +57,8 @@ class _LazyGroup(click.Group):
         write_exit_codes(formatter, "Exit codes", EXIT_CODES)
         formatter.write_paragraph()
         formatter.write_text(
-            f"After 8, 9 and 130 the same command goes on where it was. {DEBUG}=1 in the environment adds a Python "
-            "traceback to every error."
+            "After exit codes 8, 9 and 130, rerun the same command to resume. "
+            f"{DEBUG}=1 in the environment adds a Python traceback to every error."
         )
 
 
@@ -80,11 +80,11 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; every error ends here."""
+    """Run the command line, and turn every error into a message and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(standalone_mode=False)
-    except SystemExit:  # click ends with 1 when whoever read the output has gone, as in `llmtailor inspect x | head -1`
+    except SystemExit:  # click exits with 1 when the output's reader is gone, as in `llmtailor inspect x | head -1`
         sys.exit(BROKEN_PIPE)
     except click.ClickException as error:
         error.show()
@@ -94,9 +94,9 @@ def main() -> None:
     except TailorError as error:
         _fail(error)
     except OSError as error:
-        _fail(StorageError.at(error.filename or "", error.strerror or str(error), "check the disk and the permissions"))
+        _fail(StorageError.at(error.filename or "", error.strerror or str(error), "check the disk and permissions"))
     except Exception as error:
-        fix = f"this is a bug: report it with the output of {DEBUG}=1"
+        fix = f"this is a bug in llmtailor: please report it with the output of {DEBUG}=1"
         _fail(TailorError.at("", f"unexpected {type(error).__name__}: {error}", fix))
     else:
         sys.exit(code if isinstance(code, int) else 0)

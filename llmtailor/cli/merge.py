@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     name="merge",
     cls=Command,
     exit_codes={
-        0: "OUT is complete; with --dry-run: it would fit; with --run also if there is nothing to merge",
-        7: "what was written does not read back as planned, and was removed; OUT is absent",
-        8: "also with --dry-run, if it would not fit",
+        0: "OUT is complete; with --dry-run: it fits; with --run also if there is nothing to merge",
+        7: "the output did not read back as planned and was removed; OUT is absent",
+        8: "also with --dry-run, if the output does not fit",
     },
 )
 @click.argument("config", type=PATH, required=False, metavar="[CONFIG]")
 @click.argument("out", type=PATH, required=False)
 @target_options
 @click.option(
-    "--allow-split", is_flag=True, help="Let weights and optimizer of a part come from different checkpoints."
+    "--allow-split", is_flag=True, help="Allow a part's weights and optimizer to come from different checkpoints."
 )
-@click.option("--run", type=PATH, metavar="RUN_DIR", help="Choose from a run's folder; no CONFIG.")
+@click.option("--run", type=PATH, metavar="RUN_DIR", help="Choose the sources in a run's folder, without CONFIG.")
 @choosing_options
 def command(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
-    """Compose the checkpoint that the recipe CONFIG describes into OUT, or the one that --run chooses.
+    """Compose a checkpoint from a recipe CONFIG, or from the sources that --run chooses, and write it to OUT.
 
-    OUT is a new folder. Without it, the recipe's `output` is taken, or else BASE-merged beside the base; if the base is
-    a partial checkpoint, it is checkpoint-STEP in the run's folder, where a resume looks for it.
-    Nothing appears there until it is complete; the sources are only read.
+    OUT must be a new folder. It defaults to the recipe's `output`, else to BASE-merged beside the base; if the base is
+    a partial checkpoint, to checkpoint-STEP in the run's folder, where a resume looks for it.
+    OUT appears only when it is complete; the sources are only read.
 
     \b
     Examples:
@@ -60,17 +60,17 @@ def command(config: Path | None, out: Path | None, run: Path | None, allow_split
 def _recipe(
     config: Path | None, out: Path | None, run: Path | None, choosing: dict[str, Any]
 ) -> tuple[Path | Recipe, Path | None]:
-    """The recipe and the output; with --run the only argument is OUT."""
+    """Return the recipe and the output; with --run the only argument is OUT."""
     from llmtailor.cli.options import given, read_choosing
 
     if run is None:
         if config is None:
             raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
         if foreign := given(choosing):
-            raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "leave it out, or write it into the recipe")
+            raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
         return config, out
     if out is not None:
-        raise UsageError.at("--run", "it takes the place of CONFIG", f"leave {config} out")
+        raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
     from llmtailor.runs.scan import recipe_for_run
 
     trust = choosing["trust_unrecorded"]

@@ -1,4 +1,4 @@
-"""Options of the commands, each defined once, and how those that belong together are read."""
+"""The options of the commands, each defined once, and functions to read related ones."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ COUNT = click.IntRange(min=1)
 STEP = click.IntRange(min=0)
 
 RUN_DIR = click.argument("run", type=PATH, metavar="RUN_DIR")
-AT = click.option("--at", type=STEP, metavar="STEP", help="Use nothing later than this step.")
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan and check that it would fit; write nothing.")
-FORCE = click.option("--force", is_flag=True, help="Replace OUT, once the new one is complete.")
+AT = click.option("--at", type=STEP, metavar="STEP", help="Ignore everything later than this step.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan and check that the output fits; write nothing.")
+FORCE = click.option("--force", is_flag=True, help="Replace OUT once the new one is complete.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-QUIET = click.option("--quiet", "-q", is_flag=True, help="Print only problems, notes and the last line.")
-YES = click.option("--yes", is_flag=True, help="Do it. Without it, only show what would be done.")
+QUIET = click.option("--quiet", "-q", is_flag=True, help="Print only problems, notes and the final line.")
+YES = click.option("--yes", is_flag=True, help="Make the changes. Without it, only show them.")
 TRUST_UNRECORDED = click.option(
     "--trust-unrecorded",
     is_flag=True,
-    help="Also use full checkpoints that do not say which attempt of the run wrote them.",
+    help="Also use full checkpoints that do not state their attempt of the run.",
 )
 _CHOOSING = [
     click.option(
@@ -41,26 +41,26 @@ _CHOOSING = [
         "at",
         type=STEP,
         metavar="STEP",
-        help="The step of the failure: nothing later is used. Default: the newest usable checkpoint.",
+        help="The step of the failure: ignore everything later. Default: the newest usable checkpoint.",
     ),
     click.option(
         "--strategy",
         type=click.Choice(STRATEGIES),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the one "
-        "before. filter: ends and auxiliary parts from the newest, the rest from the newest of every k-th. spread: "
-        "layers in turn over the last k. explicit: as --map says. Only usable checkpoints count, full and partial "
-        "alike, one for each step.",
+        "before. filter: first, last and auxiliary parts from the newest, the rest from the newest of every k-th. "
+        "spread: layers in turn over the last k. explicit: as in --map. Only usable checkpoints count, full and "
+        "partial, one per step.",
     ),
-    click.option("--flip", is_flag=True, help="parity: even layers from the one before."),
+    click.option("--flip", is_flag=True, help="parity: even layers from the previous one."),
     click.option("--first", type=STEP, metavar="N", help="filter: first N layers (default 2)."),
     click.option("--last", type=STEP, metavar="M", help="filter: last M layers (default 2)."),
-    click.option("--aux", multiple=True, metavar="PART", help="filter: parts taken from the newest (default all)."),
+    click.option("--aux", multiple=True, metavar="PART", help="filter: auxiliary parts from the newest (default all)."),
     click.option("--every", type=COUNT, metavar="K", help="filter: every K-th step, from the oldest (default 5)."),
     click.option("--over", type=COUNT, metavar="K", help="spread: the last K steps (default 2)."),
     click.option("--map", "map_file", type=PATH, metavar="FILE", help="explicit: JSON, selector -> step or folder."),
     click.option("--from-flags", type=PATH, metavar="FILE", help="LLMTailor's update log, JSON lines."),
-    click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: for parts that no line names."),
-    click.option("--total-layers", type=COUNT, metavar="L", help="--from-flags: check the model's."),
+    click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: source of parts that no line names."),
+    click.option("--total-layers", type=COUNT, metavar="L", help="--from-flags: check the number of layers."),
     TRUST_UNRECORDED,
 ]
 _TARGET = [
@@ -71,14 +71,14 @@ _TARGET = [
         "world_size",
         type=COUNT,
         metavar="N",
-        help="Number of ranks (GPUs) the output is for; any number. Default: as many as the base.",
+        help="Number of ranks (GPUs) of the output; any number. Default: that of the base.",
     ),
     click.option(
         "--stage",
         type=click.Choice(["keep", "1", "2", "3", "none"]),
         default="keep",
         show_default=True,
-        help="ZeRO stage the output is for; none is the plain Trainer's format, without DeepSpeed.",
+        help="ZeRO stage of the output; none is the plain Trainer's format, without DeepSpeed.",
     ),
     click.option(
         "--groups",
@@ -100,11 +100,11 @@ _TARGET = [
     click.option(
         "--checksum",
         is_flag=True,
-        help="Digest (XXH3) every file of OUT and, reading them once more, the source files; compare what was copied, "
-        "and the checksums that the sources state.",
+        help="Compute XXH3 digests of every file of OUT and, reading them again, of the source files; check the copied "
+        "data and the checksums that the sources state.",
     ),
     click.option(
-        "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Whether OUT has tokenizer files."
+        "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
     DRY_RUN,
     JSON,
@@ -115,29 +115,29 @@ _OF_FLAGS = ("base", "total_layers")
 
 
 def choosing_options(command: Command) -> Command:
-    """Add the options that choose checkpoints of a run; the command passes them to `read_choosing` as keywords."""
+    """Add the options that choose a run's checkpoints; the command passes them to `read_choosing` as keywords."""
     for option in reversed(_CHOOSING):
         command = option(command)
     return command
 
 
 def target_options(command: Command) -> Command:
-    """Add the options that say what is written and how; `running.take_target` takes them."""
+    """Add the options of the output; `running.take_target` reads them."""
     for option in reversed(_TARGET):
         command = option(command)
     return command
 
 
 def given(options: dict[str, Any]) -> list[str]:
-    """Return the flags of those options that were given."""
+    """Return the flags of the options that were given."""
     names = [name for name, value in options.items() if value not in (None, False, ())]
     return ["--" + {"map_file": "map"}.get(name, name).replace("_", "-") for name in names]
 
 
 def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
-    """Turn the options into what `runs.scan.recipe_for_run` takes; reads the files they name.
+    """Turn the options into the argument of `runs.scan.recipe_for_run`; reads the files they name.
 
-    Raises UsageError for options that do not go together and RecipeError for unreadable files.
+    Raises UsageError for options that can't be combined and RecipeError for unreadable files.
     """
     from llmtailor.recipe.strategies import StrategyOptions
     from llmtailor.runs.scan import UpdateLog
@@ -145,19 +145,19 @@ def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
     log = options["from_flags"]
     if unexpected := given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)}):
         what = "can't be combined with --from-flags" if log else "needs --from-flags"
-        raise UsageError.at(unexpected[0], f"{', '.join(unexpected) if log else unexpected[0]} {what}", "leave it out")
+        raise UsageError.at(unexpected[0], f"{', '.join(unexpected) if log else unexpected[0]} {what}", "omit it")
     if log:
         return UpdateLog(_read(log), str(log), options["base"], options["total_layers"])
     strategy = options["strategy"] or ("explicit" if options["map_file"] else "latest")
     if (strategy == "explicit") != bool(options["map_file"]):
-        raise UsageError.at("--map", "the strategy explicit and --map FILE go together", "give both or neither")
+        raise UsageError.at("--map", "--strategy explicit and --map FILE require each other", "give both or neither")
     numbers = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
     mapping = read_map(options["map_file"]) if options["map_file"] else None
     return StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
 
 
 def _read(path: Path) -> str:
-    """Read a text that the user names, which may be a pipe: ``--map <(jq ...)``."""
+    """Return the text of a file, which may be a pipe: ``--map <(jq ...)``. Raises RecipeError."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -165,23 +165,23 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise RecipeError.at(path, f"the file can't be read ({error})", "check the path") from error
     if len(data) > _MAX_BYTES:
-        raise RecipeError.at(path, f"the file has more than {_MAX_BYTES >> 20} MiB", "check the path")
+        raise RecipeError.at(path, f"the file is larger than {_MAX_BYTES >> 20} MiB", "check the path")
     return text
 
 
 def read_map(path: Path) -> dict[str, int | str]:
-    """Read a JSON file that maps selectors to steps or folders. Raises RecipeError."""
+    """Return the content of a JSON file that maps selectors to steps or folders. Raises RecipeError."""
     try:
         mapping = json.loads(_read(path), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise RecipeError.at(path, f"the file is no JSON ({error})", 'write e.g. {"odd": 300, "norm": 400}') from error
+        raise RecipeError.at(path, f"the file is not JSON ({error})", 'write e.g. {"odd": 300, "norm": 400}') from error
     if not isinstance(mapping, dict) or not all(type(value) in (int, str) for value in mapping.values()):
-        what = "the file is no mapping of selectors to steps or folders"
+        what = "the file does not map selectors to steps or folders"
         raise RecipeError.at(path, what, 'write e.g. {"odd": 300, "norm": "checkpoint-400"}')
     return mapping
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found

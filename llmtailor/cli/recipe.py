@@ -16,23 +16,23 @@ from llmtailor.errors import TargetError, UsageError
     name="recipe",
     cls=Command,
     exit_codes={
-        0: "the recipe is written; a comment in it names the checkpoints that can't be used",
+        0: "the recipe is written; a comment in it lists the checkpoints that can't be used",
         4: "no checkpoint of RUN_DIR can be used",
         6: "FILE exists",
     },
 )
 @click.argument("run", type=PATH, required=False, metavar="[RUN_DIR]")
 @choosing_options
-@click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in its normal form.")
-@click.option("--allow-split", is_flag=True, help="--explain: weights and optimizer of a part may differ in source.")
-@click.option("--output", "-o", type=PATH, metavar="FILE", help="Write to FILE, not to stdout.")
+@click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in normal form.")
+@click.option("--allow-split", is_flag=True, help="--explain: a part's weights and optimizer may differ in source.")
+@click.option("--output", "-o", type=PATH, metavar="FILE", help="Write to FILE instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace FILE.")
 def command(
     run: Path | None, explain: Path | None, allow_split: bool, output: Path | None, force: bool, **options: Any
 ) -> None:
     """Write a recipe for the checkpoints in RUN_DIR, or explain one.
 
-    Checkpoints that can't be used are skipped; a comment at the top of the recipe says which and why.
+    Checkpoints that can't be used are skipped; a comment at the top of the recipe lists them with the reasons.
 
     \b
     Examples:
@@ -49,11 +49,11 @@ def command(
     if (run is None) == (explain is None):
         raise UsageError.at("recipe", "it takes either RUN_DIR or --explain CONFIG", "give one of them")
     if output is not None and output.exists() and not force:
-        raise TargetError.at(output, "the file exists already", "choose another one, or use --force")
+        raise TargetError.at(output, "the file already exists", "choose another one, or use --force")
     folder = output.absolute().parent if output else None
     if explain is not None:
         if foreign := given(options):
-            raise UsageError.at(foreign[0], "it has no meaning with --explain", "leave it out")
+            raise UsageError.at(foreign[0], "it can't be combined with --explain", "omit it")
         text = explain_recipe(explain, folder, allow_split=allow_split)
     else:
         assert run is not None

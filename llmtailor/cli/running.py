@@ -1,4 +1,4 @@
-"""What ``merge`` and ``convert`` have in common: plan, show, write; and a progress bar on stderr."""
+"""The common part of ``merge`` and ``convert``: plan, show, write; and a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _STAGES = {"keep": None, "none": 0, "1": 1, "2": 2, "3": 3}
 
 @contextmanager
 def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing") -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes numbers of bytes done, from any thread; silent where stderr is no terminal.
+    """Yield a function that takes numbers of bytes done, from any thread; silent if stderr is not a terminal.
 
-    ``total_bytes`` is None if not known.
+    ``total_bytes`` is None if unknown.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda num_bytes: None
@@ -42,7 +42,7 @@ def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The options of `cli.options.target_options`, sorted."""
+    """The options of `cli.options.target_options`, grouped by use."""
 
     options: Options
     dry_run: bool
@@ -51,7 +51,7 @@ class Target:
 
 
 def take_target(given: dict[str, Any], *, allow_split: bool = False) -> Target:
-    """Take the options of `target_options` out of a command's keywords."""
+    """Return the options of `target_options` among a command's keywords."""
     shown = {name: given.pop(name) for name in ("dry_run", "as_json", "quiet")}
     names = ("world_size", "groups", "step", "copy_tokenizer", "restart", "checksum")
     options = Options(
@@ -72,7 +72,7 @@ def run_merge(recipe: Recipe | Path, out: Path | None, target: Target) -> None:
     for notice in report.notices:
         notify(notice)
     if target.as_json:
-        # what to resume from, whether it has to be written or is there
+        # the path to resume from, whether written now or already there
         named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
         click.echo(json.dumps({**to_json(report), **named}, indent=2))
     elif target.dry_run:
@@ -94,5 +94,5 @@ def run_merge(recipe: Recipe | Path, out: Path | None, target: Target) -> None:
 
 
 def notify(what: object) -> None:
-    """Print something worth knowing on stderr."""
+    """Print a note on stderr."""
     click.echo(f"note: {what}", err=True)

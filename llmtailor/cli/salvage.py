@@ -21,20 +21,18 @@ if TYPE_CHECKING:
     name="salvage",
     cls=Command,
     exit_codes={
-        0: "OUT is complete, or nothing need be written because the newest checkpoint or an older one is intact",
-        4: "what is left does not add up to a complete checkpoint",
-        6: "OUT exists, or --replace finds a name taken",
-        8: "also with --dry-run, if it would not fit",
+        0: "OUT is complete, or not needed because the newest checkpoint or an older one is intact",
+        4: "the usable data does not make a complete checkpoint",
+        6: "OUT exists, or a name that --replace needs is taken",
+        8: "also with --dry-run, if the output does not fit",
     },
 )
 @RUN_DIR
 @click.option("-o", "--out", type=PATH, help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
 @AT
-@click.option("--deep", is_flag=True, help="Read every tensor, too: what is not finite or fails a checksum is lost.")
-@click.option(
-    "--fragments", is_flag=True, help="Take what is left of damaged parts as well, element by element; see below."
-)
-@click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and what is damaged aside.")
+@click.option("--deep", is_flag=True, help="Also read every tensor: data not finite or failing a checksum is lost.")
+@click.option("--fragments", is_flag=True, help="Also use the intact elements of damaged parts; see below.")
+@click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and move damaged checkpoints aside.")
 @TRUST_UNRECORDED
 @FORCE
 @DRY_RUN
@@ -53,12 +51,12 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compose what is left of RUN_DIR when its newest checkpoint is damaged or incomplete.
+    """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 
-    Every part comes from the newest checkpoint, full or partial, that has all of it intact: weights, masters and
-    moments together. Schedule, trainer state and random number states come from the newest that has them and gives
-    something. With --fragments, a part that has lost only some elements, such as those of one rank under ZeRO-3, keeps
-    the others: such params mix two steps, element by element. If the newest checkpoint is intact, nothing is written.
+    Every part comes from the newest checkpoint, full or partial, that has all of it intact: weights, master weights and
+    moments together. Schedule, trainer state and random number states come from the newest source that has them. With
+    --fragments, a part that has lost only some elements, such as those of one rank under ZeRO-3, keeps the others: such
+    params mix two steps, element by element. If the newest checkpoint is intact, nothing is written.
 
     \b
     Examples:
@@ -73,12 +71,12 @@ def command(
     from llmtailor.salvage.report import to_json
 
     if replace and out is not None:
-        raise UsageError.at("--replace", "it decides where the output goes", "leave -o out")
+        raise UsageError.at("--replace", "it determines the output folder", "omit -o")
     if (left := unfinished_replacement(run.absolute())) is not None:
         if replace and not dry_run:
             _put_in_place(left, as_json)
         else:
-            click.echo("note: an earlier --replace was interrupted; salvage --replace goes on with it", err=True)
+            click.echo("note: an earlier --replace was interrupted; run salvage --replace to finish it", err=True)
     with progress_bar(None, quiet=quiet or not deep, label="reading") as on_progress:
         salvage = plan_salvage(
             run,
@@ -145,13 +143,13 @@ def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_j
 
     newest = display_name(salvage.scan.newest[1])
     if salvage.is_intact:
-        click.echo(f"{newest} is intact: there is nothing to salvage", err=as_json)
+        click.echo(f"{newest} is intact: nothing to salvage", err=as_json)
         return
     if salvage.composition is None:
-        click.echo(f"nothing newer than {salvage.base.name}, which is whole, can be used: resume from it", err=as_json)
+        click.echo(f"{salvage.base.name} is intact, and nothing newer is usable: resume from it", err=as_json)
     how = f"resume with --resume_from_checkpoint {display_name(resume_from)}"
     if replaced:
-        how += ", or leave it to auto-resume"
+        how += ", or use auto-resume"
     else:
-        how += f"; auto-resume would pick {newest}, unless you say --replace here"
+        how += f"; without --replace, auto-resume would pick {newest}"
     click.echo(how, err=as_json)

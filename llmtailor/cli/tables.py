@@ -1,4 +1,4 @@
-"""Reports as plain text, made to be read in a terminal and in a log file alike."""
+"""Reports as plain text, for terminals and log files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def parts_text(report: Report) -> str:
-    """Return which part comes from which source."""
+    """Return the source of each part."""
     parts = [
         (
             row.part + ("" if row.is_whole else f" ({row.num_tensors} tensors)"),
@@ -47,13 +47,13 @@ def plan_text(report: Report) -> str:
             table(("file", "bytes"), files, right=(1,)),
             "",
             f"{len(report.files)} files, {size(report.num_bytes)} ({report.num_bytes:,} bytes); "
-            f"{size(report.needed_bytes)} free space needed, {size(report.free_bytes)} there",
+            f"{size(report.needed_bytes)} free space needed, {size(report.free_bytes)} available",
         ]
     )
 
 
 def salvage_text(salvage: Salvage) -> str:
-    """Return which part comes from which checkpoint, and why not from the newest."""
+    """Return which checkpoint each part comes from, and why not from the newest."""
     from llmtailor.salvage.report import fold, rows
 
     cells = [
@@ -67,12 +67,12 @@ def salvage_text(salvage: Salvage) -> str:
         for row in fold(rows(salvage))
     ]
     base = salvage.base
-    head = f"{base.name} gives schedule, random number states and trainer state: resumes at step {base.step}\n\n"
+    head = f"schedule, random number states and trainer state from {base.name}: resumes at step {base.step}\n\n"
     return head + table(("part", "source", "step", "steps back", "why"), cells, right=(2, 3))
 
 
 def inspection_text(content: Inspection) -> str:
-    """Return what `inspection.describe` found, in words."""
+    """Return a checkpoint's description as text."""
     is_adapter = any(file["path"] == ADAPTER for file in content["files"])
     unsaved = "those of an adapter" if is_adapter else "not saved"
     lines = [
@@ -106,18 +106,18 @@ def inspection_text(content: Inspection) -> str:
     ]
     lines += [
         "",
-        table(("group", "params", "flat ids", "lr", "weight decay", "betas"), groups, right=(0, 1)),
+        table(("group", "params", "sub-groups", "lr", "weight decay", "betas"), groups, right=(0, 1)),
         "",
         table(("part", "tensors", "step", "Adam step", "bytes"), parts, right=(1, 2, 3, 4)),
         "",
         f"{len(content['files'])} files, {size(content['num_bytes'])} ({content['num_bytes']:,} bytes)",
     ]
-    findings = [f"odd: {item['where']}: {item['what']} ({item['fix']})" for item in content["findings"]]
-    return "\n".join(lines + (findings or ["nothing is missing or odd"]))
+    findings = [f"note: {item['where']}: {item['what']} ({item['fix']})" for item in content["findings"]]
+    return "\n".join(lines + (findings or ["nothing is missing or unusual"]))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
-    """Lay out rows in columns as wide as their widest cell; columns in ``right`` are flush right."""
+    """Return rows in columns as wide as their widest cell; columns in ``right`` are right-aligned."""
     cells = [tuple(head), *(tuple(printable(str(cell)) for cell in row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = [
@@ -131,7 +131,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence
 
 
 def size(num_bytes: int) -> str:
-    """Return a number of bytes in decimal units, as disks are sold: ``16.1 GB``."""
+    """Return a number of bytes in decimal units, e.g. ``16.1 GB``."""
     value, unit = float(num_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
@@ -146,7 +146,7 @@ def steps_text(steps: Sequence[int]) -> str:
 
 
 def ages_text(ages: Sequence[StepAge]) -> str:
-    """Return how old the parts of each step are that stays composable, now and afterwards."""
+    """Return how old the parts of each composable step are, now and afterwards."""
     rows = [(str(one.step), _age(one.now), _age(one.afterwards)) for one in ages]
     return table(("step", "oldest parts now", "oldest parts afterwards"), rows, right=(0,))
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     name="thin",
     cls=Command,
     exit_codes={
-        0: "done; or shown, without --yes; or there is nothing to thin out",
+        0: "done; or, without --yes, shown; or there is nothing to thin out",
         4: "nothing can resume from the newest checkpoint, so nothing older is touched",
-        6: "a training or another llmtailor is writing in RUN_DIR",
-        7: "the named checkpoints stay as they were; earlier changes stay",
+        6: "a training or another llmtailor is writing to RUN_DIR",
+        7: "the named checkpoints are unchanged; earlier changes stay",
         8: "earlier changes stay; rerun the same command to continue",
         130: "earlier changes stay; rerun the same command to continue",
     },
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 @click.option(
     "--strategy",
     metavar="POLICY",
-    help="Older full checkpoints become partial ones of the parts that a policy chooses: parity, filter, "
+    help="Older full checkpoints become partial ones with the parts that a policy chooses: parity, filter, "
     "filter:first=1,every=4, round_robin:4 or full. The oldest keeps all parts.",
 )
 @click.option(
     "--select",
     multiple=True,
     metavar="SELECTOR",
-    help="The same, of these parts, as in a recipe; may be repeated. The oldest keeps all parts.",
+    help="The same with these parts, as in a recipe; repeatable. The oldest keeps all parts.",
 )
 @click.option(
     "--keep-full-last",
     type=COUNT,
     metavar="K",
-    help="With --strategy or --select: the newest K full checkpoints stay as they are (default 1).",
+    help="With --strategy or --select: the newest K full checkpoints stay unchanged (default 1).",
 )
 @click.option(
     "--keep-optimizer-last",
     type=COUNT,
     metavar="K",
-    help="Older full checkpoints than the newest K lose their optimizer states: weights, config and tokenizer stay, "
+    help="Full checkpoints older than the newest K lose their optimizer states: weights, config and tokenizer stay, "
     "but nothing can resume from them.",
 )
 @YES
 @JSON
 def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
-    """Free disk space in RUN_DIR: thin out its older full checkpoints.
+    """Free disk space in RUN_DIR by thinning out its older full checkpoints.
 
-    The newest stay whole. Every step that could be composed can be composed afterwards (llmtailor merge --run RUN_DIR
-    --at STEP), but for those that lose their optimizer states on request. Nothing is removed before what takes its
-    place has been written and read back; if interrupted, run the same command again.
+    The newest stay whole. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
+    those that lose their optimizer states on request. A checkpoint is removed only after its replacement has been
+    written and read back. If interrupted, rerun the same command to resume.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
     wanted = _options(**options)
     if not yes:
         _show(plan_thinning(run, wanted), as_json)
-        click.echo("dry run: nothing was touched; say --yes to do it", err=True)
+        click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
         return
     with only_writer(run, make=not wanted.weights_only):
         plan = plan_thinning(run, wanted)
@@ -97,12 +97,12 @@ def _options(
     given = [flag for flag, value in (("--strategy", strategy), ("--select", select)) if value]
     given += ["--keep-optimizer-last"] if keep_optimizer_last else []
     if len(given) != 1:
-        what = f"{' and '.join(given)} can't be combined" if given else "it is not said what older checkpoints keep"
+        what = f"{' and '.join(given)} can't be combined" if given else "it needs to know what older checkpoints keep"
         fix = "give one of --strategy, --select and --keep-optimizer-last"
         problems.append(Problem("thin", what, fix))
     if keep_optimizer_last and keep_full_last:
-        fix = "leave it out: the newest K of --keep-optimizer-last stay full"
-        problems.append(Problem("--keep-full-last", "it goes with --strategy and --select only", fix))
+        fix = "omit it: the newest K of --keep-optimizer-last stay full"
+        problems.append(Problem("--keep-full-last", "it needs --strategy or --select", fix))
     if problems:
         raise UsageError(problems)
     return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select)
@@ -155,33 +155,33 @@ def _to_text(plan: ThinPlan) -> str:
         for action in plan.actions
     ]
     lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
-    lines += [f"left by a thinning that was killed, and removed: {path.name}" for path in plan.left_behind]
+    lines += [f"left by a killed thin, removed: {path.name}" for path in plan.left_behind]
     before, after = plan.before, plan.after
     lines.append(f"steps that can be composed now:        {steps_text(before)}")
     lines.append(f"steps that can be composed afterwards: {steps_text(after)}")
     lines += ["", ages_text(plan.ages), ""] if plan.ages else []
     if lost := [step for step in before if step not in after]:
-        lines.append(f"nothing can resume from step {steps_text(lost)} any more: only the weights are kept")
+        lines.append(f"only the weights of step {steps_text(lost)} are kept: nothing can resume from them")
     if all(action.becomes == STAYS for action in plan.actions):
         lines.append(f"nothing to thin out beyond the newest {plan.options.keep_full}, which stay full")
     if plan.freed < 0:
-        lines.append("no gain: the description of a partial checkpoint outweighs such a small model")
+        lines.append("no gain: for such a small model, a partial checkpoint's manifest takes more space than it saves")
     lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
     return "\n".join(lines)
 
 
 def _words(action: PruneAction) -> tuple[str, str]:
-    """Return what a checkpoint becomes, and the parts it keeps."""
+    """Return the outcome for a checkpoint, and the parts it keeps."""
     from llmtailor.recipe.text import condense
     from llmtailor.runs.pruning import STAYS
 
     if action.becomes == STAYS:
         return (f"stays: {action.why}" if action.why else "stays"), "all"
     if action.successor is None:
-        return "weights only, no resume", "no optimizer states"
+        return "weights only, not resumable", "no optimizer states"
     where = f"{action.successor.path.parent.name}/{action.successor.name}"
     is_whole = action.successor.parts is None
-    return where + ("" if action.conversion else ", there already"), "all" if is_whole else condense(action.parts)
+    return where + ("" if action.conversion else ", already there"), "all" if is_whole else condense(action.parts)
 
 
 def _signed(num_bytes: int) -> str:

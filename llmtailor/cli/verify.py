@@ -16,27 +16,27 @@ from llmtailor.errors import VerificationError
     name="verify",
     cls=Command,
     exit_codes={
-        0: "CHECKPOINT is resumable, or partial and intact; also with warnings",
+        0: "CHECKPOINT is resumable, or partial and intact, possibly with warnings",
         2: "also if --resume-smoke can't be done here",
-        4: "it is not a checkpoint, or of a kind that can't be judged",
+        4: "it is not a checkpoint, or of an unsupported kind",
         7: "CHECKPOINT is not resumable, or partial and damaged",
     },
 )
 @click.argument("checkpoint", type=PATH)
-@click.option("--deep", is_flag=True, help="Read every tensor, too: values, checksums, weights against masters.")
-@click.option("--resume-smoke", is_flag=True, help="Try to resume it, with stock DeepSpeed on CPU ranks.")
+@click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
+@click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
 @JSON
 @click.pass_context
 def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
     """Check whether an unmodified Trainer or DeepSpeed will resume from CHECKPOINT correctly.
 
-    An error means that a resume fails, or silently continues from something else; a warning, that something is lost on
-    the way. Without --deep only headers are read, which takes seconds for any size.
+    An error means that a resume fails or silently continues from a different state; a warning means that it loses
+    something. Without --deep, only headers are read, which takes seconds for any size.
 
     A partial checkpoint never resumes by itself. It is intact if a composite can be made with it.
 
-    --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine on as many CPU processes
-    as it has ranks, and compares what the engine then holds with what the files say.
+    --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine in one CPU process per
+    rank, and compares the state of the engine with the files.
 
     \b
     Examples:

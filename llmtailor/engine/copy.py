@@ -1,9 +1,9 @@
-"""Carries out a plan: fills every file from its pieces, several files at once, in flat memory.
+"""Carries out a plan: fills every file with its pieces, several files at once, in flat memory.
 
 Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it
 in chunks. While the disk makes one file durable, its worker continues with the next. The CRC-32 of every byte is
-computed on the way: for the zip records, the files and the states. What an earlier run has written is read back by the
-same pieces, so that nothing but its size and CRC need be remembered.
+computed on the way: for the zip records, the files and the states. What an earlier run wrote is read back by the same
+pieces, so only its size and CRC need be recorded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
 STORE_BYTES = 32 << 20
-"""What is asked of a store at once: for tensors of a GPU, what is in CPU memory beside them."""
+"""Bytes requested from a store at once; for GPU tensors, the additional CPU memory"""
 MARK_BYTES = 256 << 20
-"""A long file is made durable, and marked in the journal, whenever so much of it is new. This goes on beside the
-writing and costs no time: what the disk does now it need not do at the end."""
+"""A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
+the writing and costs no time: the disk has less to do at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The checksum of consecutive elements of a state, from ``begin`` on, as they were written."""
+    """The checksum of consecutive elements of a state, from ``begin`` on, as written."""
 
     state: State
     begin: int
@@ -48,14 +48,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """What was written."""
+    """A file as written."""
 
     plan: FileLayout
     crc: int
     crcs: tuple[int, ...]
-    """CRC-32 of every piece."""
+    """CRC-32 of every piece"""
     digest: str | None
-    """XXH3 of the file, if it was asked for."""
+    """XXH3 of the file, if requested"""
 
     @property
     def path(self) -> str:
@@ -73,28 +73,28 @@ class FileResult:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What goes along with a plan."""
+    """The settings and callbacks for carrying out a plan."""
 
     facts: Sequence[Mapping[str, FileFact]] = ()
-    """For each source what its files were like; a file that has changed is refused when it is opened."""
+    """The files of each source as indexed; a file that has changed is refused when it is opened."""
     kept: Mapping[str, tuple[Mark, ...]] = field(default_factory=dict)
-    """How far files are that an earlier run began: read back, and written from the last mark on that is true."""
+    """The marks of files that an earlier run began. They are read back, and writing continues at the last true mark."""
     on_progress: Callable[[int], None] = lambda num_bytes: None
-    """Gets the size of every run of bytes written or read back, from several threads; a negative one takes some back"""
+    """Called from several threads with the number of bytes written or read back; a negative number takes some back"""
     record: Callable[[str, Mark], None] = lambda path, mark: None
-    """Gets how far a file is durable, from several threads."""
+    """Called from several threads with how far a file is durable"""
     digest: bool = False
-    """Whether to take the XXH3 of every file too."""
+    """Whether to compute the XXH3 of every file"""
     stop: Stop = field(default_factory=Stop)
     stores: Mapping[str, Store] = field(default_factory=dict)
-    """Sources of the plan that are no folders, by their names there."""
+    """The plan's sources that are not folders, by name"""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
     """Write every file of the plan below ``staging``, each fsynced; return their checksums in plan order.
 
     Raises SourceError if a source file is missing, has changed or ends early, StorageError if the disk fails or is
-    full, and Interrupted if that was asked for, once all workers have stopped.
+    full, and Interrupted on Ctrl-C or SIGTERM, once all workers have stopped.
     """
     context = context or Context()
     facts = {
@@ -123,7 +123,7 @@ def _write_file(
     context: Context,
     turns: BoundedSemaphore,
 ) -> FileResult:
-    """Write one file: its bytes in turn with others, then its fsync, which needs no core, beside them."""
+    """Write one file: its bytes while holding a core, then its fsync, which needs none, in parallel with others."""
     target = staging / file.path
     marks = context.kept.get(file.path, ())
     try:
@@ -148,7 +148,7 @@ def _write_file(
 
 
 class _Filled:
-    """What is known of the pieces that a file has so far."""
+    """The pieces that a file has so far, with their checksums."""
 
     def __init__(self, plan: FileLayout):
         self.plan = plan
@@ -177,19 +177,19 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Contex
                     break
                 filled.add(piece, output.take_over(piece.num_bytes, context.stop))
             true = (filled.at, filled.crc) == (mark.num_bytes, mark.crc)
-        except OSError:  # cut short, or on a spot that the disk can't read any more
+        except OSError:  # cut short, or no longer readable
             true = False
         if not true:
-            logger.info("%s: what is there up to byte %d is not as the journal says", plan.path, mark.num_bytes)
+            logger.info("%s: the content up to byte %d does not match the journal", plan.path, mark.num_bytes)
             context.on_progress(-output.at)
             return _take_over(plan, fd, marks[:number], context)
     if marks:
-        logger.info("%s: %d of %d bytes are there and as the journal says", plan.path, output.at, plan.num_bytes)
+        logger.info("%s: %d of %d bytes are there and match the journal", plan.path, output.at, plan.num_bytes)
     return filled, output
 
 
 def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, context: Context) -> None:
-    """Write the pieces that are missing."""
+    """Write the missing pieces."""
     marked = filled.at
     marking: Future[None] | None = None
 
@@ -215,11 +215,11 @@ def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, c
             marked, marking = filled.at, beside.submit(mark, Mark(filled.at, filled.crc))
     output.flush()
     if marking:
-        marking.result()  # a disk reports an error once, and not again at the last fsync
+        marking.result()  # a disk reports an error only once, not again at the last fsync
 
 
 def _write_bulk(piece: Zeros | Copy | Cast, output: Output, sources: Sources, stop: Stop) -> int:
-    """Write a piece that may be long; return its CRC-32."""
+    """Write a possibly long piece; return its CRC-32."""
     crc, left = 0, piece.num_bytes
     if isinstance(piece, Zeros):
         for length in _lengths(left, len(_ZEROS)):
@@ -258,7 +258,7 @@ def _lengths(total: int, size: int) -> Iterator[int]:
 
 
 class _Ranges:
-    """Keeps the CRC-32 of the ranges that checksum pieces ask for; they never overlap, and come in order."""
+    """The CRC-32 of the ranges that checksum pieces need; they never overlap, and come in order."""
 
     def __init__(self, wanted: Iterator[Crc]):
         self.spans = sorted({(piece.start, piece.stop) for piece in wanted}, reverse=True)

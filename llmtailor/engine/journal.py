@@ -1,8 +1,8 @@
-"""The journal of a merge: which merge it is, and how much of it has been written durably.
+"""The journal of a merge: the merge's identity, and how much of it has been written durably.
 
-The journal is a file of JSON lines in the staging folder. The first line identifies the merge; each of the others says
-that a file is durable up to some byte, with the CRC-32 so far. A merge that resumes reads those bytes again and
-compares, so a line that is torn, lost or wrong costs time and nothing else.
+The journal is a file of JSON lines in the staging folder. The first line identifies the merge; each of the others
+records up to which byte a file is durable, with the CRC-32 so far. A merge that resumes reads those bytes again and
+compares, so a torn, lost or wrong line costs only time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from llmtailor.storage.local import FileFact, chunks, write_all
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What decides every byte of the output, and a few words for messages."""
+    """Everything that decides the bytes of the output, and details for messages."""
 
     tool_version: str
     plan: str
-    """Digest of the plan: every piece with the folders it reads from, literal bytes included."""
+    """Digest of the plan: every piece with the folders it reads from, including literal bytes"""
     sources: Mapping[str, FileFact]
-    """Every file that pieces read from, by path."""
+    """Every file that pieces read from, by path"""
     request: str
-    """Digest of the recipe and the options: whether the user wants the same, even if the plan has changed"""
+    """Digest of the recipe and the options: the same request, even if the plan has changed"""
     recipe: str
     begun: str
     num_bytes: int
 
     def digest(self) -> str:
-        """Return the SHA-256 of what decides the bytes of the output, and of the states that the sources were in."""
+        """Return the SHA-256 of everything that decides the output's bytes, including the state of the source files."""
         facts = [(path, fact.num_bytes, fact.mtime_ns) for path, fact in sorted(self.sources.items())]
         return hashlib.sha256(repr((self.tool_version, self.plan, facts)).encode()).hexdigest()
 
@@ -50,7 +50,7 @@ def identify(
     request: object,
     begun: str,
 ) -> Identity:
-    """Identify a merge. ``facts`` are those of each source's files; ``request`` is anything whose repr is stable."""
+    """Return a merge's identity. ``facts`` are those of each source's files; ``request`` needs a stable repr."""
     read = {
         (piece.source, piece.extent.path)
         for file in plan.files
@@ -63,7 +63,7 @@ def identify(
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 of all that a plan says."""
+    """Return the SHA-256 of a whole plan."""
     digest = hashlib.sha256(repr(plan.sources).encode())
     for file in plan.files:
         digest.update(f"{file.path!r} {file.num_bytes}".encode())
@@ -77,21 +77,21 @@ def plan_digest(plan: Plan) -> str:
 
 
 def why_not(old: Identity, new: Identity) -> str:
-    """Return why the merge ``new`` can't resume from what ``old`` has written; empty if it can."""
+    """Return why the merge ``new`` can't resume from the output of ``old``; empty if it can."""
     changed = [
         path for path, fact in new.sources.items() if path not in old.sources or not fact.is_like(old.sources[path])
     ]
     if old.tool_version != new.tool_version:
-        return f"it was begun by llmtailor {old.tool_version}, and this is {new.tool_version}"
+        return f"it was started by llmtailor {old.tool_version}, but this is {new.tool_version}"
     if old.plan == new.plan and not changed:
         return ""
     if old.plan != new.plan and old.request != new.request:
-        return "it is of another recipe, or has other options"
+        return "its recipe or options differ"
     return f"its sources have changed since: {some(changed)}" if changed else "its sources have changed since"
 
 
 def is_another(old: Identity, new: Identity) -> bool:
-    """Whether somebody may still want what ``old`` has written, because it is not the same merge in an older state."""
+    """Return whether ``old`` is a different merge, whose output may still be wanted, not an older state of this one."""
     return old.request != new.request and old.plan != new.plan
 
 
@@ -108,11 +108,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What an earlier merge left behind."""
+    """The leftovers of an earlier merge."""
 
     identity: Identity
     marks: Mapping[str, tuple[Mark, ...]]
-    """By relative path, ascending."""
+    """By relative path, ascending"""
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +125,7 @@ class Journal:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.reached: dict[str, int] = {}
-        """Durable bytes by path."""
+        """Durable bytes by path"""
         self._lock = threading.Lock()
 
     @property
@@ -133,31 +133,31 @@ class Journal:
         return sum(self.reached.values())
 
     def begin(self, identity: Identity) -> None:
-        """Begin the journal of this merge; it is empty. Raises OSError."""
+        """Start the empty journal of this merge. Raises OSError."""
         facts = {path: asdict(fact) for path, fact in identity.sources.items()}
         self._append({"schema": _SCHEMA, **asdict(identity), "sources": facts})
 
     def add(self, path: str, mark: Mark) -> None:
-        """Note, durably, how far a file is. Raises OSError."""
+        """Durably record how far a file is. Raises OSError."""
         with self._lock:
             self._append({"path": path, "num_bytes": mark.num_bytes, "crc32": f"{mark.crc:08x}"})
             self.reached[path] = mark.num_bytes
 
     def clear(self) -> None:
-        """Forget everything, durably. Raises OSError."""
+        """Durably delete all content. Raises OSError."""
         os.ftruncate(self.fd, 0)
         os.fsync(self.fd)
         self.reached = {}
 
     def _append(self, content: dict[str, Any]) -> None:
         os.lseek(self.fd, 0, os.SEEK_END)
-        # the line feed in front closes a line that was torn
+        # the leading line feed ends a torn line
         write_all(self.fd, b"\n" + json.dumps(content).encode())
         os.fsync(self.fd)
 
 
 def read_journal(fd: int) -> Unfinished | None:
-    """Return what a journal says; None if it is empty or doesn't even say which merge it is of. Raises OSError."""
+    """Return the content of a journal; None if it is empty or does not identify its merge. Raises OSError."""
     lines = _lines(fd)
     try:
         identity = _identity(next(lines))
@@ -170,7 +170,7 @@ def read_journal(fd: int) -> Unfinished | None:
         except (KeyError, TypeError, ValueError):
             continue
         if isinstance(path, str) and isinstance(mark.num_bytes, int):
-            # a file that was cut and written again has later lines for less
+            # a file that was cut and rewritten has later lines with fewer bytes
             marks[path] = (*(one for one in marks.get(path, ()) if one.num_bytes < mark.num_bytes), mark)
     return Unfinished(identity, marks)
 

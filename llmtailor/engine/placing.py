@@ -1,4 +1,4 @@
-"""Renames of finished folders, for what is put in the place of something else."""
+"""Renames of finished folders that replace others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from llmtailor.storage.local import Entries, added_since, fsync_folder, rename_n
 
 
 def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
-    """Rename a finished folder to ``target``, and other folders, maybe ``target`` among them, to other names.
+    """Rename a finished folder to ``target``, and other folders, possibly including ``target``, to other names.
 
-    Nothing is deleted or copied, and ``target`` is there, whole, at every moment from the first rename on. All are in
+    Nothing is deleted or copied, and ``target`` exists, whole, at every moment from the first rename on. All are in
     one folder. Raises TargetError if one of the new names is taken, StorageError if a rename fails.
     """
     try:
@@ -33,24 +33,24 @@ def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
                 rename_new(folder, name)
         fsync_folder(target.parent)
     except FileExistsError as error:
-        raise TargetError.at(error.filename, "the name is taken already", "move that folder away") from error
+        raise TargetError.at(error.filename, "the name is already taken", "move that folder away") from error
     except OSError as error:
-        fix = "check the disk and the permissions"
+        fix = "check the disk and permissions"
         raise StorageError.at(target, f"can't rename: {error.strerror}", fix) from error
 
 
 def check_old(folder: Path, out: Path, replaces: Entries) -> None:
-    """Raise TargetError for what has come into an old output since all of it was found to be replaceable."""
+    """Raise TargetError for anything added to an old output since it was found to be replaceable."""
     if added := added_since(folder, replaces):
-        what = f"the output is not replaced: {some(added, 8)} appeared or changed in the meantime"
-        raise TargetError.at(out, what, "move that away, and run this again; or choose another output")
+        what = f"the output was not replaced: {some(added, 8)} appeared or changed in the meantime"
+        raise TargetError.at(out, what, "move them elsewhere and run this again, or choose another output")
 
 
 def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
-    """Put a finished output in the place of the old one, which is then at ``new``, or else at ``aside``.
+    """Replace the old output with a finished one; the old one is then at ``new``, or else at ``aside``.
 
-    The old one is looked into before, and once more where nobody else finds it. Raises TargetError if something has
-    come into it, and puts it back; or OSError.
+    The old one is checked before, and again where no other process finds it. Raises TargetError, after putting it back,
+    if something was added to it; or OSError.
     """
     check_old(out, out, replaces)
     replace_folder(new, out, aside)

@@ -1,4 +1,4 @@
-"""Threads at work, and how they stop: on Ctrl-C or SIGTERM, between two chunks, and never in the middle of a step."""
+"""Worker threads and how they stop: on Ctrl-C or SIGTERM, between two chunks, never in the middle of a step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WAKE_UP_S = 0.5
 
 
 class Stop:
-    """Whether work shall stop. Plain attributes, because a signal handler must not take a lock."""
+    """Whether to stop. Plain attributes, because a signal handler must not take a lock."""
 
     def __init__(self) -> None:
         self.requested = False
-        """By the user."""
+        """By the user"""
         self.failed = False
-        """One of several workers has failed, so the others need not go on."""
+        """Whether a worker has failed, so that the others stop too"""
 
     def check(self) -> None:
-        """Raise Interrupted, or `Abandoned` if there is a better error to tell."""
+        """Raise Interrupted if requested, or `Abandoned` if another worker's error will be raised."""
         if self.requested:
             raise Interrupted.at("", "interrupted", "run the same command again")
         if self.failed:
@@ -40,11 +40,11 @@ class Abandoned(Exception):
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Turn Ctrl-C and SIGTERM into a request, for as long as the block lasts.
+    """Turn Ctrl-C and SIGTERM into a stop request within the block.
 
-    A KeyboardInterrupt may come between any two instructions, also right behind the rename that publishes. So the
-    handlers stay those of the process, but where one raises KeyboardInterrupt, that becomes a request. Handlers that do
-    something else are none of our business. Outside of the main thread, which alone gets signals, nothing changes.
+    A KeyboardInterrupt may come between any two instructions, even right after the rename that publishes. The process's
+    handlers stay in use, but a KeyboardInterrupt that one raises becomes a request. Handlers that do something else
+    are left alone. Outside the main thread, the only one that gets signals, nothing changes.
     """
     stop = Stop()
     previous: dict[int, Callable[..., Any]] = {}
@@ -73,7 +73,7 @@ def num_workers() -> int:
 
 
 def run_all(jobs: Iterable[Callable[[], T]], workers: int, stop: Stop) -> list[T]:
-    """Do all jobs in threads, beginning with the first; return what they return.
+    """Run all jobs in threads, starting with the first; return their results.
 
     The first failure sets ``stop.failed`` and is raised once all threads have stopped. Raises Interrupted on request.
     """

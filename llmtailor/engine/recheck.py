@@ -1,4 +1,4 @@
-"""Reads source files a second time, front to back: for their digests, and to see that they are what was copied."""
+"""Reads source files a second time, front to back: for their digests, and to check that they match the copy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llmtailor.storage.local import EndsEarly, chunks
 CHUNK_BYTES = 1 << 20
 
 SourceFile = tuple[int, str]
-"""Position in `Plan.sources`, and path."""
+"""Position in `Plan.sources`, and path"""
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A checksum that a source itself states: of a record in a torch file, or of a file in a manifest of ours."""
+    """A checksum stated by a source: of a record in a torch file, or of a file in a llmtailor manifest."""
 
     what: str
     start: int
@@ -36,7 +36,7 @@ class Stated:
 
 
 def files_read(plan: Plan) -> list[SourceFile]:
-    """Return every source file that pieces read from."""
+    """Return all source files that pieces read from."""
     pieces = (piece for file in plan.files for piece in file.pieces)
     return sorted({(piece.source, piece.extent.path) for piece in pieces if isinstance(piece, (Copy, Cast))})
 
@@ -49,11 +49,11 @@ def read_again(
     stop: Stop,
     stated: Mapping[SourceFile, Sequence[Stated]] | None = None,
 ) -> dict[SourceFile, str]:
-    """Read some source files again, whole; return their digests.
+    """Read whole source files again; return their digests.
 
-    Every range that was copied or converted is compared with what was written, by its CRC-32; so is what an earlier run
-    has written and this one kept, and what the sources have ``stated``. Raises SourceError for a file whose content has
-    changed or is damaged, or StorageError.
+    Every range that was copied or converted is compared by CRC-32 with what was written, including what this run kept
+    of an earlier one, and with the checksums that the sources ``stated``. Raises SourceError for a changed or damaged
+    file, or StorageError.
     """
     taken: dict[SourceFile, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
@@ -97,31 +97,31 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
 
 
 def _damaged(where: Path, what: str) -> SourceError:
-    fix = f"llmtailor verify --deep says what is damaged; {COPY_FILE}"
+    fix = f"llmtailor verify --deep lists the damage; {COPY_FILE}"
     return SourceError.at(where, f"{what} does not match its checksum", fix)
 
 
 class _Range:
-    """A range of a source file, and its CRC-32 as far as it is known."""
+    """A range of a source file, and its CRC-32 so far."""
 
     def __init__(self, start: int, stop: int, wanted: int, what: str = ""):
         self.at, self.stop, self.wanted, self.what = start, stop, wanted, what
         self.crc = 0
 
     def feed(self, data: memoryview) -> None:
-        """Take the next bytes; there may be none of ours behind the stop."""
+        """Add the next bytes of the file; those after ``stop`` are ignored."""
         self.at += len(data)
         self.crc = crc32(data, self.crc)
 
 
 class _Taken(_Range):
-    """A range that a piece took; the CRC-32 is that of what was made of it."""
+    """A range that a piece read; the CRC-32 is that of the result."""
 
     def __init__(self, piece: Copy | Cast, wanted: int):
         self.convert = piece if isinstance(piece, Cast) else None
         super().__init__(piece.extent.start, piece.extent.stop, wanted)
         self.rest = b""
-        """The begin of an element that the last chunk cut."""
+        """The start of an element that the last chunk cut"""
 
     def feed(self, data: memoryview) -> None:
         if not self.convert:

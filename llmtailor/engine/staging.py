@@ -1,4 +1,4 @@
-"""The staging folder beside the output, and the one rename that publishes it.
+"""The staging folder beside the output, and the single rename that publishes it.
 
 Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
 leaves a hidden folder with a journal, from which the same merge resumes.
@@ -24,7 +24,7 @@ from llmtailor.storage.lock import Held, Lock
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD = "journal", "owner", "old"
 _ATTEMPTS = 100
-"""To lock a staging folder that others keep removing."""
+"""Attempts to lock a staging folder that other processes keep removing"""
 
 
 def check_target(out: Path, sources: list[Path], replace: bool) -> None:
@@ -33,38 +33,38 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
         inner, outer = out.resolve(), source.resolve()
         if inner == outer or outer.is_relative_to(inner) or inner.is_relative_to(outer):
             relation = "is" if inner == outer else "contains" if outer.is_relative_to(inner) else "lies in"
-            what = f"the output {relation} {source}, which is read"
+            what = f"the output {relation} {source}, which is a source"
             raise TargetError.at(out, what, "choose another output folder")
     if out.name in ("", ".."):
-        raise TargetError.at(out, "the output has no name of its own", "name the new folder itself")
+        raise TargetError.at(out, "the output has no folder name", "name the new folder itself")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise TargetError.at(out, "the output exists and is no folder", "choose another output, or remove it")
+        raise TargetError.at(out, "the output exists and is not a folder", "choose another output, or remove it")
     if out.exists() and not replace:
         raise already_there(out)
 
 
 def already_there(out: Path) -> TargetError:
-    """Build the refusal of an output that exists."""
-    fix = "choose another one, or say --force to replace it once the new one is complete"
+    """Return the error for an output that exists."""
+    fix = "choose another one, or use --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
-        fix += f"; {left} is what an interrupted merge has left, and may be removed"
-    return TargetError.at(out, "the output exists already", fix)
+        fix += f"; {left} was left by an interrupted merge and may be removed"
+    return TargetError.at(out, "the output already exists", fix)
 
 
 def old_output(out: Path) -> Path:
-    """Return where the output that is to be replaced lies: at ``out``, unless a merge was cut off right then."""
+    """Return the path of the output to replace: ``out``, unless a merge was cut off during the replacement."""
     old = staging_folder(out) / OLD
     return old if old.exists() and not out.exists() else out
 
 
 def staging_folder(out: Path) -> Path:
-    """Return where an output is put together."""
+    """Return the path of an output's staging folder."""
     absolute = out.absolute()
     return absolute.parent / f".{absolute.name}.llmtailor-staging"
 
 
 def peek(out: Path) -> Unfinished | None:
-    """Return what an earlier merge into ``out`` has left, without a lock. Raises StorageError."""
+    """Return what an earlier merge into ``out`` left, without locking. Raises StorageError."""
     path = staging_folder(out) / JOURNAL
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,28 +79,28 @@ def peek(out: Path) -> Unfinished | None:
 
 
 def occupied_bytes(out: Path) -> int:
-    """Return the space that an earlier merge into ``out`` takes, and the next one uses again."""
+    """Return the space that an earlier merge into ``out`` takes and the next one reuses."""
     total = 0
     for folder, _, names in os.walk(staging_folder(out)):
         for name in names:
-            with suppress(FileNotFoundError):  # another merge is at work, and a dry run looks on
+            with suppress(FileNotFoundError):  # another merge is running during a dry run
                 total += (Path(folder) / name).lstat().st_blocks * 512
     return total
 
 
 def check_space(out: Path, num_bytes: int) -> None:
-    """Raise StorageError if the file system of ``out`` has not that many bytes free."""
+    """Raise StorageError if the file system of ``out`` has fewer bytes free."""
     free = free_bytes(out)
     if free < num_bytes:
         raise StorageError.at(
             out,
-            f"{num_bytes:,} bytes are needed and {free:,} are free",
+            f"{num_bytes:,} bytes are needed, but {free:,} are free",
             f"free {num_bytes - free:,} bytes, or choose an output on another disk",
         )
 
 
 def free_bytes(out: Path) -> int:
-    """Return what is free, for us, on the file system where ``out`` will be."""
+    """Return the bytes free for this user on the file system where ``out`` will be."""
     there = out.absolute()
     while not there.exists():
         there = there.parent
@@ -109,27 +109,27 @@ def free_bytes(out: Path) -> int:
 
 
 class Staging:
-    """A locked folder beside ``out`` with a journal, and `path`, which `publish` makes ``out``.
+    """A locked folder beside ``out`` with a journal, and `path`, which `publish` renames to ``out``.
 
     ::
 
         .OUT.llmtailor-staging/
-          journal       what is being written, and how far it is; the lock is on it
+          journal       what is being written, and how far it is; this file is locked
           out/          becomes OUT
-          old/          what OUT was, while it is being replaced where the file system can't exchange folders
+          old/          the old OUT during a replacement, where the file system can't exchange folders
 
-    Leaving the block after an interrupt or a fault of the disk keeps the folder, if the journal has anything to go on
-    with. Otherwise it is removed.
+    Leaving the block after an interrupt or a disk error keeps the folder if the journal has anything to resume from.
+    Otherwise it is removed.
     """
 
     def __init__(self, out: Path, replaces: Entries | None = None):
-        """``replaces`` is all that ``out`` may hold if it is there; None: it must not be there."""
+        """``replaces`` is everything that an existing ``out`` may hold; None: it must not exist."""
         self.out = out.absolute()
         self.replaces = replaces
         self.folder = staging_folder(self.out)
         self.path = self.folder / "out"
         self.unfinished: Unfinished | None = None
-        """What an earlier merge has left."""
+        """What an earlier merge left"""
         self._lock = Lock(self.folder / JOURNAL, self.folder / OWNER)
         self._is_empty = False
         self._is_published = False
@@ -152,21 +152,21 @@ class Staging:
             make_folder(self.folder)
             try:
                 return self._lock.acquire()
-            except FileNotFoundError:  # its last owner has just removed the folder, or the journal that is locked now
+            except FileNotFoundError:  # its last owner has just removed the folder, or the journal that is now locked
                 continue
             except Held as held:
                 raise self._held(str(held)) from None
         raise self._held("")
 
     def _held(self, holder: str) -> TargetError:
-        what, fix = "another llmtailor is writing this output right now", "wait until it is done"
+        what, fix = "another llmtailor is writing this output", "wait until it is done"
         if holder:
-            what = f"{holder} is writing this output; this file system has no locks that would tell whether it still is"
+            what = f"{holder} was writing this output; this file system has no locks to show whether it still is"
             fix += f"; if it is dead, remove {self.folder / OWNER} and run this again"
         return TargetError.at(self.out, what, fix)
 
     def _recover(self) -> None:
-        """See what is there, now that nobody else changes it."""
+        """Restore the state after an earlier merge, now that no other process changes it."""
         self.unfinished = read_journal(self._lock.fd)
         self._is_empty = self.unfinished is None
         if self.unfinished:
@@ -174,7 +174,7 @@ class Staging:
         old = self.folder / OLD
         if old.exists() and not self.out.exists():  # cut off while OUT was being replaced
             old.rename(self.out)
-            logger.info("put %s back: an earlier merge was cut off while it was being replaced", self.out)
+            logger.info("put %s back: an earlier merge was cut off while replacing it", self.out)
             fsync_folder(self.out.parent)
         if self.out.exists():
             if self.replaces is None:
@@ -183,11 +183,11 @@ class Staging:
 
     @property
     def kept_bytes(self) -> int:
-        """Durable bytes that a merge which ends now leaves to the next one."""
+        """The durable bytes that the next merge can keep if this one ends now"""
         return 0 if self._is_published else self.journal.num_bytes
 
     def reset(self, identity: Identity) -> None:
-        """Discard what an earlier merge has left, and start the journal of this one. Raises StorageError."""
+        """Discard what an earlier merge left, and start this one's journal. Raises StorageError."""
         with self._faults("can't make the staging folder"):
             self.unfinished = None
             self.journal.clear()
@@ -197,7 +197,7 @@ class Staging:
             fsync_folder(self.folder)
 
     def resume(self) -> None:
-        """Keep what the journal knows of, and nothing else. Raises StorageError."""
+        """Keep only the files in the journal. Raises StorageError."""
         assert self.unfinished is not None
         with self._faults("can't resume"):
             self.path.mkdir(exist_ok=True)
@@ -215,7 +215,7 @@ class Staging:
                 Path(folder).rmdir()
 
     def publish(self) -> None:
-        """Make everything durable, then let the output appear at once, whole. Raises TargetError or StorageError."""
+        """Make everything durable, then publish the whole output at once. Raises TargetError or StorageError."""
         with self._faults("can't publish the output"):
             for folder, _, _ in os.walk(self.path):
                 fsync_folder(Path(folder))
@@ -227,10 +227,10 @@ class Staging:
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                fix = "choose another one, or say --force"
-                raise TargetError.at(self.out, "the output has appeared in the meantime", fix) from error
+                fix = "choose another one, or use --force"
+                raise TargetError.at(self.out, "the output appeared in the meantime", fix) from error
         self._is_published = True
-        with self._faults("the output is complete, but the disk doesn't confirm that it stays"):
+        with self._faults("the output is complete, but the disk doesn't confirm that it is durable"):
             fsync_folder(self.out.parent)
             fsync_folder(self.folder)
 
@@ -247,7 +247,7 @@ class Staging:
 
     def _remove(self) -> None:
         try:
-            self.journal.clear()  # before what it vouches for
+            self.journal.clear()  # before the files it lists
             shutil.rmtree(self.path, ignore_errors=True)  # after a replacement it is the old output
             self._remove_old()
             (self.folder / JOURNAL).unlink()
@@ -273,10 +273,9 @@ class Staging:
 
 @contextmanager
 def left_over(out: Path) -> Iterator[bool]:
-    """Tell whether what lies in an output's staging folder can go, and keep merges out for as long as the block lasts.
+    """Yield whether an output's staging folder can be removed, and keep merges out within the block.
 
-    It can't while a merge is at work there, or if it has the only copy of an output that was being replaced. Raises
-    OSError.
+    It can't while a merge is running, or if it has the only copy of an output that was being replaced. Raises OSError.
     """
     folder = staging_folder(out)
     if (folder / OLD).exists() and not out.exists():
@@ -285,7 +284,7 @@ def left_over(out: Path) -> Iterator[bool]:
     lock, is_unused = Lock(folder / JOURNAL, folder / OWNER), True
     try:
         lock.acquire(create=False)
-    except FileNotFoundError:  # killed before it began; unless another one begins just now
+    except FileNotFoundError:  # killed before it began, unless another one is just starting
         is_unused = not (folder / JOURNAL).exists()
     except Held:
         is_unused = False
@@ -296,7 +295,7 @@ def left_over(out: Path) -> Iterator[bool]:
 
 
 def remove_left_over(out: Path) -> None:
-    """Remove what the merge that has published an output was killed before it could remove. Raises OSError."""
+    """Remove leftovers of a merge that was killed after it published an output. Raises OSError."""
     with left_over(out) as is_unused:
         if is_unused and staging_folder(out).exists():
             shutil.rmtree(staging_folder(out))

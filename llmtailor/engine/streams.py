@@ -1,4 +1,4 @@
-"""Bytes in and out: source files that must not have changed, and an output file that is filled front to back."""
+"""Reading source files, which must not have changed, and writing an output file front to back."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Changed, EndsEarly, FileFact, Files, chunks, write_all
 
 BUFFER_BYTES = 512 << 10
-"""What a core's cache holds, so that a chunk is read, summed and written without going to memory in between."""
+"""Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
 
 
 class Digest(Protocol):
-    """The part of a hash that is needed here."""
+    """The methods of a hash that are used here."""
 
     def update(self, data: bytes | memoryview, /) -> object: ...
     def hexdigest(self) -> str: ...
 
 
 class Store(Protocol):
-    """A source of bytes that is no folder."""
+    """A source of bytes that is not a folder."""
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes, which stay as they are until the next call at least. Called from several threads."""
+        """Return bytes that stay unchanged at least until the next call. Called from several threads."""
         ...
 
 
 class Sources:
-    """The sources of a plan: folders, whose files are opened when a piece first needs them, and ``stores`` by name.
+    """The sources of a plan: folders, whose files are opened when first needed, and ``stores`` by name.
 
-    ``facts`` are what files were like when they were indexed, by full name; what is not in there is not compared.
+    ``facts`` describe files as indexed, by full name; other files are not checked.
     """
 
     def __init__(self, roots: Sequence[str], facts: Mapping[str, FileFact], stores: Mapping[str, Store]):
@@ -45,13 +45,13 @@ class Sources:
         self.stores = stores
 
     def store_of(self, piece: Copy | Cast) -> Store | None:
-        """Return where a piece is read from if that is no folder."""
+        """Return the store that a piece is read from; None for a folder."""
         return self.stores.get(self.roots[piece.source])
 
     def read_into(self, piece: Copy | Cast, offset: int, room: memoryview) -> None:
         """Fill ``room`` from the piece's file.
 
-        Raises SourceError for a file that is missing, too short or changed, else StorageError.
+        Raises SourceError for a missing, too short or changed file, else StorageError.
         """
         where = f"{self.roots[piece.source]}/{piece.extent.path}"
         try:
@@ -61,29 +61,30 @@ class Sources:
 
 
 def cannot_read(where: object, error: OSError) -> SourceError | StorageError:
-    """Tell a source that is not there, or not ours, from a disk or a network that fails (and may recover)."""
+    """Return a SourceError for a missing or forbidden source, a StorageError for a failing (maybe recovering) disk."""
     if isinstance(error, Changed):
         return changed(where)
     what = f"can't read: {error.strerror or error}"
     if isinstance(error, EndsEarly):
-        return SourceError.at(where, what, "it changed while it was read; stop what writes to it")
+        return SourceError.at(where, what, "it changed while it was read; stop the process that writes to it")
     if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
         return SourceError.at(where, what, "copy the file again, or fix its permissions")
     return StorageError.at(where, what, "check the disk")
 
 
 def changed(where: object) -> SourceError:
-    return SourceError.at(where, "the file changed while it was read", "stop what writes to it, and run this again")
+    fix = "stop the process that writes to it, and run this again"
+    return SourceError.at(where, "the file changed while it was read", fix)
 
 
 def cannot_write(where: Path, error: OSError) -> StorageError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "free some space, or choose another place for the output" if full else "check the disk and the permissions"
+    fix = "free some space, or choose another place for the output" if full else "check the disk and permissions"
     return StorageError.at(where, f"can't write: {error.strerror or error}", fix)
 
 
 class Output:
-    """Gathers bytes in one buffer and writes it when full; first it may take over what the file has already."""
+    """Gathers bytes in one buffer and writes it when full; it may first keep what the file already has."""
 
     def __init__(self, fd: int, on_progress: Callable[[int], None], digest: Digest | None):
         self.fd = fd
@@ -92,10 +93,10 @@ class Output:
         self.buffer = memoryview(bytearray(BUFFER_BYTES))
         self.filled = 0
         self.at = 0
-        """Bytes in the file that count."""
+        """Valid bytes in the file"""
 
     def take_over(self, length: int, stop: Stop) -> int:
-        """Read the next bytes back; return their CRC-32. Raises OSError, also if there are fewer."""
+        """Read back the next bytes and keep them; return their CRC-32. Raises OSError, also if there are fewer."""
         crc = 0
         for data in chunks(self.fd, self.buffer, self.at, self.at + length):
             stop.check()
@@ -104,18 +105,18 @@ class Output:
         return crc
 
     def begin(self) -> None:
-        """Cut off what has not been taken over, and go on behind it."""
+        """Cut off what was not kept, and continue writing there."""
         os.ftruncate(self.fd, self.at)
         os.lseek(self.fd, self.at, os.SEEK_SET)
 
     def room(self) -> memoryview:
-        """Return the free part of the buffer, never empty; fill it from the front, then `commit`."""
+        """Return the free part of the buffer, never empty; fill it from the start, then `commit`."""
         if self.filled == len(self.buffer):
             self.flush()
         return self.buffer[self.filled :]
 
     def commit(self, length: int, crc: int) -> int:
-        """Take what was filled into `room`; return the CRC-32 continued from ``crc``."""
+        """Accept the bytes filled into `room`; return the CRC-32 continued from ``crc``."""
         crc = crc32(self.buffer[self.filled : self.filled + length], crc)
         self.filled += length
         return crc

@@ -1,11 +1,11 @@
-"""Which attempt of a run a checkpoint belongs to, and whether the run gave that attempt up.
+"""Which attempt of a run a checkpoint belongs to, and whether that attempt was abandoned.
 
 A run is a chain of attempts: each start of the training is one, and records which step of which earlier attempt it
-continues. Resuming at step 400 gives up what was saved after that step. A composite never mixes what was given up with
-what replaced it.
+continues. Resuming at step 400 abandons everything saved after that step. A composite never mixes abandoned states
+with those that replaced them.
 
-There are two sources. ``partial/attempts.json`` lists every start, including one that died before its first save. And
-each checkpoint states its own attempt (`formats.attempt_mark`), wherever it is copied to.
+There are two sources. ``partial/attempts.json`` lists every start, including one that died before its first save.
+Each checkpoint also states its own attempt (`formats.attempt_mark`), wherever it is copied to.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from llmtailor.formats.registry import display_name
 from llmtailor.runs.folder import RunFolder
 
 FOREVER = sys.maxsize
-"""The last step of a lineage that may still be going on"""
+"""The last step of a lineage that may still continue"""
 
 
 class Standing(Enum):
-    """What a checkpoint is to the present attempt of its run."""
+    """How a checkpoint relates to the current attempt of its run."""
 
     OWN = "own"
     GIVEN_UP = "given up"
     """It belongs to an attempt that another one replaced."""
     UNRECORDED = "unrecorded"
-    """It states no attempt and is later than where the record of attempts begins, or it belongs to a training that
-    resumed from the present attempt without the saver."""
+    """It states no attempt and is later than the start of the attempt record, or it belongs to a training that resumed
+    from the current attempt without the saver."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Tells which checkpoints of a run do not belong to its present attempt."""
+    """Decides which checkpoints of a run do not belong to its current attempt."""
 
     folder: RunFolder
     present: Past | None
-    """With its own future; None: nothing is known, and every checkpoint belongs to the run"""
+    """The current attempt, open-ended; None: no attempts are known, and every checkpoint belongs to the run"""
     begins_at: int
-    """Up to this step a checkpoint may be older than the record of attempts, and need not state one."""
+    """Checkpoints up to this step may be older than the attempt record, and need not state their attempt."""
     trust_unrecorded: bool = False
 
     @classmethod
     def of(cls, folder: RunFolder, at: int | None, trust_unrecorded: bool = False) -> Judge:
         """Read the record of attempts or, without one, what the checkpoints up to step ``at`` state.
 
-        Without a record, as in a folder that was put together by hand, the present attempt is that of the newest
-        checkpoint that no other one gives up. Raises SourceError for a damaged record.
+        Without a record, as in a folder assembled by hand, the current attempt is that of the newest checkpoint that no
+        other one abandons. Raises SourceError for a damaged record.
         """
         if recorded := folder.attempts():
             last = recorded[-1]
@@ -66,14 +66,14 @@ class Judge:
         return cls(folder, _newest_alive(filter(None, map(stated_attempt, until))), FOREVER, trust_unrecorded)
 
     def why_not(self, path: Path, step: int) -> Problem | None:
-        """Return why a checkpoint must not be used with those of the present attempt, or None."""
+        """Return why a checkpoint must not be used with those of the current attempt, or None."""
         standing, name = self._standing(path, step), display_name(path)
         if standing is Standing.GIVEN_UP:
-            what = "it is of an attempt that was given up: the run has resumed at an earlier step since"
-            return Problem(name, what, "to use it all the same, name it in a recipe", Code.GIVEN_UP)
+            what = "it belongs to an abandoned attempt: the run has since resumed from an earlier step"
+            return Problem(name, what, "to use it anyway, name it in a recipe", Code.GIVEN_UP)
         if standing is Standing.UNRECORDED and not self.trust_unrecorded:
-            what = "it does not say which attempt of the run wrote it, and attempts are recorded here"
-            fix = "if it is what the run goes on from, say --trust-unrecorded; or name it in a recipe"
+            what = "it does not state its attempt, although this run records attempts"
+            fix = "if the run continues from it, use --trust-unrecorded; or name it in a recipe"
             return Problem(name, what, fix, Code.UNRECORDED)
         return None
 
@@ -96,9 +96,9 @@ class Judge:
         return Standing.GIVEN_UP if self._root(stated) is None else Standing.UNRECORDED
 
     def _root(self, stated: Past) -> int | None:
-        """Return the step of the present attempt that an unrecorded training resumed from, or None.
+        """Return the step of the current attempt that an unrecorded training resumed from, or None.
 
-        What resumes from an earlier attempt's step is the present attempt itself.
+        A training that resumed from a step of an earlier attempt is the current attempt itself.
         """
         if self.present is None or not stated.lineage.startswith(UNRECORDED):
             return None
@@ -107,7 +107,7 @@ class Judge:
 
     @cached_property
     def _newest_recorded(self) -> int:
-        """The newest step that the present attempt is known to have saved"""
+        """The newest step that the current attempt is known to have saved"""
         there = self.folder.checkpoints()
         return next((step for step, path in there if self._judge(step, stated_attempt(path)) is Standing.OWN), -1)
 

@@ -1,15 +1,15 @@
-"""The folder of a training run: what lies in it, one writer at a time, and partial checkpoints complete or absent.
+"""The folder of a training run: its contents, one writer at a time, and partial checkpoints complete or absent.
 
 ::
 
     RUN/checkpoint-100                              a full checkpoint of the Trainer, or a composite
-    RUN/abandoned-checkpoint-200                    a composite of an attempt that was given up
-    RUN/.NAME.llmtailor-staging                     what `engine.staging` puts together
-    RUN/.checkpoint-100.llmtailor-thinning          a checkpoint without optimizer while it is put together
+    RUN/abandoned-checkpoint-200                    a composite of an abandoned attempt
+    RUN/.NAME.llmtailor-staging                     an output that `engine.staging` is writing
+    RUN/.checkpoint-100.llmtailor-thinning          a checkpoint without optimizer while it is written
     RUN/.checkpoint-100.llmtailor-old               the full one, briefly, where folders can't be exchanged
-    RUN/.checkpoint-100.llmtailor-thinned           a full one that was replaced, while it is removed
+    RUN/.checkpoint-100.llmtailor-thinned           a replaced full one while it is removed
     RUN/partial/step-00000100                       a partial checkpoint; without a manifest, an unfinished save
-    RUN/partial/step-00000100.abandoned             one of an attempt that was given up
+    RUN/partial/step-00000100.abandoned             one of an abandoned attempt
     RUN/partial/.step-00000100.llmtailor-thinning   a partial checkpoint while ``thin`` writes it
     RUN/partial/attempts.json                       the record of attempts, see `runs.attempts`
 """
@@ -43,7 +43,7 @@ from llmtailor.storage.lock import Held, Lock
 
 _LOCK = ".lock"
 _locks: dict[Path, Lock] = {}
-"""Of this process"""
+"""The locks that this process holds"""
 _ATTEMPTS = "attempts.json"
 _SCHEMA = "llmtailor.attempts/1"
 _ABANDONED = re.compile(r"(step-\d{8,}\.abandoned)(-\d+)?")
@@ -51,14 +51,14 @@ _HIDDEN = re.compile(r"\.(.+)\.llmtailor-(staging|thinning|old|thinned)")
 
 
 class Kind(Enum):
-    """What a folder in a run's folder is."""
+    """The kind of a folder in a run's folder."""
 
     FULL = "full"
     PARTIAL = "partial"
     UNFINISHED = "unfinished"
     """A partial checkpoint without a manifest"""
     ABANDONED = "abandoned"
-    """A partial checkpoint of an attempt that was given up"""
+    """A partial checkpoint of an abandoned attempt"""
     STAGING = "staging"
     THINNING = "thinning"
     OLD = "old"
@@ -67,7 +67,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A folder in a run's folder, and its step (-1: it has none)."""
+    """A folder in a run's folder, and its step (-1: none)."""
 
     path: Path
     kind: Kind
@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def target(self) -> Path:
-        """Of one that is being put together or removed: the folder that it becomes, or was."""
+        """The folder that one being written will become, or that one being removed was"""
         match = _HIDDEN.fullmatch(self.path.name)
         assert match
         return self.path.with_name(match[1])
@@ -89,11 +89,11 @@ class RunFolder:
         self.partial = self.run / FOLDER
 
     def at(self, step: int) -> Path:
-        """Return where the partial checkpoint of a step lies, or would."""
+        """Return the path of a step's partial checkpoint, which need not exist."""
         return self.partial / folder_name(step)
 
     def entries(self, *kinds: Kind) -> list[Entry]:
-        """Return the folders of these kinds, sorted by name; those of the run's folder come before the partial ones."""
+        """Return the folders of these kinds, sorted by name; those in the run's folder come before the partial ones."""
         found = []
         for parent in (self.run, self.partial):
             for path in sorted(parent.iterdir()) if parent.is_dir() else ():
@@ -103,13 +103,13 @@ class RunFolder:
         return found
 
     def full(self) -> dict[int, Path]:
-        """Return the ``checkpoint-N`` by ascending step, whatever is in them.
+        """Return every ``checkpoint-N`` by ascending step, whatever it contains.
 
-        Raises SourceError if there is no such folder.
+        Raises SourceError if the run's folder does not exist.
         """
         if not self.run.is_dir():
             fix = "name the folder that holds checkpoint-N"
-            raise SourceError.at(display_name(self.run), "there is no such folder", fix, Code.NO_CHECKPOINT)
+            raise SourceError.at(display_name(self.run), "the folder does not exist", fix, Code.NO_CHECKPOINT)
         return dict(sorted((entry.step, entry.path) for entry in self.entries(Kind.FULL)))
 
     def complete(self) -> dict[int, Path]:
@@ -117,20 +117,21 @@ class RunFolder:
         return dict(sorted((entry.step, entry.path) for entry in self.entries(Kind.PARTIAL)))
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """Return all checkpoints with the steps in their names, full and partial, whatever is in them.
+        """Return all checkpoints, full and partial, with the steps in their names, whatever they contain.
 
-        The newest come first; of one step the full one. Raises SourceError if there is no such folder.
+        The newest come first, and a step's full one before its partial one. Raises SourceError if the run's folder does
+        not exist.
         """
         full = [(step, False, path) for step, path in self.full().items()]
         saves = [(entry.step, True, entry.path) for entry in self.entries(Kind.PARTIAL, Kind.UNFINISHED)]
         return [(step, path) for step, _, path in sorted([*full, *saves], key=lambda one: (-one[0], one[1]))]
 
     def checkpoints_until(self, at: int | None) -> list[tuple[int, Path]]:
-        """Return the `checkpoints` up to a step. Raises SourceError if there is none."""
+        """Return the `checkpoints` up to a step. Raises SourceError if there are none."""
         found = self.checkpoints()
         if not found:
             fix = "name the folder that holds checkpoint-N, or partial/"
-            raise SourceError.at(display_name(self.run), "there is no checkpoint-N in this folder", fix)
+            raise SourceError.at(display_name(self.run), "the folder has no checkpoint-N", fix)
         wanted = [(step, path) for step, path in found if at is None or step <= at]
         if not wanted:
             what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
@@ -138,19 +139,19 @@ class RunFolder:
         return wanted
 
     def left_by_thin(self) -> list[Path]:
-        """Return what a killed ``thin`` left and nobody needs."""
+        """Return what a killed ``thin`` left and nothing needs."""
         found = self.entries(Kind.THINNING, Kind.OLD, Kind.THINNED)
         return [entry.path for entry in found if entry.kind is not Kind.OLD or entry.target.exists()]
 
     def restore(self) -> None:
-        """Put a full checkpoint back in its place if a killed ``thin`` had just taken it away. Raises OSError."""
+        """Move a full checkpoint back if a killed ``thin`` had just moved it away. Raises OSError."""
         for entry in self.entries(Kind.OLD):
             if not entry.target.exists():
                 entry.path.rename(entry.target)
                 fsync_folder(entry.path.parent)
 
     def saves(self) -> list[RunCheckpoint]:
-        """Return what the complete partial checkpoints record of themselves; a damaged one gives nothing."""
+        """Return what the manifests of the complete partial checkpoints record; damaged ones are left out."""
         found = []
         for path in self.complete().values():
             with suppress(TailorError):
@@ -162,7 +163,7 @@ class RunFolder:
         return [past for past, _ in self._attempts()]
 
     def record_attempt(self, past: Past) -> None:
-        """Record durably that an attempt begins. Raises SourceError or StorageError."""
+        """Durably record the start of an attempt. Raises SourceError or StorageError."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         listed = [
             {"lineage": past.lineage, "resumed_at": past.step, "history": dict(past.history), "started": started}
@@ -180,24 +181,24 @@ class RunFolder:
         try:
             listed = content.get("attempts") if content.get("schema") == _SCHEMA else None
             if not isinstance(listed, list):
-                raise ValueError(f"it is no record of attempts by {_SCHEMA!r}")
+                raise ValueError(f"its schema is not {_SCHEMA!r}")
             return list(map(_read_attempt, listed))
         except ValueError as error:
-            fix = "copy it back; or remove it, if the run was never resumed at an earlier step than its newest save"
-            raise SourceError.at(where, f"the record of attempts is damaged: {error}", fix) from error
+            fix = "restore it; or remove it, if the run never resumed from a step before its newest save"
+            raise SourceError.at(where, f"the attempt record is damaged: {error}", fix) from error
 
     def lock(self) -> None:
-        """Keep other processes out until this one unlocks as often as it has locked, or ends.
+        """Keep other processes out until this one has unlocked as often as it locked, or ends.
 
-        File systems without locks keep nobody out: a training that was killed must be able to start again by itself.
-        Raises TargetError if another process is in, or StorageError.
+        File systems without locks keep nobody out: a killed training must be able to restart by itself.
+        Raises TargetError if another process holds the lock, or StorageError.
         """
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             _locks.setdefault(self.partial.absolute(), Lock(self.partial / _LOCK)).acquire()
         except Held as error:
-            what = "another run is saving partial checkpoints here right now"
-            raise TargetError.at(self.partial, what, "give this run an output_dir of its own") from error
+            what = "another run is saving partial checkpoints here"
+            raise TargetError.at(self.partial, what, "give this run its own output_dir") from error
         except OSError as error:
             raise StorageError.at(self.partial, f"can't lock: {error.strerror}", "check the disk") from error
 
@@ -206,7 +207,7 @@ class RunFolder:
             lock.release()
 
     def begin(self, step: int) -> Path:
-        """Make the empty folder of a new save. One that an abandoned attempt left at this step moves aside."""
+        """Make the empty folder of a new save; move aside one that an abandoned attempt left at this step."""
         path = self.at(step)
         if path.exists():
             if is_partial(path) or holds_unknown(path):
@@ -217,16 +218,16 @@ class RunFolder:
         return path
 
     def set_aside(self, paths: Iterable[Path]) -> None:
-        """Rename partial checkpoints and composites so that nothing looks for them any more.
+        """Rename partial checkpoints and composites so that nothing finds them any more.
 
-        The new name of a composite does not begin with ``checkpoint-``: the Trainer's rotation deletes what does.
+        The new name of a composite does not begin with ``checkpoint-``, because the Trainer's rotation deletes those.
         """
         for path in paths:
             name = f"{path.name}.abandoned" if path.parent == self.partial else f"abandoned-{path.name}"
             path.rename(_unused(path.with_name(name)))
 
     def sweep(self) -> list[str]:
-        """Remove what unfinished saves left, except folders with files of unknown making; return their names."""
+        """Remove unfinished saves, except those with files of unknown origin; return their names."""
         names = []
         for entry in self.entries(Kind.UNFINISHED):
             if not holds_unknown(entry.path):
@@ -235,9 +236,9 @@ class RunFolder:
         return names
 
     def remove_abandoned(self, made: Collection[str] = ()) -> None:
-        """Remove the partial checkpoints that were set aside, except those with files of unknown making.
+        """Remove the partial checkpoints that were set aside, except those with files of unknown origin.
 
-        ``made`` are known, too.
+        ``made`` are names that are also known.
         """
         for entry in self.entries(Kind.ABANDONED):
             if not holds_unknown(entry.path, made):
@@ -262,7 +263,7 @@ def _read_attempt(content: Any) -> tuple[Past, str]:
     past = read_past(values.get("resumed_at"), values.get("lineage"), values.get("history"))
     started = values.get("started")
     if past is None or not isinstance(started, str):
-        raise ValueError(f"it lists {content!r:.200}")
+        raise ValueError(f"unexpected entry {content!r:.200}")
     return past, started
 
 
@@ -275,21 +276,21 @@ def _unused(path: Path) -> Path:
 
 
 def staged(path: Path, kind: Kind) -> Path:
-    """Return where a folder lies while it is put together, replaced or removed."""
+    """Return the path of a folder while it is written, replaced or removed."""
     return path.with_name(f".{path.name}.llmtailor-{kind.value}")
 
 
 def remove_partial(path: Path) -> None:
-    """Remove a partial checkpoint: first its manifest, so that it is never there incomplete. Raises OSError."""
+    """Remove a partial checkpoint, its manifest first so that it never looks complete. Raises OSError."""
     (path / MANIFEST).unlink(missing_ok=True)
     fsync_folder(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_replaced(path: Path, now_at: Path | None = None) -> None:
-    """Remove a folder that was replaced; it lies at ``now_at``, or still at ``path``. Raises OSError.
+    """Remove a folder that was replaced; it is at ``now_at``, or still at ``path``. Raises OSError.
 
-    A rename hides it first, so that it is never there incomplete.
+    A rename hides it first, so that it is never visible incomplete.
     """
     aside = staged(path, Kind.THINNED)
     if aside.exists():
@@ -301,7 +302,7 @@ def remove_replaced(path: Path, now_at: Path | None = None) -> None:
 
 
 def holds_unknown(path: Path, made: Collection[str] = ()) -> bool:
-    """Whether a folder has entries that neither a training nor llmtailor is known to make; ``made`` are known, too."""
+    """Return whether a folder has entries not known to come from a training or llmtailor; ``made`` are also known."""
     unknown = survey_contents(path).unknown
     return any(name not in made and not UNFINISHED.fullmatch(name) for name in unknown)
 
@@ -324,7 +325,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make ``target`` the same file as ``source``, or a copy where links are not possible. Raises OSError."""
+    """Hard-link ``target`` to ``source``, or copy it where links are not possible. Raises OSError."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -336,10 +337,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
-    """Keep a training that saves partial checkpoints, and other llmtailors, out of a run's folder.
+    """Keep a training that saves partial checkpoints, and other llmtailor processes, out of a run's folder.
 
-    The lock lies in the folder of partial checkpoints, which ``make`` creates; without that folder there is nobody to
-    keep out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
+    The lock file is in the folder of partial checkpoints, which ``make`` creates; without that folder there is nobody
+    to keep out. Raises SourceError if there are no checkpoints, TargetError if another process holds the lock.
     """
     folder = RunFolder(run)
     folder.checkpoints_until(None)
@@ -347,8 +348,8 @@ def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
         if make or folder.partial.is_dir():
             folder.lock()
     except TargetError as error:
-        what = "a training is saving partial checkpoints here right now, or another llmtailor is at work"
-        fix = "wait until it has ended; nothing was touched"
+        what = "a training is saving partial checkpoints here, or another llmtailor is running"
+        fix = "wait until it ends; nothing was changed"
         raise TargetError.at(display_name(folder.partial), what, fix) from error
     try:
         folder.restore()
@@ -359,9 +360,9 @@ def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
 
 @contextmanager
 def carrying_out(run: Path, what: str, fix: str) -> Iterator[None]:
-    """Mark errors as late: something may already have been written or removed, and stays so.
+    """Mark errors as late: files may already have been written or removed.
 
-    Turns an OSError into a StorageError that says ``what`` and ``fix``.
+    Turns an OSError into a StorageError with ``what`` and ``fix``.
     """
     try:
         yield

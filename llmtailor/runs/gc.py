@@ -1,4 +1,4 @@
-"""Removes from a run's folder what nothing needs any more: partial checkpoints, and what was never finished."""
+"""Removes what a run no longer needs: partial checkpoints that no step uses, and unfinished or abandoned folders."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 logger = logging.getLogger(__name__)
 _WHY = {
-    Kind.UNFINISHED: "a save that did not finish",
-    Kind.ABANDONED: "of an attempt that was given up",
-    Kind.STAGING: "left by a merge that was interrupted",
+    Kind.UNFINISHED: "unfinished save",
+    Kind.ABANDONED: "abandoned attempt",
+    Kind.STAGING: "left by an interrupted merge",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A folder that is removed."""
+    """A folder to remove."""
 
     path: Path
     why: str
     step: int | None = None
-    """Of a partial checkpoint"""
+    """For a partial checkpoint"""
     staging: Entry | None = None
-    """Of what a merge left"""
+    """For what a merge left"""
 
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """Everything is decided, nothing is touched."""
+    """What gc will remove. Nothing has been touched yet."""
 
     run: Path
     scan: Scan
-    """Of every attempt"""
+    """Covers every attempt"""
     reachable: Reachable
     removals: tuple[Removal, ...]
     in_use: tuple[Path, ...]
-    """Left alone: another process is writing there"""
+    """Left alone, because another process is writing there"""
     left_alone: tuple[Problem, ...]
     """What can't be used, or must not be removed, and why"""
     ages: tuple[StepAge, ...]
-    """Of each step that stays composable"""
+    """For each step that stays composable"""
     freed: int
     """Bytes"""
 
 
 def plan_gc(run: Path, keep: int | None) -> GcPlan:
-    """Decide what is removed; with ``keep`` only the newest so many composable steps stay composable.
+    """Decide what to remove; with ``keep``, only that many of the newest composable steps stay composable.
 
-    Raises SourceError if the newest checkpoint can't be used, or no step can be composed.
+    Raises SourceError if the newest checkpoint can't be used or no step can be composed.
     """
     run = Path(run).absolute()
     scan = scan_run(run, every_chain=True)
@@ -75,7 +75,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
         logger.info("%s: %s", one.name, "needed" if is_needed else "no step needs it")
         found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
     folder = RunFolder(run)
-    found += [Removal(path, "left by a thinning that was killed") for path in folder.left_by_thin()]
+    found += [Removal(path, "left by a killed thin") for path in folder.left_by_thin()]
     found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(Kind.UNFINISHED, Kind.ABANDONED)]
     for entry in folder.entries(Kind.STAGING):
         with left_over(entry.target) as is_unused:
@@ -86,7 +86,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     unknown = {removal: _unknown(removal) for removal in found}
     removals = tuple(removal for removal in found if not unknown[removal])
     kept = tuple(
-        Problem(display_name(removal.path), f"it holds what no save has written: {some(names)}", "move that away")
+        Problem(display_name(removal.path), f"it holds files that no save wrote: {some(names)}", "move them elsewhere")
         for removal, names in unknown.items()
         if names
     )
@@ -103,15 +103,15 @@ def _unknown(removal: Removal) -> tuple[str, ...]:
     try:
         return survey_contents(removal.path).unknown
     except OSError as error:
-        return (f"something that can't be read ({error.strerror})",)
+        return (f"an unreadable entry ({error.strerror})",)
 
 
 def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: None) -> None:
-    """Carry out a plan that was made inside `only_writer`; ``notify`` gets each removal that is done.
+    """Carry out a plan that was made inside `only_writer`; call ``notify`` after each removal.
 
-    Raises StorageError; nothing needed is removed at any point.
+    Raises StorageError. Nothing needed is removed at any point.
     """
-    with carrying_out(plan.run, "can't remove it", "check the permissions; run this again"):
+    with carrying_out(plan.run, "can't remove it", "check the permissions, then run this again"):
         for removal in plan.removals:
             if unknown := _unknown(removal):
                 logger.info("left %s alone: %s appeared there", removal.path, some(unknown))
@@ -121,7 +121,7 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
             elif removal.staging is not None:
                 with left_over(removal.staging.target) as is_unused:
                     if not is_unused:
-                        logger.info("left %s alone: another process is writing there now", removal.path)
+                        logger.info("left %s alone: another process is now writing there", removal.path)
                         continue
                     shutil.rmtree(removal.path)
             else:

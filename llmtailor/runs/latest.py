@@ -1,4 +1,4 @@
-"""The service behind ``llmtailor latest``: the newest checkpoint of a run that a stock resume can be trusted with."""
+"""The service behind ``llmtailor latest``: find the newest checkpoint of a run that a stock resume can use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from llmtailor.verify.verify import verify_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The outcome of the search, newest first."""
+    """The search result."""
 
     path: Path | None
-    """The newest resumable checkpoint; None if there is none"""
+    """The newest resumable checkpoint, or None"""
     verdict: Verdict | None
     passed_over: tuple[Verdict, ...]
     """The verdicts on newer checkpoints"""
     newer_partial: Path | None
-    """The newest partial checkpoint if it is newer still: a composite would resume from its step"""
+    """The newest partial checkpoint if it is even newer: a composite would resume from its step"""
 
 
 def find_latest(
@@ -45,12 +45,12 @@ def find_latest(
     Args:
         run: the Trainer's ``output_dir``.
         at: the highest N to consider; None for any.
-        deep: read every tensor, too.
+        deep: also read every tensor.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
-        trust_unrecorded: also consider checkpoints that do not say which attempt they belong to.
+        trust_unrecorded: also consider checkpoints that do not state their attempt.
 
     Raises:
-        SourceError: there is no such folder.
+        SourceError: the folder does not exist.
         Interrupted: Ctrl-C or SIGTERM.
     """
     folder = RunFolder(run)
@@ -78,7 +78,7 @@ def _verify(path: Path, step: int, deep: bool, on_progress: Callable[[int], None
     if problem is None:
         try:
             return verify_checkpoint(path, deep, on_progress)
-        except SourceError as error:  # no checkpoint, or of a kind that can't be judged
+        except SourceError as error:  # not a checkpoint, or of an unsupported kind
             problems = error.problems
     else:
         problems = (problem,)
@@ -86,7 +86,7 @@ def _verify(path: Path, step: int, deep: bool, on_progress: Callable[[int], None
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:
-    """Return the outcome of a search as JSON data; the keys are stable within a schema version."""
+    """Return the search result as JSON data; the keys are stable within a schema version."""
     return {
         "schema": SCHEMA_LATEST,
         "path": None if latest.path is None else str(latest.path),

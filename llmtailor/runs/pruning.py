@@ -1,8 +1,8 @@
-"""Decides what becomes of each full checkpoint of a run that is thinned out. Pure, but for `read_facts`.
+"""Decides what thinning makes of each full checkpoint of a run. Pure, except `read_facts`.
 
 A checkpoint is touched only if every promised step can be composed without it, by the same rules as ``merge --run``.
-In addition, the partial checkpoints made here must be complete among themselves: they are a chain of saves of their
-own, beside those of the training-side saver, so that nothing deleted or abandoned elsewhere takes anything from them.
+In addition, the partial checkpoints made here must be complete among themselves: they form their own chain of saves,
+separate from those of the training-side saver, so that nothing deleted or abandoned elsewhere affects them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from llmtailor.runs.to_partial import Conversion, part_bytes
 
 BASE = "complete base"
 UNBOUNDED = 1 << 30
-"""Saves. The limit of a selection: parts that it leaves out stay those of the base."""
+"""The staleness bound, in saves, of a selection: parts that it leaves out always come from the base."""
 Thinned = tuple[RunCheckpoint, Mapping[int, float]]
-"""A partial checkpoint that was made from a full one, or will be, and its losses as in `FullFacts`"""
+"""A partial checkpoint that was or will be made from a full one, and its losses as in `FullFacts`"""
 STAYS, PARTIAL, WEIGHTS = "stays", "partial", "weights only"
-_BUG = "this is a bug in llmtailor: please report it; nothing was touched"
+_BUG = "this is a bug in llmtailor: please report it; nothing was changed"
 
 
 @dataclass(frozen=True, slots=True)
 class ThinOptions:
-    """How to thin out a run."""
+    """The options of ``thin``."""
 
     keep_full: int
-    """How many of the newest full checkpoints stay as they are; 1 or more"""
+    """The number of newest full checkpoints that stay unchanged; 1 or more"""
     strategy: str | None = None
-    """A policy, as `policies.make_policy` reads it, that chooses the parts each older checkpoint keeps"""
+    """The policy, in the syntax of `policies.make_policy`, that chooses the parts each older checkpoint keeps"""
     selectors: tuple[str, ...] = ()
-    """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer state at all."""
+    """Or the parts that all of them keep, as in a recipe. With neither, they keep no optimizer states."""
 
     @property
     def weights_only(self) -> bool:
@@ -63,7 +63,7 @@ class ThinOptions:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The policy of a selection: the same parts every time."""
+    """The policy of a fixed selection: the same parts every time."""
 
     parts: frozenset[str]
     selectors: tuple[str, ...]
@@ -82,39 +82,39 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Asks a policy which parts a checkpoint keeps, as the training-side saver does."""
+    """Chooses the parts a checkpoint keeps by a policy, as the training-side saver does."""
 
     policy: Policy
     bound: int
-    """No part becomes older than so many saves."""
+    """The most saves that a part may be behind"""
     structure: ModelStructure
     trained: tuple[str, ...]
     """The parts with trained params"""
 
     @classmethod
     def of(cls, options: ThinOptions, structure: ModelStructure, trained: Sequence[str]) -> Chooser:
-        """Raises UsageError for an invalid strategy or selectors."""
+        """Build it from the options. Raises UsageError for an invalid strategy or selectors."""
         policy: Policy
         if options.strategy is None:
             policy = Selected(_whole_parts(options.selectors, structure, trained), options.selectors)
         else:
             if (kind := named_policy(options.strategy)) and kind.needs_drift:  # before its options are parsed
-                what = f"{kind.name} goes by how much the parts change, which only the training itself can measure"
-                raise UsageError.at("--strategy", what, "take full, parity, filter or round_robin:4")
+                what = f"{kind.name} depends on how much the parts change, which only the training can measure"
+                raise UsageError.at("--strategy", what, "use full, parity, filter or round_robin:4")
             policy = make_policy(options.strategy)
         bound = policy.worst_staleness(structure, trained)
         assert bound is not None, "only policies that need drift have no bound"
         return cls(policy, bound, structure, tuple(trained))
 
     def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> dict[str, str]:
-        """Return the parts that the checkpoint of a step keeps, and why; the first one of a ledger keeps all."""
+        """Return the parts that a step's checkpoint keeps, and why; the first one of a ledger keeps all."""
         if not ledger.held_by:
             return dict.fromkeys(self.trained, BASE)
         situation = Situation(step, ledger.saves, self.structure, self.trained, num_bytes, ledger.last)
         return dict(choose(self.policy, situation, self.bound).parts)
 
     def settings(self) -> dict[str, Any]:
-        """Return the policy as the manifest records it."""
+        """Return the policy's settings as the manifest records them."""
         return {"name": self.policy.name, **self.policy.settings(), "made_of_full_checkpoints": True}
 
 
@@ -123,11 +123,11 @@ def _whole_parts(selectors: Sequence[str], structure: ModelStructure, trained: S
     problems = list(found)
     touched = dict.fromkeys(part for name, part in structure.part_of.items() if name in names)
     if split := [part for part in touched if not names.issuperset(structure.names(part))]:
-        what = f"they select only some of the tensors of {condense(split)}"
+        what = f"the selectors match only some of the tensors of {condense(split)}"
         problems.append(Problem("--select", what, "select whole parts"))
     chosen = frozenset(touched) & frozenset(trained)
     if not problems and not chosen:
-        problems.append(Problem("--select", "nothing of what they select is trained", "select parts that are"))
+        problems.append(Problem("--select", "the selectors match no trained part", "select trained parts"))
     if problems:
         raise UsageError(problems)
     return chosen
@@ -135,39 +135,39 @@ def _whole_parts(selectors: Sequence[str], structure: ModelStructure, trained: S
 
 @dataclass(frozen=True, slots=True)
 class FullFacts:
-    """What is known of a full checkpoint, beside what `RunCheckpoint` says."""
+    """Facts about a full checkpoint beyond those in `RunCheckpoint`."""
 
     obstacle: str = ""
-    """Why it must stay as it is; empty if nothing prevents it"""
+    """Why it must stay unchanged; empty if it need not"""
     losses: Mapping[int, float] = field(default_factory=dict)
-    """What the run had logged by then: step -> loss"""
+    """The losses that the run had logged by then: step -> loss"""
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     """Part -> bytes of its trained states"""
 
 
 @dataclass(frozen=True, slots=True)
 class PruneAction:
-    """What becomes of a full checkpoint."""
+    """The outcome for a full checkpoint."""
 
     checkpoint: RunCheckpoint
     becomes: str
     """`STAYS`, `PARTIAL` or `WEIGHTS`"""
     why: str = ""
-    """Of one that stays though it is old"""
+    """Why an old one stays"""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Of one that becomes partial: the parts it keeps, and why each"""
+    """For one that becomes partial: the parts it keeps, each with the reason"""
     successor: RunCheckpoint | None = None
-    """The partial checkpoint in its place"""
+    """The partial checkpoint that replaces it"""
     is_written: bool = False
-    """Whether that one is to be written; otherwise one of this step exists already"""
+    """Whether that one must be written; otherwise it already exists"""
     kind: str = ""
-    """What it is, e.g. ``deepspeed-zero3 on 2 ranks``"""
+    """A description, e.g. ``deepspeed-zero3 on 2 ranks``"""
     num_bytes: int = 0
-    """Of its files now"""
+    """The current size of its files"""
     freed: int = 0
-    """How many bytes fewer the disk holds afterwards; negative if what takes its place is larger"""
+    """Bytes freed; negative if the replacement is larger"""
     conversion: Conversion | None = None
-    """The layout of the partial checkpoint that is to be written"""
+    """The layout of the partial checkpoint to write"""
 
     def applied_to(self, checkpoints: Iterable[RunCheckpoint]) -> list[RunCheckpoint]:
         """Return the run's checkpoints after this action."""
@@ -180,10 +180,10 @@ class PruneAction:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a run."""
+    """The outcome for a run."""
 
     actions: tuple[PruneAction, ...]
-    """Of all full checkpoints, oldest first"""
+    """One for each full checkpoint, oldest first"""
     before: tuple[int, ...]
     """Composable steps now"""
     after: tuple[int, ...]
@@ -191,20 +191,20 @@ class Decision:
 
 @dataclass(slots=True)
 class Pruner:
-    """Decides on one full checkpoint after another, each given what the older ones have become."""
+    """Decides on one full checkpoint after another, each given the outcome for the older ones."""
 
     checkpoints: Sequence[RunCheckpoint]
-    """All usable ones of the run, of every attempt"""
+    """All usable checkpoints of the run, of every attempt"""
     parts: Sequence[str]
     keep_full: int
     facts: Callable[[RunCheckpoint], FullFacts]
     chooser: Chooser | None
     """None: older ones become weights only."""
     thinned: list[Thinned]
-    """The partial checkpoints that were made from full ones before"""
+    """The partial checkpoints that were previously made from full ones"""
     new_lineage: Callable[[], str]
     path_of: Callable[[int], Path]
-    """The folder of the partial checkpoint of a step"""
+    """The folder of a step's partial checkpoint"""
 
     def decide(self) -> Decision:
         """Decide on all full checkpoints. Raises SourceError if no complete state would be left."""
@@ -243,7 +243,7 @@ class Pruner:
         for other in there:
             if other.is_partial and other.step == step:
                 held = [part for part in self.chooser.trained if other.holds(part)]
-                return PruneAction(checkpoint, PARTIAL, parts=dict.fromkeys(held, "is there already"), successor=other)
+                return PruneAction(checkpoint, PARTIAL, parts=dict.fromkeys(held, "already exists"), successor=other)
         before = ledger_before(step, facts.losses, self.thinned, self.new_lineage)
         chosen = self.chooser.choose(before, step, facts.num_bytes)
         ledger = before.after(step, chosen, self.chooser.trained)
@@ -259,25 +259,25 @@ class Pruner:
         return PruneAction(checkpoint, PARTIAL, parts=chosen, successor=successor, is_written=True)
 
     def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
-        """Check the outcome independently of how it was decided."""
+        """Check the outcome independently of the code that decided it."""
         if not after:
-            what = "nothing would be left to resume from: none of the newest full checkpoints is complete"
+            what = "no resumable checkpoint would be left: none of the newest full checkpoints is complete"
             raise SourceError.at("thin", what, "keep more full checkpoints, or save a complete one first")
         saves = [save for save, _ in self.thinned]
         made = [action.successor for action in actions if action.is_written and action.successor]
         incomplete = {save.step for save in made if not is_complete(save, saves)}
         if lost := promised - set(after) | incomplete:
-            what = f"step {', '.join(map(str, sorted(lost)))} could not be composed any more"
+            what = f"step {', '.join(map(str, sorted(lost)))} could no longer be composed"
             raise VerificationError.at("thin", what, _BUG)
 
 
 def ledger_before(
     step: int, losses: Mapping[int, float], thinned: Sequence[Thinned], new_lineage: Callable[[], str]
 ) -> Ledger:
-    """Return the ledger that the full checkpoint of a step is to be saved under, as one of those ``thinned``.
+    """Return the ledger under which a step's full checkpoint is saved as one of ``thinned``.
 
-    It continues the newest older one of the same attempt. If there is none, or another one already continues from
-    there, it begins a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
+    It continues the newest older one of the same attempt. If there is none, or another one already continues it, it
+    starts a new lineage. Parts whose newest state is lost are left out, so that they are saved again.
     """
     saves = [save for save, _ in thinned]
     older = [save for save, logged in thinned if save.step < step and not _contradict(logged, losses)]
@@ -291,20 +291,20 @@ def ledger_before(
 
 
 def _contradict(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
-    """Whether two checkpoints are of different attempts: they have logged different losses at the same step."""
+    """Return whether two checkpoints belong to different attempts: they logged different losses at the same step."""
     shared = one.keys() & other.keys()
     return any(one[step] != other[step] and not (math.isnan(one[step]) and math.isnan(other[step])) for step in shared)
 
 
 def read_thinned(checkpoints: Iterable[RunCheckpoint]) -> list[Thinned]:
-    """Return those partial checkpoints that were made from full ones."""
+    """Return the partial checkpoints that were made from full ones."""
     return [
         (one, read_losses(one.path)) for one in checkpoints if one.ledger and one.ledger.lineage.startswith(THINNED)
     ]
 
 
 def read_losses(root: Path) -> dict[int, float]:
-    """Return the losses that a ``trainer_state.json`` has logged; malformed entries are left out."""
+    """Return the losses logged in ``trainer_state.json``; malformed entries are left out."""
     path = root / TRAINER_STATE
     log = read_json(path, PathIn(root.name, TRAINER_STATE)).get("log_history") if path.is_file() else None
     entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
@@ -318,7 +318,7 @@ def read_losses(root: Path) -> dict[int, float]:
 def read_facts(
     index: CheckpointIndex, structure: ModelStructure, target: Path, usable: Collection[Path], *, weights_only: bool
 ) -> FullFacts:
-    """Read the facts of a full checkpoint, no tensor; ``target`` is where it would be as a partial one."""
+    """Read the facts of a full checkpoint without its tensors; ``target`` is its path as a partial one."""
     obstacle = _why_untouchable(index)
     if not obstacle:
         obstacle = _why_no_weights(index) if weights_only else _why_not_partial(index, target, usable)
@@ -327,29 +327,29 @@ def read_facts(
 
 def _why_untouchable(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
-        return "it is a link to another place"
+        return "it is a symbolic link"
     contents = survey_contents(index.root)
     lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]
     if contents.unknown:
-        return f"it holds files of unknown making: {some(contents.unknown)}"
+        return f"it holds files of unknown origin: {some(contents.unknown)}"
     return f"it holds files that would be lost: {some(lost)}" if lost else ""
 
 
 def _why_no_weights(index: CheckpointIndex) -> str:
     has_weights = any(state.kind == WEIGHT for state in index.held) or ADAPTER in index.files
-    return "" if has_weights else "it has no weights in safetensors form, so nothing would be left of it"
+    return "" if has_weights else "it has no safetensors weights, so nothing of it would be left"
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
     if TRAINER_STATE not in index.files:
         return f"{TRAINER_STATE} is missing, so nothing can resume from it"
     if target.exists() and target not in usable:
-        what = "is of another model or damaged" if is_partial(target) else "did not finish; llmtailor gc removes it"
-        return f"{target.parent.name}/{target.name} is in the way, which {what}"
+        what = "is of another model or damaged" if is_partial(target) else "is unfinished; llmtailor gc removes it"
+        return f"{target.parent.name}/{target.name} exists and {what}"
     if MANIFEST in index.files:
         rows = read_json(index.root / MANIFEST, PathIn(index.name, MANIFEST)).get("parts") or []
         if any(isinstance(row, dict) and row.get("is_whole") is False for row in rows):
-            return "parts of this composite are split over sources, so its weights need not be its rounded masters"
+            return "parts of this composite are split across sources, so its weights may not be its rounded masters"
     try:
         check_can_be_partial(index)
     except UnsupportedCheckpoint as error:

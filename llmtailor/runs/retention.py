@@ -1,8 +1,8 @@
 """Which partial checkpoints are still needed, and how old the parts of each composable step are. Pure.
 
-The Trainer deletes full checkpoints (``save_total_limit``), and so do people. Therefore steps count twice: those that
-can be composed from everything that is there, and those that partial checkpoints alone can compose. A step needs its
-own partial checkpoint and those that this one builds on.
+The Trainer (``save_total_limit``) and users delete full checkpoints. Steps are therefore counted twice: those that can
+be composed from all existing checkpoints, and those that partial checkpoints alone can compose. A step needs its own
+partial checkpoint and those that this one builds on.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from llmtailor.errors import UsageError, VerificationError
 
 
 def check_keep(keep_composable: int | None) -> None:
-    """Raise UsageError unless this is a number of steps that a saver can keep composable, or None."""
+    """Raise UsageError unless a saver can keep this number of steps composable; None keeps all."""
     if keep_composable is not None and (type(keep_composable) is not int or keep_composable < 1):
-        fix = "keep 1 composable step or more; leave it out to keep everything"
+        fix = "give 1 or more, or omit it to keep everything"
         raise UsageError.at("keep_composable", f"it is {keep_composable!r}", fix)
 
 
@@ -37,12 +37,12 @@ def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list
 def needed(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> set[int]:
     """Return the steps of the partial checkpoints that must stay; ``ledger`` is the running one, after its newest save.
 
-    They are what the newest ``keep`` composable steps need, each including itself, and every holder of the newest state
-    of a part, for the steps to come. Only steps of the run's own past count; while an abandoned attempt has newer ones,
-    its newest ``keep`` stay as well. Partial checkpoints of other runs always stay.
+    They are those that the newest ``keep`` composable steps need, including their own, and every holder of the newest
+    state of a part, for future steps. Only steps of the run's own past count; while an abandoned attempt has newer
+    ones, its newest ``keep`` stay as well. Partial checkpoints of other runs always stay.
     """
     if keep < 1:
-        raise ValueError("keep at least one composable step")
+        raise ValueError("keep must be 1 or more")
     present = present_of(ledger)
     kin = [save for save in saves if _is_kin(save, ledger)]
     complete = sorted((save for save in kin if is_complete(save, kin)), key=lambda save: save.step)
@@ -60,28 +60,28 @@ def _newest(saves: Iterable[RunCheckpoint], keep: int) -> list[RunCheckpoint]:
 
 
 def _is_kin(save: RunCheckpoint, ledger: Ledger) -> bool:
-    """Whether both go back to the same complete base."""
+    """Return whether both build on the same complete base."""
     assert save.ledger is not None
     return not {save.ledger.lineage, *save.ledger.history}.isdisjoint({ledger.lineage, *ledger.history})
 
 
 @dataclass(frozen=True, slots=True)
 class Reachable:
-    """What stays of a run, and for which steps."""
+    """The partial checkpoints of a run that stay, and the steps that they serve."""
 
     before: tuple[int, ...]
     """Composable steps now"""
     after: tuple[int, ...]
-    """Composable steps afterwards; without ``keep`` the same"""
+    """Composable steps afterwards; the same without ``keep``"""
     needed: frozenset[RunCheckpoint]
     """Partial checkpoints that must stay"""
 
 
 def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], keep: int | None) -> Reachable:
     """Decide which partial checkpoints stay: those that the newest ``keep`` composable steps need (None: all steps),
-    and those that the newest ``keep`` steps need that partial checkpoints alone can compose.
+    and those that the newest ``keep`` steps composable from partial checkpoints alone need.
 
-    Those newer than every step that they alone can compose stay too, with what they build on: a later save may complete
+    Partial checkpoints newer than all of the latter also stay, with those they build on: a later save may complete
     them.
     """
     partial = [one for one in checkpoints if one.is_partial]
@@ -104,7 +104,7 @@ def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], k
 def _check_same(
     before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], promised: Iterable[int], parts: Sequence[str]
 ) -> None:
-    """Check independently of how it was decided: every promised step has the same sources as before."""
+    """Check, independently of the code that decided, that every promised step has the same sources as before."""
     changed = [step for step in promised if sources_at(before, step, parts) != sources_at(after, step, parts)]
     if changed:
         what = f"step {', '.join(map(str, changed))} would not be composed as before"
@@ -116,9 +116,9 @@ class Age:
     """The oldest parts of the composite of a step."""
 
     steps_back: int
-    """How many steps before it they were saved; 0 if all are of that step"""
+    """How many global steps earlier they were saved; 0 if all are of that step"""
     parts: tuple[str, ...]
-    """Which they are; empty if all are of that step"""
+    """The oldest parts; empty if all are of that step"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class StepAge:
 def compare_ages(
     before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], steps: Iterable[int], parts: Sequence[str]
 ) -> tuple[StepAge, ...]:
-    """Return how old the parts of each step's composite are now, and will be afterwards."""
+    """Return how old the parts of each step's composite are now and afterwards."""
     found = ((step, _age(before, step, parts), _age(after, step, parts)) for step in steps)
     return tuple(StepAge(step, now, afterwards) for step, now, afterwards in found if afterwards is not None)
 

@@ -1,4 +1,4 @@
-"""The scan of a run's folder: which checkpoints can be used together, and a recipe of what each part comes from."""
+"""The scan of a run's folder: which checkpoints can be used together, and a recipe that gives each part a source."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Scan:
 
     run: Path
     usable: tuple[RunCheckpoint, ...]
-    """Oldest first; all of the model and layout of the newest"""
+    """Oldest first; all with the newest one's model and layout"""
     refused: Mapping[Path, tuple[Problem, ...]]
     """Why the others can't be used"""
     structure: ModelStructure
     indexes: Mapping[Path, CheckpointIndex]
-    """Of the usable ones, by folder"""
+    """The indexes of the usable ones, by folder"""
 
     @property
     def partial(self) -> tuple[RunCheckpoint, ...]:
@@ -52,8 +52,8 @@ class Scan:
         return tuple(one for one in self.usable if one.is_partial)
 
     @property
-    def given_up(self) -> frozenset[Path]:
-        """Those of attempts that the run has given up"""
+    def abandoned(self) -> frozenset[Path]:
+        """The checkpoints of abandoned attempts"""
         codes = {folder: {problem.code for problem in problems} for folder, problems in self.refused.items()}
         return frozenset(folder for folder, found in codes.items() if Code.GIVEN_UP in found)
 
@@ -65,12 +65,12 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class UpdateLog:
-    """LLMTailor's log of which parts were saved at which step, and what it is to be held against."""
+    """LLMTailor's log of which parts were saved at which step, and what to check it against."""
 
     text: str
     name: str
     base: Path | None = None
-    """The checkpoint that holds every part, for parts that the log does not name."""
+    """A checkpoint that holds every part, for parts that the log does not name"""
     total_layers: int | None = None
 
 
@@ -83,10 +83,10 @@ def scan_run(
     every_chain: bool = False,
     trust_unrecorded: bool = False,
 ) -> Scan:
-    """Index the checkpoints of a run's folder, full and partial, up to step ``at``; and ``also``, if it lies elsewhere.
+    """Index the full and partial checkpoints of a run's folder up to step ``at``, and ``also`` if it is elsewhere.
 
-    See `scan_back` for those that are skipped. With ``only_newest`` the scan ends, going backwards, where the newest
-    state of every part is found. Raises SourceError if nothing is left.
+    See `scan_back` for those that are skipped. With ``only_newest`` the scan goes backwards only until it has found the
+    newest state of every part. Raises SourceError if nothing is left.
     """
     structure: ModelStructure | None = None
     usable: list[RunCheckpoint] = []
@@ -112,7 +112,7 @@ def scan_run(
     )
     if not found:
         until = f" at or before step {at}" if at is not None else ""
-        head = Problem(display_name(run), f"no checkpoint{until} can be used", "mend one of those named here")
+        head = Problem(display_name(run), f"no checkpoint{until} can be used", "fix one of the checkpoints below")
         raise SourceError([head, *(problem for problems in refused.values() for problem in problems)])
     is_enough(found, 0)
     assert structure is not None
@@ -131,16 +131,16 @@ def scan_back(
     every_chain: bool = False,
     trust_unrecorded: bool = False,
 ) -> tuple[list[T], dict[Path, tuple[Problem, ...]]]:
-    """Read a run's checkpoints up to step ``at`` from the newest on; return those that can be used together, and why
-    the others can't.
+    """Read a run's checkpoints up to step ``at``, newest first; return those that can be used together, and why the
+    others can't.
 
-    Checkpoints of attempts that were given up are refused unread. Others are refused if they can't be read, if the
-    newest good one is of another model or layout, unless ``trust_unrecorded`` if they don't state their attempt where
-    attempts are recorded, and unless ``every_chain`` if they are partial and the newest partial one does not build on
-    them. ``also`` is read last, if it lies elsewhere, whatever attempt it belongs to.
+    Checkpoints of abandoned attempts are refused unread. Others are refused if they can't be read; if the newest good
+    one has another model or layout; if they don't state their attempt although attempts are recorded (unless
+    ``trust_unrecorded``); and if they are partial and the newest partial one does not build on them (unless
+    ``every_chain``). ``also`` is read last, if it is elsewhere, whatever attempt it belongs to.
 
-    ``read`` gets a folder, its step and what was found before, and raises SourceError for a checkpoint that gives
-    nothing. ``is_enough`` says, given the next step to read, whether what was found suffices. Raises SourceError if
+    ``read`` gets a folder, its step and what was found so far, and raises SourceError for an unusable checkpoint.
+    ``is_enough`` gets what was found and the next step to read, and returns whether to stop. Raises SourceError if
     there is no checkpoint up to step ``at``.
     """
     folders = RunFolder(run).checkpoints_until(at)
@@ -157,7 +157,7 @@ def scan_back(
 
     for step, folder in folders:
         if found and is_enough(found, step):
-            logger.info("looked no further back than %s: every part is found", index_of(found[-1]).name)
+            logger.info("stopped at %s: every part is found", index_of(found[-1]).name)
             break
         unrecorded = judge.why_not(folder, step) if folder != also else None
         if unrecorded is not None and unrecorded.code is Code.GIVEN_UP:
@@ -167,14 +167,14 @@ def scan_back(
             one = read(folder, step, found)
             index = index_of(one)
             ledger = ledger_of(index)
-        except SourceError as error:  # but not Unanswered
+        except SourceError as error:  # Unanswered is not caught
             refuse(folder, *error.problems)
             continue
         reason = unrecorded or _why_not(step, index, index_of(found[0]) if found else None)
         mine = Past(index.global_step, ledger.lineage, ledger.history) if ledger else None
         if reason is None and not every_chain and past and mine and not past.includes(mine):
-            what = "it is of other saves than the newest partial checkpoint builds on"
-            reason = Problem(index.name, what, "to use it all the same, name it in a recipe")
+            what = "the newest partial checkpoint does not build on it"
+            reason = Problem(index.name, what, "to use it anyway, name it in a recipe")
         if reason is not None:
             refuse(folder, reason)
             continue
@@ -191,7 +191,7 @@ def ledger_of(index: CheckpointIndex) -> Ledger | None:
 
 
 def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> RunCheckpoint:
-    """Return what a checkpoint can give to composites; it holds the parts of which nothing is absent."""
+    """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
     parts = frozenset(structure.parts) - absent if absent else None
     is_resumable = TRAINER_STATE in index.files
@@ -199,12 +199,12 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
 
 
 def check_newest(scan: Scan) -> Path:
-    """Return the newest checkpoint of a run's present attempt.
+    """Return the newest checkpoint of a run's current attempt.
 
-    Raises SourceError with the reasons if nothing can resume from it: then the older ones are all there is. A full one
-    is verified as a resume needs it, not only as a merge does.
+    Raises SourceError with the reasons if nothing can resume from it: then only the older ones are left. A full one is
+    verified for a resume, not only for a merge.
     """
-    folders = [folder for _, folder in RunFolder(scan.run).checkpoints_until(None) if folder not in scan.given_up]
+    folders = [folder for _, folder in RunFolder(scan.run).checkpoints_until(None) if folder not in scan.abandoned]
     newest = next((folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder)), scan.run)
     if newest not in scan.indexes:
         reasons = scan.refused.get(newest, ())
@@ -214,15 +214,15 @@ def check_newest(scan: Scan) -> Path:
     else:
         reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
         what = "nothing can resume from the newest checkpoint, so nothing older is touched"
-    fix = "wait if it is just being saved; otherwise mend or remove it, and run this again"
+    fix = "wait if it is still being saved; otherwise fix or remove it, then run this again"
     raise SourceError([Problem(display_name(newest), what, fix), *reasons])
 
 
 def _why_not(step: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:
-    """Return why a checkpoint is no source beside the newest good one, or None; ``step`` is the one in its name."""
+    """Return why a checkpoint can't be used with the newest good one, or None; ``step`` is the one in its name."""
     if step >= 0 and step != index.global_step:
-        what = f"the folder says step {step}, its content is of step {index.global_step}"
-        return Problem(index.name, what, "rename the folder, or name it in a recipe by hand")
+        what = f"its name says step {step}, but its content is of step {index.global_step}"
+        return Problem(index.name, what, "rename the folder, or name it in a recipe")
     unlike = differences(index, newest) if newest else []
     return unlike[0] if unlike else None
 
@@ -235,9 +235,9 @@ def recipe_for_run(
     *,
     trust_unrecorded: bool = False,
 ) -> Recipe:
-    """Choose a recipe for a run's folder, by a strategy or by LLMTailor's update log.
+    """Choose a recipe for a run's folder by a strategy or LLMTailor's update log.
 
-    Nothing later than step ``at`` is used. Paths in its text are relative to ``folder`` where that is close by.
+    Nothing later than step ``at`` is used. Paths in its text are relative to ``folder`` where it is close by.
     Raises RecipeError or SourceError with every problem found.
     """
     name, run = f"the recipe for {run}", Path(os.path.abspath(run))
@@ -257,7 +257,7 @@ def recipe_for_run(
         found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
         if base is not None and found is None:
             reason = scan.refused.get(base, ())
-            fix = "name another base, or mend it"
+            fix = "name another base, or fix it"
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()
         assert lines is not None

@@ -1,9 +1,9 @@
-"""Thins out a run's folder: older full checkpoints become partial ones, or keep their weights only.
+"""Thins out a run's folder: older full checkpoints become partial ones or keep only their weights.
 
-Each is replaced separately, oldest first, and only once its replacement has been written, read back and published. So
-the run can be interrupted at any point, and rerunning the command resumes.
+Each is replaced separately, oldest first, and only once its replacement has been written, read back and published. The
+command can be interrupted at any point; rerunning it resumes.
 
-The last check before anything is removed: can the step be composed from what stays, as ``merge`` would do it?
+The last check before each removal is that ``merge`` can compose the step from what stays.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ _SCRIPT = re.compile(r"zero_to_\w+\.py")
 
 @dataclass(frozen=True, slots=True)
 class ThinPlan:
-    """Everything is decided, nothing is touched."""
+    """What thinning will do. Nothing has been touched yet."""
 
     run: Path
     options: ThinOptions
     scan: Scan
-    """Of every attempt"""
+    """Covers every attempt"""
     actions: tuple[PruneAction, ...]
     """One for each full checkpoint, oldest first"""
     before: tuple[int, ...]
     """Composable steps now"""
     after: tuple[int, ...]
     left_behind: tuple[Path, ...]
-    """By a killed ``thin``; removed as well"""
+    """What a killed ``thin`` left; also removed"""
     freed: int
     """Bytes"""
     ages: tuple[StepAge, ...]
-    """Of each step that stays composable"""
+    """For each step that stays composable"""
 
 
 def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
-    """Decide what becomes of a run's checkpoints, and how many bytes that frees; no tensor is read.
+    """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
 
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
@@ -125,7 +125,7 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
 
 
 def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
-    """Lay out what is to be written, so that its size is known to the byte."""
+    """Lay out each partial checkpoint to write, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
     for one in scan.partial:  # oldest first
         for fact in read_manifest(one.path, one.name).bundles:
@@ -152,7 +152,7 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
 
 
 def bytes_to_move(plan: ThinPlan) -> int:
-    """Return the number of bytes that `thin` will report to its ``on_progress``."""
+    """Return the total bytes that `thin` reports to its ``on_progress``."""
     total = 0
     for action in plan.actions:
         if action.conversion is not None:
@@ -168,16 +168,15 @@ def thin(
     notify: Callable[[PruneAction], None] = lambda action: None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Carry out a plan that was made inside `only_writer`; ``notify`` gets each action that is done.
+    """Carry out a plan that was made inside `only_writer`; call ``notify`` after each action.
 
     ``on_progress`` gets the bytes written and read, `bytes_to_move` in all, from several threads.
 
-    Raises StorageError, SourceError, VerificationError or Interrupted; what was done until then stays, and nothing is
-    lost.
+    Raises StorageError, SourceError, VerificationError or Interrupted; finished actions stay, and nothing is lost.
     """
     there = list(plan.scan.usable)
     differing: list[Problem] = []
-    with carrying_out(plan.run, "can't go on", "check the disk; the same command goes on"), stoppable() as stop:
+    with carrying_out(plan.run, "can't continue", "check the disk and rerun the same command"), stoppable() as stop:
         for folder in plan.left_behind:
             shutil.rmtree(folder)
         for action in plan.actions:
@@ -200,7 +199,7 @@ def thin(
 
 
 class _Different(VerificationError):
-    """A partial checkpoint that exists already is not of the same save as the full one."""
+    """The existing partial checkpoint is not of the same save as the full one."""
 
 
 def _replace(
@@ -210,7 +209,7 @@ def _replace(
     stop: Stop,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Put a partial checkpoint in the place of a full one."""
+    """Replace a full checkpoint with a partial one."""
     full, successor, indexes = action.checkpoint, action.successor, plan.scan.indexes
     assert successor is not None
     if action.conversion is not None:
@@ -233,21 +232,21 @@ def _replace(
 
 
 def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:
-    """Raise VerificationError if a checkpoint on the disk is not the one that the decision is based on."""
+    """Raise VerificationError if a checkpoint on disk is not the one that the decision assumed."""
     found = describe_checkpoint(index_checkpoint(promised.path), structure)
     if found != promised or found.past != promised.past:
-        raise VerificationError.at(promised.path, "it does not hold what was decided", _FIX)
+        raise VerificationError.at(promised.path, "it does not hold the parts that were decided on", _FIX)
 
 
 def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, structure: ModelStructure) -> None:
     """Plan the composite of a step from the checkpoints that will be left; nothing is written.
 
-    Raises VerificationError, with every problem, if that can't be done.
+    Raises VerificationError with every problem if that fails.
     """
     usable = usable_at(left, step)
     sources, base = sources_at(usable, step, structure.parts), newest_resumable(usable)
     if sources is None or base is None:
-        raise VerificationError.at(run, f"step {step} could not be composed any more", _FIX)
+        raise VerificationError.at(run, f"step {step} could no longer be composed", _FIX)
     title = f"step {step} after thinning"
     recipe = Recipe.of(Assignment(base, sources, dict.fromkeys(sources, "newest"), title), title)
     try:
@@ -259,7 +258,7 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, struct
 
 
 def is_kept(path: str) -> bool:
-    """Whether a file of a full checkpoint stays when its optimizer is removed: all but the states of a resume."""
+    """Return whether a file of a full checkpoint stays when its optimizer is removed: all but the resume states."""
     return (
         "/" not in path
         and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER)
@@ -268,10 +267,10 @@ def is_kept(path: str) -> bool:
 
 
 def reduce_to_weights(index: CheckpointIndex) -> None:
-    """Replace a full checkpoint by one without the optimizer's states; files are linked where possible, not copied.
+    """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
 
-    Raises VerificationError if the weights don't read back, SourceError if it changes meanwhile, or OSError. It is
-    complete until it is replaced.
+    Raises VerificationError if the weights don't read back, SourceError if it changes in the meantime, or OSError. It
+    is complete until it is replaced.
     """
     root = index.root
     staging = staged(root, Kind.THINNING)
@@ -282,7 +281,7 @@ def reduce_to_weights(index: CheckpointIndex) -> None:
             link_or_copy(root / path, staging / path)
     fsync_folder(staging)
     if read_weights(staging, index.name) != read_weights(root, index.name):
-        raise VerificationError.at(index.name, "its weights would not be there any more", "report this bug")
+        raise VerificationError.at(index.name, "its weights would be lost", _FIX)
     check_unchanged(index)
     old = staged(root, Kind.OLD)
     replace_folder(staging, root, old)

@@ -1,6 +1,6 @@
 """Turns a full checkpoint into a partial one: lay out, write, read back, publish. The full one is not touched.
 
-The checks read what was written, or is about to be relied on, and compare it with what it was made from.
+The checks compare what was written, or an existing partial checkpoint, with the full one it was made from.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
 
 OnProgress = Callable[[int], None]
-_BUG = "this is a bug in llmtailor, or the disk does not keep what is written: please report it; nothing was removed"
+_BUG = "the disk loses data, or this is a bug in llmtailor: please report it; nothing was removed"
 _ALIKE = (
     *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
     *("sub_groups", "settings", "variant", "part_steps"),
 )
-"""The fields in which the index of a partial checkpoint equals that of the full one it was made from"""
+"""The index fields that a partial checkpoint shares with the full one it was made from"""
 
 
 def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
-    """Read files from the disk and compare their CRC-32.
+    """Compare the CRC-32 of files on the disk with those wanted.
 
     Raises VerificationError with every file that differs, OSError, or Interrupted.
     """
@@ -60,12 +60,12 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: O
 
 
 def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Iterable[str]) -> None:
-    """Compare the index of what was written with the plan, and with the checkpoint it was made from.
+    """Compare the index of what was written with the plan and with the checkpoint it was made from.
 
-    Together with the checksums of all files this shows that every state is there, bit for bit. Raises
+    Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
-    wrong = [f"its {what} is not that of {source.name}" for what in _ALIKE if not _alike(what, made, source)]
+    wrong = [f"its {what} differs from that of {source.name}" for what in _ALIKE if not _alike(what, made, source)]
     kept = set(params)
     trained = {param for group in source.group_params for param in group}
     for state, held in source.held.items():
@@ -88,12 +88,12 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
 
 
 def compared(one: CheckpointIndex) -> list[State]:
-    """Return the states of a partial checkpoint that `check_same` compares."""
+    """Return the states that `check_same` compares."""
     return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
 
 
 def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
-    """Compare every state that a partial checkpoint holds with the full one of its step, by CRC-32.
+    """Compare every state of a partial checkpoint with the full one of its step, by CRC-32.
 
     Raises VerificationError for those that differ, OSError, or Interrupted.
     """
@@ -109,12 +109,12 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
     if wrong:
         names = ", ".join(f"{state.kind} of {state.param}" for state in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        fix = "they are of different attempts: remove the one that you don't want by hand"
-        raise VerificationError.at(one.name, f"it holds other values than {other.name}: {names}{more}", fix)
+        fix = "they belong to different attempts: remove the unwanted one by hand"
+        raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}{more}", fix)
 
 
 def check_unchanged(index: CheckpointIndex) -> None:
-    """Raise SourceError for every file that has changed or appeared since the checkpoint was indexed."""
+    """Raise SourceError with every file that has changed or appeared since the checkpoint was indexed."""
     folders = {f"{folder}/": None for path in index.files for folder in Path(path).parents if folder.name}
     changed = [
         Problem(f"{index.name}/{path}", "it appeared in the meantime, so nothing here is removed", "run this again")
@@ -165,23 +165,23 @@ def _crc_of_state(reader: Files, index: CheckpointIndex, state: State, on_progre
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 16 << 20
-"""Room for folders and file system overhead, beyond the bytes of the plan."""
+"""Space for folders and file system overhead beyond the bytes of the plan"""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a partial checkpoint is to hold."""
+    """The contents of a partial checkpoint."""
 
     parts: Mapping[str, str]
-    """Each with the reason"""
+    """Part -> reason"""
     ledger: Ledger
-    """After it"""
+    """The ledger after this save"""
     policy: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The layout of a partial checkpoint that is not written yet."""
+    """The layout of a partial checkpoint before it is written."""
 
     source: CheckpointIndex
     target: Path
@@ -191,21 +191,21 @@ class Conversion:
     layout: PartialLayout
     plan: Plan
     links: Mapping[str, Path]
-    """Files of frozen params that an older partial checkpoint has in the same size, and likely the same content"""
+    """Files of frozen params that an older partial checkpoint has in the same size, so likely with the same content"""
 
     @property
     def params_of(self) -> dict[str, list[str]]:
-        """The trained params of each part that it holds"""
+        """The trained params by part"""
         return _params_of(self.source, self.structure, self.contents)
 
     @property
     def num_bytes_to_move(self) -> int:
-        """The bytes that are written and then read back"""
+        """The bytes written and then read back"""
         return 2 * self.plan.num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it will take on the disk"""
+        """The size on disk"""
         files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
         return files + len(_manifest(self, {}))
 
@@ -217,9 +217,9 @@ def plan_conversion(
     contents: Contents,
     older: Mapping[str, tuple[Path, int]],
 ) -> Conversion:
-    """Lay out the partial form of a full checkpoint; no tensor is read.
+    """Lay out a full checkpoint as a partial one; no tensor is read.
 
-    ``older`` are the files of frozen params in partial checkpoints: name -> folder and size of the newest.
+    ``older`` gives the files of frozen params in partial checkpoints: name -> folder and size of the newest.
     Raises SourceError or UnsupportedCheckpoint.
     """
     save_id = uuid.uuid4().hex
@@ -242,7 +242,7 @@ def write_conversion(
 
     ``on_progress`` gets the bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
 
-    Raises StorageError if there is no space for it, SourceError, also if the full checkpoint changes meanwhile,
+    Raises StorageError if there is not enough space, SourceError (also if the full checkpoint changes in the meantime),
     VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
     """
     target, source, watch = conversion.target, conversion.source, Stopwatch()

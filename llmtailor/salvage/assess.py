@@ -1,4 +1,4 @@
-"""What a checkpoint can still give: which states, and whether it can be the base."""
+"""What is still usable of a checkpoint: which states, and whether it can be the base."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.p
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A checkpoint of which at least a part can be used."""
+    """A checkpoint of which at least one part is usable."""
 
     checkpoint: RunCheckpoint
     index: CheckpointIndex
-    """Without damaged files; also without weights if those are damaged, since the masters can be rounded instead"""
+    """The index without damaged files, and without weights if these are damaged: the masters can be rounded instead"""
     lost: Mapping[State, Runs]
     """Elements that can't be used"""
     is_whole: bool
@@ -42,11 +42,11 @@ class Holder:
     """Why it can't be the base"""
     damage: tuple[Problem, ...]
     knows_tied: bool
-    """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 says so"""
+    """Whether it is known which params are tied: under ZeRO-3 only one file of rank 0 records it"""
     weights_lost: bool
-    """Whether weights were saved beside masters, and can't be used"""
+    """Whether weights were saved beside masters but can't be used"""
     dropped: tuple[str, ...]
-    """Damaged files of the root without states, except those that make it unfit as the base"""
+    """Damaged files of the root without states, except those whose damage makes it unfit as the base"""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """The damage of a checkpoint, by what it means for a salvage."""
+    """The damage of a checkpoint, by its consequence for a salvage."""
 
     fatal: tuple[Problem, ...]
     """The states can no longer be identified."""
@@ -69,9 +69,9 @@ class _Sorted:
 
 
 def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
-    """Return what a checkpoint can give to a composite. With ``deep`` its bytes are read too.
+    """Return what is usable of a checkpoint. With ``deep``, also read its tensors.
 
-    Raises SourceError if it can give nothing, and Interrupted on Ctrl-C.
+    Raises SourceError if nothing is usable, and Interrupted on Ctrl-C.
     """
     verdict = verify_checkpoint(path)
     index = verdict.index
@@ -88,7 +88,7 @@ def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None]
         found = read_everything(index, index.unreadable, read_manifest(path, index.name), on_progress)
         more = [finding for finding in found.findings if finding.severity != NOTE]
         damage = _sort([*findings, *more], index, is_deep=True)
-        if damage.fatal and index.is_partial:  # the checksum of a rank shard doesn't say which states are damaged
+        if damage.fatal and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged
             raise SourceError(damage.fatal)
         lost = _trusting_checksums(index, found.states, found.values)
         findings += [*more, *found.values]
@@ -123,8 +123,8 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
             if is_deep or finding.severity == ERROR:
                 unfit.append(finding)
         elif path in index.unreadable or (is_deep and "/" in path):
-            continue  # the elements that this costs are listed
-        elif is_weight_file(path) and not index.is_partial:  # these have bundles, no weights
+            continue  # the damaged elements are listed separately
+        elif is_weight_file(path) and not index.is_partial:  # those hold masters and moments, not weights
             weights_lost = True
         elif path == MANIFEST:
             fatal.append(finding)
@@ -155,14 +155,14 @@ def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool
 
 
 def without_weights(holder: Holder) -> Holder:
-    """Return a holder whose weights will be rounded from its masters, whatever its weight files hold."""
+    """Return a holder whose weights will be rounded from its masters, whatever its weight files contain."""
     return replace(holder, index=_without(holder.index, frozenset(), weights_lost=True))
 
 
 def _trusting_checksums(
     index: CheckpointIndex, states: Mapping[State, Runs], values: Iterable[Finding]
 ) -> dict[State, Runs]:
-    """Leave out masters that match their checksum: where a weight contradicts its master, both are listed."""
+    """Drop masters that match their checksum from the damage: if a weight contradicts its master, both are listed."""
     from llmtailor.verify.read import crc_of_range  # numpy takes a while
 
     blamed = {finding.path for finding in values} | index.unreadable

@@ -22,11 +22,11 @@ class PartChoice:
 
     part: str
     holder: int | None
-    """Position of the newest holder that gives anything; None if there is no complete source"""
+    """Position of the newest holder used; None if there is no complete source"""
     shares: Mapping[int, int]
-    """Holder -> number of param elements that it gives"""
+    """Holder -> number of param elements taken from it"""
     why: str
-    """Why not all of it is from the newest holder; empty if it is"""
+    """Why not all of it comes from the newest holder; empty if it does"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class Choice:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Every holder that gives something"""
+        """Every holder that something is taken from"""
         given = {number for choice in self.parts for number in choice.shares}
         return tuple(sorted(given | ({self.base} if self.base is not None else set())))
 
 
 def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool) -> Choice:
-    """Take every part from the newest holder that has all of it; with ``fragments`` every element of those that are
-    damaged in newer ones. ``holders`` are ordered from the newest on, and fit together.
+    """Take every part from the newest holder that has all of it; with ``fragments``, choose element by element for
+    parts damaged in newer ones. ``holders`` are ordered from newest to oldest, and fit together.
 
-    Each element's master and moments come from one holder. The base is the newest that can be one and gives something,
+    Each element's master and moments come from one holder. The base is the newest holder that can be one and is used,
     or else the newest that can be one.
     """
     wanted = _states_by_part(holders[0].index, structure)
@@ -82,7 +82,7 @@ def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool
 
 
 def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[str, dict[str, list[State]]]:
-    """Return the states that must be there, by part and param. Under ZeRO weights are the rounded masters."""
+    """Return the required states by part and param. Under ZeRO the weights are the rounded masters."""
     found: dict[str, dict[str, list[State]]] = {}
     for state in index.held:
         if state.param in index.params and not (state.kind == WEIGHT and index.has_masters):
@@ -120,7 +120,7 @@ def _mix(
         for number, holder in enumerate(holders):
             lost = union(*_lost(holder, {param: of_param}, reference).values())
             if holder.index.held.get(of_param[0], reference.held[of_param[0]]).numel != numel:
-                lost = ((0, numel),)  # buffers of another number of ranks
+                lost = ((0, numel),)  # buffers saved by another number of ranks
             rest = without(left, without(left, lost))
             taken += [(begin, end, number) for begin, end in without(left, lost)]
             left = rest

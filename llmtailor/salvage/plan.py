@@ -34,34 +34,34 @@ OnProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a run's checkpoints can give, from the newest on, as far back as needed."""
+    """What is usable of a run's checkpoints, from the newest on, as far back as needed."""
 
     run: Path
     newest: tuple[int, Path]
-    """Step and folder of the newest checkpoint, whatever is left of it"""
+    """Step and folder of the newest checkpoint, usable or not"""
     holders: tuple[Holder, ...]
     refused: tuple[Problem, ...]
-    """Why the others can't give anything"""
+    """Why nothing of the others is usable"""
 
     @property
     def damage(self) -> tuple[Problem, ...]:
-        """Everything that is damaged in the holders"""
+        """All damage in the holders"""
         return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """What can be made of a run's folder. Nothing is written yet."""
+    """The outcome of planning a salvage. Nothing is written yet."""
 
     scan: Scan
     choice: Choice
     fragments: bool
     deeper: Choice | None
-    """The choice that ``--fragments`` would make; None if it is no gain, or was requested"""
+    """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
     composition: Composition | None
-    """None: the base is whole, and nothing newer is of use."""
+    """None: the base is whole, and nothing newer is usable."""
     is_written: bool = False
-    """Whether the output exists already, from the same salvage"""
+    """Whether the output already exists from the same salvage"""
 
     @property
     def base(self) -> Holder:
@@ -70,7 +70,7 @@ class Salvage:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the newest checkpoint is whole: there is nothing to salvage."""
+        """Whether the newest checkpoint is whole, so there is nothing to salvage"""
         return self.composition is None and self.base.checkpoint.path == self.scan.newest[1]
 
 
@@ -86,13 +86,13 @@ def plan_salvage(
     in_place: bool = False,
     on_progress: OnProgress = lambda num_bytes: None,
 ) -> Salvage:
-    """Plan the composite that loses least of a run: every part from the newest checkpoint that has it intact.
+    """Plan the composite that loses the least of a run: every part from the newest checkpoint that has it intact.
 
-    ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments`` a part that is damaged in
-    the newest checkpoint comes from several, element by element. With ``deep`` tensors are read too, and
-    ``on_progress`` gets the bytes. Nothing later than ``at`` is used. ``in_place`` says that the output will take the
-    place of a checkpoint: it may exist already, if it is of the same salvage. Raises SourceError with all obstacles if
-    there is no complete composite, and what `plan_merge` raises.
+    ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments``, a part that is damaged in
+    the newest checkpoint comes from several, element by element. With ``deep``, tensors are also read, and
+    ``on_progress`` gets the bytes. Nothing later than ``at`` is used. ``in_place``: the output will replace a
+    checkpoint, so it may already exist if it is of the same salvage. Raises SourceError with all obstacles if there is
+    no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
     scan, structure = _scan(run, at, deep, fragments, on_progress, trust_unrecorded)
@@ -113,7 +113,7 @@ def plan_salvage(
         return salvage
     if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
         raise already_there(composition.out)
-    logger.info("%s is there already, of the same salvage", composition.out)
+    logger.info("%s already exists, from the same salvage", composition.out)
     return replace(salvage, is_written=True)
 
 
@@ -122,7 +122,7 @@ def _scan(
 ) -> tuple[Scan, ModelStructure]:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
-    Raises SourceError if none of them can give anything.
+    Raises SourceError if nothing of them is usable.
     """
 
     def read(path: Path, step: int, found: list[Holder]) -> Holder:
@@ -141,14 +141,14 @@ def _scan(
     )
     problems = tuple(problem for problems in refused.values() for problem in problems)
     if not holders:
-        head = Problem(display_name(run), "nothing of any checkpoint can be used", "mend one of those named here")
+        head = Problem(display_name(run), "no checkpoint is usable, even in part", "fix one of the checkpoints below")
         raise SourceError([head, *problems])
     newest = RunFolder(run).checkpoints_until(at)[0]
     return Scan(run, newest, tuple(holders), problems), find_structure(holders[0].index)
 
 
 def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
-    """Share which params are tied with those that have lost the file that says so; it holds for the whole run."""
+    """Copy the tied params to holders that lost the file with them; they are the same for the whole run."""
     known = next((one.index.tied for one in (*holders, found) if one.knows_tied), None)
     if known is None:
         return list(holders), found
@@ -160,20 +160,20 @@ def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder],
 
 
 def _no_composite(scan: Scan, structure: ModelStructure, choice: Choice) -> SourceError:
-    fix = "mend a file named here, or start anew"
+    fix = "fix one of the files below, or restart the training"
     if choose(scan.holders, structure, True).is_complete:
-        fix = "say --fragments: together they hold every element"
+        fix = "use --fragments: together they hold every element"
     problems = [
         Problem(row.part, "no checkpoint holds it intact" + (f" ({row.why})" if row.why else ""), fix)
         for row in choice.parts
         if row.holder is None
     ]
     if choice.base is None:
-        fix = "mend the files named here: schedule and trainer state must come from one of them"
+        fix = "fix the files below: schedule and trainer state must come from one of them"
         problems.append(Problem(display_name(scan.run), "no checkpoint can be the base", fix))
         problems += [problem for holder in scan.holders for problem in holder.unfit]
         problems += [
-            Problem(holder.name, "the file that tells which weights are tied can't be read", "copy it back")
+            Problem(holder.name, "the file that lists the tied weights can't be read", "copy it back")
             for holder in scan.holders
             if not holder.knows_tied
         ]
@@ -211,7 +211,7 @@ def _plan(scan: Scan, choice: Choice, structure: ModelStructure, out: Path | Non
 
 
 def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
-    """Replace damaged files of the base that a run never changes (config, tokenizer) by those of other checkpoints."""
+    """Replace damaged files of the base that a run never changes (config, tokenizer) with other checkpoints' copies."""
     layouts, notices = [], []
     others = list(reversed(RunFolder(scan.run).full().values()))
     for path in base.dropped:
@@ -219,13 +219,13 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
         if not is_rng_file(path):
             donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
-            fix = "copy it into the output before the resume, if you have it elsewhere"
-            notices.append(Problem(where, "the file is damaged, and left out", fix))
+            fix = "if you have a copy elsewhere, put it into the output before you resume"
+            notices.append(Problem(where, "the file is damaged and left out", fix))
             continue
         data = read_source(donor / path, PathIn(display_name(donor), path), MAX_BYTES)
         layouts.append(FileLayout(path, (Bytes(data, f"from {donor.name}"),)))
-        what = f"the file is damaged, and comes from {display_name(donor)}"
-        notices.append(Problem(where, what, "look whether it is right, if the run changed it in between"))
+        what = f"the file is damaged and replaced with the one from {display_name(donor)}"
+        notices.append(Problem(where, what, "if the run changed it in between, check it"))
     return layouts, notices
 
 
@@ -243,7 +243,7 @@ def _is_sound(root: Path, path: str) -> bool:
 
 
 def _notices(scan: Scan, choice: Choice) -> list[Problem]:
-    """Return what was lost, for the composite's manifest and card."""
+    """Return the losses, for the composite's manifest and card."""
     assert choice.base is not None
     base, used = scan.holders[choice.base], [scan.holders[number] for number in choice.used]
     notices = []
@@ -253,9 +253,9 @@ def _notices(scan: Scan, choice: Choice) -> list[Problem]:
             f"schedule, data order, random number states and trainer state are of step {base.step}: those of "
             f"{holder.name} can't be used, so its last {holder.step - base.step} steps of data are trained on again"
         )
-        notices.append(Problem(base.name, what, f"if these files of {holder.name} can be mended, do so first"))
+        notices.append(Problem(base.name, what, f"if you can restore these files of {holder.name}, do so first"))
     if choice.cuts:
         params = len({state.param for state in choice.cuts})
-        what = f"{params} params are made of elements from several steps (--fragments)"
+        what = f"{params} params combine elements from several steps (--fragments)"
         notices.append(Problem(display_name(scan.run), what, "compare the losses after the resume"))
     return [*notices, *scan.damage, *scan.refused]

@@ -1,7 +1,7 @@
-"""Puts a salvaged composite where the Trainer's auto-resume looks, and moves aside what it must not find.
+"""Moves a salvaged composite to where the Trainer's auto-resume looks, and moves aside what it must not find.
 
 This takes several renames, which are first recorded in a file in the run's folder: if the process is killed between two
-of them, the next one knows which folder is which. Folders are identified by their files, not by their names.
+of them, the next one can tell the folders apart. Folders are identified by their files, not by their names.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SCHEMA = "llmtailor.replacing/1"
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Renames to be made, all in the run's folder. Nothing is deleted."""
+    """The renames to make, all in the run's folder. Nothing is deleted."""
 
     new: Path
-    """Becomes `target`, or is it already if nothing was composed"""
+    """The folder that becomes `target`, or `target` itself if nothing was composed"""
     target: Path
-    """``checkpoint-STEP``, to be resumed from"""
+    """``checkpoint-STEP``, from which to resume"""
     aside: Mapping[Path, Path]
-    """Folder -> its new name. It does not begin with ``checkpoint-``: the Trainer's rotation deletes what does."""
+    """Folder -> its new name, which does not begin with ``checkpoint-``: the Trainer's rotation deletes those."""
 
 
 def plan_replacement(salvage: Salvage) -> Replacement:
-    """Return which folders are renamed. Raises TargetError if a name is taken."""
+    """Return the renames. Raises TargetError if a name is taken."""
     run, base = salvage.scan.run, salvage.base
     target = run / f"checkpoint-{base.step}"
     aside = {}
@@ -50,13 +50,13 @@ def plan_replacement(salvage: Salvage) -> Replacement:
             aside[path] = path.with_name(f"{'replaced' if whole else 'damaged'}-{path.name}")
     for name in aside.values():
         if name.exists():
-            fix = "move it away, or leave --replace out and name the output when you resume"
-            raise TargetError.at(name, "the name is taken by what was put aside before", fix)
+            fix = "move it away, or omit --replace and name the output when you resume"
+            raise TargetError.at(name, "an earlier --replace already used this name", fix)
     return Replacement(target if salvage.composition is None else salvage.composition.out, target, aside)
 
 
 def unfinished_replacement(run: Path) -> Replacement | None:
-    """Return the rest of an interrupted replacement, as far as its folders are still unchanged.
+    """Return the remaining renames of an interrupted replacement whose folders are unchanged.
 
     Raises StorageError if its record can't be read.
     """
@@ -69,20 +69,20 @@ def unfinished_replacement(run: Path) -> Replacement | None:
         aside = {str(row["files"]): run / _name(row["to"]) for row in record["aside"]}
         names = {target, run / _name(record["new"]["from"]), *(run / _name(row["from"]) for row in record["aside"])}
     except (KeyError, TypeError, ValueError, SourceError) as error:
-        fix = "see which folder is which, and remove this file"
-        raise StorageError.at(path, "the record of renames that were interrupted is damaged", fix) from error
+        fix = "check which folder is which, then remove this file"
+        raise StorageError.at(path, "the record of interrupted renames is damaged", fix) from error
     now = {_fingerprint(folder): folder for folder in (*names, *aside.values()) if folder.is_dir()}
     left = {now[files]: to for files, to in aside.items() if files in now and now[files] != to}
     source = now.get(new, target)
     if source != target and target.exists() and target not in left:
-        source = target  # somebody has put another checkpoint there
+        source = target  # another checkpoint has been put there
     if source == target:
         left.pop(target, None)
     return Replacement(source, target, left)
 
 
 def put_salvaged_in_place(replacement: Replacement) -> None:
-    """Do the renames; a crash between two of them leaves every folder complete, under its old or new name.
+    """Make the renames; a crash between two of them leaves every folder complete, under its old or new name.
 
     `unfinished_replacement` then returns the rest. Raises TargetError or StorageError.
     """
@@ -90,7 +90,7 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
     try:
         remove_left_over(replacement.new)
     except OSError as error:
-        raise StorageError.at(run, f"can't remove what a merge has left: {error.strerror}", "check the disk") from error
+        raise StorageError.at(run, f"can't remove what a merge left: {error.strerror}", "check the disk") from error
     record = {
         "schema": _SCHEMA,
         "new": {"from": replacement.new.name, "files": _fingerprint(replacement.new)},
@@ -108,12 +108,12 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
 
 
 def _name(value: Any) -> str:
-    """Return a name that a record may hold: of a folder in the run's folder. Raises ValueError for anything else."""
+    """Return a valid name in a record: that of a folder in the run's folder. Raises ValueError for anything else."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(value)
     return value
 
 
 def _fingerprint(folder: Path) -> str:
-    """Return a digest of the names, sizes and times of a folder's files; renaming the folder does not change it."""
+    """Return a digest of the names, sizes and times of a folder's files, which a rename does not change."""
     return hashlib.sha256(repr(sorted(list_files(folder).items())).encode()).hexdigest()

@@ -23,14 +23,14 @@ class Row:
     source: str
     step: int
     steps_back: int
-    """From the newest checkpoint of the run, whatever is left of it"""
+    """Steps behind the newest checkpoint of the run, usable or not"""
     share: float
     """Of the part's elements, 0..1"""
     why: str
 
 
 def rows(salvage: Salvage) -> list[Row]:
-    """Return the rows in the order of the model; of a mixed part the newest share first."""
+    """Return the rows in model order; the newest share of a mixed part comes first."""
     newest, _ = salvage.scan.newest
     found = []
     for choice in salvage.choice.parts:
@@ -40,13 +40,13 @@ def rows(salvage: Salvage) -> list[Row]:
             step = holder.index.part_steps.get(choice.part, holder.step)
             why = choice.why if number else ""
             if number == 0 and holder.step < newest:
-                why = f"the newest that can be used; {display_name(salvage.scan.newest[1])} can't"
+                why = f"the newest usable one; {display_name(salvage.scan.newest[1])} is not"
             found.append(Row(choice.part, holder.name, step, newest - step, numel / total if total else 1.0, why))
     return found
 
 
 def fold(listed: Sequence[Row]) -> list[Row]:
-    """Join neighbouring layers that are alike into one row, ``layer 0-7``."""
+    """Join identical rows of consecutive layers into one, ``layer 0-7``."""
     folded: list[Row] = []
     for _, group in groupby(listed, lambda row: row.part):
         own = list(group)
@@ -80,7 +80,7 @@ def gain(salvage: Salvage) -> float:
 
 
 def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
-    """Return the outcome as JSON data; the keys are stable within a schema version."""
+    """Return the salvage as JSON data; the keys are stable within a schema version."""
     composition, scan = salvage.composition, salvage.scan
     return {
         "schema": SCHEMA,

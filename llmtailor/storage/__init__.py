@@ -1,1 +1,1 @@
-"""Bytes at rest: local files and folders, locks, checksums, casts. Nothing here decides anything."""
+"""Storage: local files and folders, locks, checksums, casts. Nothing here decides anything."""

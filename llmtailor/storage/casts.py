@@ -1,7 +1,6 @@
 """Elementwise casts between floating-point dtypes, on raw little-endian bytes.
 
-Rounding is to nearest, ties to even: bit for bit what torch does, and so what DeepSpeed stores when it rounds its
-fp32 masters.
+Rounding is to nearest, ties to even: bit for bit as torch, and so as DeepSpeed when it rounds its fp32 masters.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: float = 1.0) -> bytes:
     """Cast elements of dtype ``source`` to ``target``; both are safetensors names of floating-point dtypes.
 
-    With a ``scale`` they are multiplied by it in fp64 first, so that there is one rounding only.
+    They are first multiplied by ``scale`` in fp64, so there is only one rounding.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # inf and NaN are values like any other
         wide = _widen(data, source)

@@ -1,7 +1,7 @@
 """CRC-32, the checksum of zip files, the digests built from it, and XXH3 for whole files.
 
-CRCs of neighbouring runs combine into the CRC of the whole. So the checksum of a state does not depend on how
-it was cut over files and ranks, and one pass over the bytes serves the zip records, the files and the states.
+CRCs of adjacent runs combine into the CRC of the whole. So the checksum of a state does not depend on how it is split
+across files and ranks, and one pass over the bytes serves the zip records, the files and the states.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from xxhash import xxh3_128
 from llmtailor.model.states import State
 
 DIGEST = "xxh3_128"
-"""What ``--checksum`` takes of whole files: 128 bits at memory speed, which `xxhsum -H2` prints as well."""
+"""The digest of whole files for ``--checksum``: 128 bits at memory speed; `xxhsum -H2` prints the same"""
 
 
 def new_digest() -> xxh3_128:
-    """Return a digest of no bytes; feed it with `update`."""
+    """Return an empty digest; feed it with `update`."""
     return xxh3_128()
 
 
@@ -40,7 +40,7 @@ def part_digest(states: Iterable[tuple[State, int, int]]) -> str:
     """Return the digest of a part from (state, number of bytes, CRC-32) of its states.
 
     It is the SHA-256 over one line per state, sorted: ``kind TAB param TAB bytes TAB crc32 as 8 hex digits LF``.
-    It detects accidents, not attacks: the CRCs under it are no cryptographic hash.
+    It detects accidents, not attacks: the underlying CRCs are not a cryptographic hash.
     """
     lines = sorted(f"{state.kind}\t{state.param}\t{num_bytes}\t{crc:08x}\n" for state, num_bytes, crc in states)
     return "crc32-sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -50,7 +50,7 @@ _Key = TypeVar("_Key")
 
 
 class Intervals(Generic[_Key]):
-    """CRC-32 of byte ranges per key. Neighbours are joined, so memory does not grow with the number of reads."""
+    """CRC-32 of byte ranges per key. Adjacent ranges are joined, so memory does not grow with the number of reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Intervals(Generic[_Key]):
         """stop -> start"""
 
     def add(self, key: _Key, start: int, stop: int, crc: int) -> None:
-        """Take the CRC of bytes ``start``..``stop``; may be called from any thread."""
+        """Add the CRC of bytes ``start``..``stop``; may be called from any thread."""
         with self._lock:
             starts, stops = self._from[key], self._until[key]
             if start >= stop or start in starts or stop in stops:
@@ -80,11 +80,11 @@ class Intervals(Generic[_Key]):
         return iter(self._from)
 
     def whole(self, key: _Key) -> tuple[int, int]:
-        """Return size and CRC of what is known from byte 0 on without a gap."""
+        """Return size and CRC of the known bytes from byte 0 to the first gap."""
         return self._from[key].get(0, (0, 0))
 
     def crc_of(self, key: _Key, start: int, stop: int, read: Callable[[int, int], int]) -> int:
-        """Return the CRC of bytes ``start``..``stop``; ``read(begin, end)`` gives that of bytes not yet known."""
+        """Return the CRC of bytes ``start``..``stop``; ``read(begin, end)`` returns that of unknown bytes."""
         crc, at = 0, start
         for begin, (end, known) in sorted(self._from[key].items()):
             if begin < at or end > stop:

@@ -1,10 +1,10 @@
-"""Local files and folders: written so that they survive a power cut, and read so that nothing hangs.
+"""Local files and folders: writes survive a power cut, and reads never hang.
 
-Renames neither overwrite nor leave a gap, with flags of Linux's renameat2 that the standard library lacks; file systems
-without them (NFS, some that run in user space) and other systems get the closest that POSIX has.
+Renames neither overwrite nor leave a gap, by flags of Linux's renameat2 that the standard library lacks; file systems
+without them (NFS, some FUSE ones) and other systems use the closest that POSIX offers.
 
-Files that others wrote must be regular ones: a pipe would block for ever, and some devices act on being opened.
-Symbolic links are followed, whatever they point to: copying reads what the user may read anyway.
+Source files must be regular ones: a pipe would block forever, and opening some devices has side effects. Symbolic
+links are followed, whatever they point to: copying only reads what the user may read anyway.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llmtailor.codes import Code
 from llmtailor.errors import COPY_FILE, SourceError, StorageError
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
-"""Names of what `replace_durably` was writing when it was killed"""
+"""Names of files that `replace_durably` was writing when it was killed"""
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of it, in as many calls as the system takes. Raises OSError."""
+    """Write all of the data, in as many calls as needed. Raises OSError."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
@@ -49,7 +49,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Write a file, new or not, so that it is either the old one or the new one, whole. Raises StorageError."""
+    """Write a file atomically: it is either the old one, if any, or the whole new one. Raises StorageError."""
     beside = path.with_name(f".{path.name}.llmtailor-new")
     try:
         beside.unlink(missing_ok=True)
@@ -60,7 +60,7 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and what is missing above it, durably; it may be there already. Raises OSError."""
+    """Durably create a folder and its missing parents; it may already exist. Raises OSError."""
     missing = []
     while not path.exists():
         missing.append(path)
@@ -80,7 +80,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the file system can. Raises OSError."""
+    """Make the names in a folder durable, if the file system can. Raises OSError."""
     try:
         fsync_file(folder)
     except OSError as error:
@@ -94,7 +94,7 @@ _EXCHANGE = 2
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename to a name that nothing has, not even an empty folder. Raises FileExistsError, or OSError."""
+    """Rename to an unused name; even an empty folder counts as used. Raises FileExistsError, or OSError."""
     if _renameat2(source, target, _NOREPLACE):
         return
     if target.exists():
@@ -103,9 +103,9 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def replace_folder(source: Path, target: Path, aside: Path) -> None:
-    """Put one folder in the place of another, which is then at ``source``, or else at ``aside``. Raises OSError.
+    """Replace the folder ``target``, which is then at ``source``, or else at ``aside``. Raises OSError.
 
-    Without renameat2 there is a moment in which nothing is at ``target``, and the old folder is at ``aside``.
+    Without renameat2, nothing is at ``target`` for a moment, and the old folder stays at ``aside``.
     """
     if not _renameat2(source, target, _EXCHANGE):
         target.rename(aside)
@@ -117,7 +117,7 @@ def replace_folder(source: Path, target: Path, aside: Path) -> None:
 
 
 def _renameat2(source: Path, target: Path, flag: int) -> bool:
-    """Return False where this can't be done at all."""
+    """Rename with a flag; return False if the system can't."""
     try:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):  # no such C library, or no such function in it
@@ -131,7 +131,7 @@ def _renameat2(source: Path, target: Path, flag: int) -> bool:
 
 
 class EndsEarly(OSError):
-    """A file has fewer bytes than were asked for."""
+    """A file has fewer bytes than requested."""
 
     def __init__(self, num_bytes: int):
         super().__init__(errno.ENODATA, f"it ends before byte {num_bytes:,}")
@@ -147,7 +147,7 @@ def read_into(fd: int, offset: int, room: memoryview) -> None:
 
 
 def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-    """Yield the bytes of an open file from ``start`` on, in ``buffer``, which is used again for each chunk.
+    """Yield the bytes of an open file from ``start`` on, in ``buffer``, which is reused for each chunk.
 
     Raises EndsEarly if there are none left before ``stop``, or another OSError.
     """
@@ -164,13 +164,13 @@ def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None)
 
 
 class Changed(OSError):
-    """A file is no longer as it was when it was indexed."""
+    """A file has changed since it was indexed."""
 
 
 class Files:
-    """Files below a folder, read from here and there by any thread; those that are not in use are closed again.
+    """Files below a folder, for random reads by any thread; those not in use are closed.
 
-    ``facts`` are what they were like when they were indexed; what is not in there is not compared.
+    ``facts`` describe the files as indexed; other files are not checked.
     """
 
     MAX_OPEN = 128
@@ -193,12 +193,12 @@ class Files:
         read_into(handle.fd, offset, room)
 
     def will_need(self, path: str, start: int, stop: int) -> None:
-        """Have the system fetch bytes ahead, where it can."""
+        """Have the system fetch bytes ahead, if it can."""
         handle = self._handle(path)
         os.posix_fadvise(handle.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def forget(self, path: str) -> None:
-        """Have what is read next come from the disk, not from the system's memory."""
+        """Make the next read come from the disk, not from the page cache."""
         handle = self._handle(path)
         os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -217,7 +217,7 @@ class Files:
 
 
 class _Handle:
-    """An open file, closed when nobody has it any more: another thread may still be reading when it is dropped."""
+    """An open file, closed when its last user drops it: another thread may still be reading."""
 
     fd = -1
 
@@ -247,9 +247,9 @@ class SourceFile:
         self.where = where
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes ``start``..``stop``, which must lie within ``num_bytes``.
+        """Return bytes ``start``..``stop``, which must be within ``num_bytes``.
 
-        Raises SourceError if they can't be read or are not there any more.
+        Raises SourceError if they can't be read or no longer exist.
         """
         chunks = []
         while start < stop:
@@ -259,7 +259,7 @@ class SourceFile:
                 raise _unreadable(self.where, error) from error
             if not chunk:
                 what = f"the file ends before byte {stop}: it became shorter while it was read"
-                raise SourceError.at(self.where, what, "stop what writes to it, and start again", Code.FILE_CHANGED)
+                raise SourceError.at(self.where, what, "stop what writes to it, and run this again", Code.FILE_CHANGED)
             chunks.append(chunk)
             start += len(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -267,14 +267,14 @@ class SourceFile:
 
 @contextmanager
 def open_source(path: Path, where: str) -> Iterator[SourceFile]:
-    """Open a regular file to read it; messages call it ``where``. Raises SourceError for anything else."""
+    """Open a regular file for reading; ``where`` is its name in messages. Raises SourceError for anything else."""
     try:
         check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise SourceError.at(where, "the file is missing", COPY_FILE, Code.FILE_MISSING) from error
     except ValueError as error:
-        raise SourceError.at(where, f"no file can have this name ({error})", COPY_FILE, Code.FILE_UNREADABLE) from error
+        raise SourceError.at(where, f"the file name is invalid ({error})", COPY_FILE, Code.FILE_UNREADABLE) from error
     except OSError as error:
         raise _unreadable(where, error) from error
     try:
@@ -286,19 +286,19 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
 
 
 def read_source(path: Path, where: str, max_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises SourceError for anything else, and for a file that is larger."""
+    """Return the content of a regular file of up to ``max_bytes``. Raises SourceError for anything else."""
     with open_source(path, where) as file:
         if file.num_bytes > max_bytes:
-            what = f"the file has {file.num_bytes:,} bytes, and {max_bytes:,} are more than it ever needs"
+            what = f"the file has {file.num_bytes:,} bytes, but should never need more than {max_bytes:,}"
             raise SourceError.at(where, what, COPY_FILE)
         return file.read(0, file.num_bytes)
 
 
 def check_regular(mode: int, where: str) -> None:
-    """Raise SourceError unless a file's mode is that of a regular one; it says what it is instead."""
+    """Raise SourceError, with the kind of file, unless the mode is that of a regular file."""
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise SourceError.at(where, f"this is {kind}, where a file belongs", COPY_FILE, Code.NOT_A_FILE)
+        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        raise SourceError.at(where, f"expected a file, but this is {kind}", COPY_FILE, Code.NOT_A_FILE)
 
 
 def _unreadable(where: str, error: OSError) -> SourceError:
@@ -308,29 +308,29 @@ def _unreadable(where: str, error: OSError) -> SourceError:
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """A file as it was when it was indexed; a change afterwards means the source moved under us."""
+    """A file as indexed; a later change means that the source changed during the run."""
 
     num_bytes: int
     mtime_ns: int
     ctime_ns: int
     inode: int
-    """These two also change with a new hard link or a mount, so they give reason to compare contents, not to refuse."""
+    """Also change with a new hard link or a mount, so they are a reason to compare contents, not to refuse"""
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileFact:
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
     def is_like(self, other: FileFact) -> bool:
-        """Whether size and time of change agree."""
+        """Return whether size and modification time agree."""
         return (self.num_bytes, self.mtime_ns) == (other.num_bytes, other.mtime_ns)
 
 
 Entries = Mapping[str, FileFact | None]
-"""Relative path -> size and time of a regular file; None for all else. Those of folders end in ``/``."""
+"""Relative path -> size and time of a regular file, None for anything else. Folders' paths end in ``/``."""
 
 
 def list_entries(folder: Path) -> dict[str, FileFact | None]:
-    """Return what lies directly in a folder, sorted by name; links are not followed. Raises OSError."""
+    """Return the direct entries of a folder, sorted by name; links are not followed. Raises OSError."""
     found: dict[str, FileFact | None] = {}
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda one: one.name):
@@ -343,9 +343,9 @@ def list_entries(folder: Path) -> dict[str, FileFact | None]:
 
 
 def added_since(folder: Path, before: Entries) -> list[str]:
-    """Return what lies in a folder, at any depth, and was not there, or not the same, ``before``. Raises OSError.
+    """Return the entries of a folder, at any depth, that are new or changed since ``before``. Raises OSError.
 
-    A folder that was not there is named, and not looked into.
+    A new folder is listed without its content.
     """
     found: list[str] = []
     for name, fact in list_entries(folder).items():
@@ -362,7 +362,7 @@ def _is_like(fact: FileFact | None, other: FileFact | None) -> bool:
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of change of every file at any depth, links as they are, by relative path."""
+    """Return size and modification time of every file at any depth, without following links, by relative path."""
     found = {}
     for where, _, names in os.walk(folder):
         for name in names:

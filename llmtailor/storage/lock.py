@@ -1,8 +1,8 @@
 """One writer at a time: a lock that the system releases when its holder dies, or else a file with the holder's name.
 
 The lock is taken on a file opened for writing, because NFS refuses to lock a folder. On file systems without locks
-(Lustre as it is often mounted, NFS without its lock service) a file that is created exclusively takes its place, if the
-caller names one. Nobody can see there whether a holder on another node still lives, so it is never taken for dead.
+(Lustre as it is often mounted, NFS without its lock service), an exclusively created file replaces it if the caller
+names one. There, a holder on another node can't be checked, so it is never assumed dead.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
 
 
 class Held(Exception):
-    """Somebody else has the lock; the argument says who, as far as that is known."""
+    """Another process has the lock; the argument describes it, if known."""
 
 
 class Lock:
-    """A lock on a file. It belongs to this process: forked children (data loader workers) neither have nor keep it."""
+    """A lock on a file, held by this process: forked children (data loader workers) neither have nor keep it."""
 
     def __init__(self, path: Path, owner: Path | None = None):
-        """``owner`` is the file to create where there are no locks; without one, nothing keeps others out there."""
+        """``owner`` is the file to create if there are no locks; without one, others are then not kept out."""
         self.path = path
         self.owner = owner
         self.fd = -1
-        """The locked file, open for reading and writing; -1 if the lock is not held."""
+        """The locked file, open for reading and writing; -1 if the lock is not held"""
         self._times = 0
         self._owns_file = False
 
     def acquire(self, *, create: bool = True) -> None:
-        """Take the lock, or count once more; ``create`` makes the file if it is missing.
+        """Take the lock, or increment its count if held; ``create`` makes the file if it is missing.
 
         Raises Held, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
         """
@@ -65,7 +65,7 @@ class Lock:
         _held.add(self)
 
     def release(self) -> None:
-        """Undo one `acquire`; the last one gives the lock back."""
+        """Undo one `acquire`; the last one releases the lock."""
         self._times = max(0, self._times - 1)
         if self.fd >= 0 and not self._times:
             self._disown()
@@ -97,7 +97,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """In a forked child, close the copies: as long as one is open, the lock is held."""
+    """Close the copies in a forked child, because an open one holds the lock."""
     for lock in list(_held):
         if lock.fd >= 0:
             os.close(lock.fd)

@@ -1,1 +1,1 @@
-"""Whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly. Nothing is written."""
+"""Checks whether an unmodified Trainer or DeepSpeed resumes correctly from a checkpoint. Nothing is written."""

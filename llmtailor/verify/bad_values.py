@@ -1,6 +1,6 @@
-"""Bad values: how they are found in raw little-endian bytes, what is said of them, and which elements they cost. Pure.
+"""Bad values: finding them in raw little-endian bytes, reporting them, and listing the damaged elements. Pure.
 
-The checks go through some million elements block by block, so that what they compute stays in the processor's cache.
+The checks go through some million elements block by block, so that intermediate results stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number
 Spans = dict[State, tuple[tuple[int, int], ...]]
 Elements = tuple[State, tuple[int, int]]
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
-_OTHER_SAVE = "they are of different saves, or damaged: copy both files again, or take another checkpoint"
-_DIVERGED = "the run had diverged, or the file is damaged: take an older checkpoint"
+_OTHER_SAVE = "they are from different saves, or damaged: copy both files again, or use another checkpoint"
+_DIVERGED = "the run had diverged, or the file is damaged: use an older checkpoint"
 _SAID: Final[dict[str, tuple[str, str, Code, str]]] = {
     NOT_FINITE: ("is not finite", _DIVERGED, Code.NOT_FINITE, ERROR),
-    NEGATIVE: ("is negative, which a mean of squares can't be", _OTHER_SAVE, Code.NEGATIVE, ERROR),
+    NEGATIVE: ("is negative, but a mean of squares can't be", _OTHER_SAVE, Code.NEGATIVE, ERROR),
     DIFFERS: ("is not the rounded master", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR),
-    SPLIT: ("is not the rounded master, as asked for", "a resume uses the masters", Code.SPLIT_WEIGHTS, WARNING),
+    SPLIT: ("is not the rounded master, as requested", "a resume uses the masters", Code.SPLIT_WEIGHTS, WARNING),
 }
 _SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
 
 
 @dataclass(slots=True)
 class BadValues:
-    """Elements of a state that are off in one way."""
+    """Elements of a state that are wrong in one way."""
 
     count: int
     first: int
     runs: list[tuple[int, int]]
-    """One range per chunk, from the first such element to behind the last."""
+    """One range per chunk, from the first such element to just past the last"""
 
 
 def find_bad_values(
     index: CheckpointIndex, bad_values: Mapping[tuple[State, str], BadValues], is_split: bool
 ) -> Iterator[Finding]:
-    """Yield a finding for every kind of state and way to be off. With ``is_split`` weights may differ on purpose."""
+    """Yield a finding per kind of state and bad value. With ``is_split``, weights may differ on purpose."""
     together: dict[tuple[str, str], list[State]] = {}
     for state, problem in bad_values:
         together.setdefault((state.kind, problem), []).append(state)
@@ -70,7 +70,7 @@ def find_bad_values(
 def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator[Finding]:
     """Report flat tensors of a full checkpoint whose moments are all zero although Adam has made steps.
 
-    The gradients of a whole flat tensor are never all zero: such moments were wiped, or never loaded.
+    The gradients of a whole flat tensor are never all zero: such moments were erased or never loaded.
     """
     stepped = [
         flat
@@ -82,7 +82,7 @@ def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator
         zeroed = [flat for flat in stepped if not any(State(param, kind) in not_zero for param in flat.params)]
         if zeroed:
             params = tuple(param for flat in zeroed for param in flat.params)
-            what = f"{kind} of {some(params)} is zero throughout, after {zeroed[0].step:g} steps of Adam"
+            what = f"{kind} of {some(params)} is all zero after {zeroed[0].step:g} steps of Adam"
             severity = ERROR if len(zeroed) == len(stepped) else WARNING
             yield Finding(
                 index.name, what, f"a resume restarts Adam there; {_OTHER_SAVE}", Code.ALL_ZERO, severity, params
@@ -95,7 +95,7 @@ def damaged_elements(
     saved_as: Mapping[str, tuple[SavedAs, ...]],
     is_split: bool,
 ) -> Iterator[Elements]:
-    """Yield the ranges of elements that can't be trusted: of two states that contradict each other, both."""
+    """Yield the ranges of elements that can't be trusted; if two states contradict each other, those of both."""
     pieces = {piece.name: (name, piece.begin) for name, found in saved_as.items() for piece in found}
     for (state, problem), found in bad_values.items():
         if problem == DIFFERS and is_split and state.kind == WEIGHT:
@@ -110,7 +110,7 @@ def damaged_elements(
 
 
 def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
-    """Yield the elements of states that lie in chosen byte ranges."""
+    """Yield the elements of states in chosen byte ranges."""
     for state, held in all_held(index):
         for fragment in held.place.cover(0, held.numel) if held.is_here else ():
             if is_meant(fragment.extent):
@@ -118,12 +118,12 @@ def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> I
 
 
 def lost_elements(index: CheckpointIndex, paths: Collection[str]) -> Iterator[Elements]:
-    """Yield the elements of states that lie in files which can't be read."""
+    """Yield the elements of states in unreadable files."""
     return elements_in(index, lambda extent: extent.path in paths) if paths else iter(())
 
 
 def join(runs: Iterable[Elements]) -> Spans:
-    """Return ascending runs of elements that don't touch, for each state."""
+    """Return ascending, disjoint runs of elements for each state; runs that touch are joined."""
     found: dict[State, list[tuple[int, int]]] = {}
     for state, run in runs:
         found.setdefault(state, []).append(run)
@@ -141,7 +141,7 @@ def _joined(runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:
-    """Yield everything that is held, the module's weights of ZeRO-1/2 included."""
+    """Yield every state held, including the module's weights of ZeRO-1/2."""
     yield from index.held.items()
     for name, held in index.module.items():
         yield State(name, MODULE), held
@@ -162,14 +162,14 @@ def _coordinates(element: int, shape: tuple[int, ...]) -> str:
 BLOCK_ELEMENTS = 1 << 16
 _UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 _EXPONENT: Final[dict[str, int]] = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
-"""The bits that are all set in infinities and NaNs."""
+"""The exponent bits, all set in infinities and NaNs"""
 
 Mask = npt.NDArray[np.bool_]
 Bytes = bytes | bytearray | memoryview
 
 
 def any_bit(data: Bytes) -> bool:
-    """Whether any bit is set: zeros have none."""
+    """Return whether any bit is set; none is in zeros."""
     return bool(np.frombuffer(data, np.uint8).any())
 
 
@@ -183,7 +183,7 @@ _TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
 def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
     """Return which elements are not finite, not a number (buffers may be infinite: they hold masks) or negative.
 
-    None if there are none, as where the dtype is not floating-point.
+    Returns None if there are none, as with a dtype that is not floating-point.
     """
     if dtype not in _EXPONENT:
         return None
@@ -195,8 +195,9 @@ def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
 def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precision: str) -> Mask | None:
     """Return which elements of a copy are not the rounded original, bit for bit; None if there are none.
 
-    A copy in another dtype than ``precision``, that of the weights in training, was made from these weights, or, if
-    there were none, from the original itself. Either will do. What is not floating-point is compared if it is alike.
+    A copy in a dtype other than ``precision``, that of the weights in training, was made from these weights or, if
+    there were none, from the original itself. Either is accepted. Other dtypes than floating-point are compared if
+    they are the same.
     """
     have, source = _bits(copy, copy_dtype), memoryview(original)
     castable = dtype in _EXPONENT and copy_dtype in _EXPONENT

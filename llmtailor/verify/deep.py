@@ -1,4 +1,4 @@
-"""The deep part of `verify`: values, checksums and digests. Every byte is read once."""
+"""The deep checks of `verify`: values, checksums and digests. Every byte is read once."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from llmtailor.verify.read import Reading, bundle_states
 
 @dataclass(frozen=True, slots=True)
 class Deep:
-    """What reading has brought to light."""
+    """The results of reading every byte."""
 
     findings: tuple[Finding, ...]
-    """About files and checksums."""
+    """Findings about files and checksums"""
     values: tuple[Finding, ...]
-    """About the values of states."""
+    """Findings about the values of states"""
     states: Spans
-    """Elements that are lost or can't be trusted."""
+    """Elements that are lost or can't be trusted"""
 
 
 def read_everything(
@@ -90,7 +90,7 @@ def read_everything(
 def _stated_sums(
     index: CheckpointIndex, unreadable: frozenset[str], manifest: ManifestFacts | None
 ) -> dict[str, list[Record]]:
-    """Return the checksums that torch files and the manifest state, by path; one without a name is the file's."""
+    """Return the checksums stated in torch files and the manifest, by path; one without a name is the whole file's."""
     sums: dict[str, list[Record]] = {}
     for path in index.files:
         if path.endswith((".pt", ".pth", ".bin")) and path not in unreadable:
@@ -104,7 +104,7 @@ def _stated_sums(
 
 
 def _compare_sums(reading: Reading, path: str, stated: list[Record]) -> list[tuple[str, Record]]:
-    """Return what does not match; the file as a whole only if all of its records do."""
+    """Return the records that do not match; the whole file only if all of its records do."""
     wrong: list[tuple[str, Record]] = []
     try:
         for record in stated if path not in reading.unreadable else ():
@@ -124,10 +124,10 @@ def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collec
     where, severity = PathIn(index.name, path), ERROR if is_resumed_from(path, index) else WARNING
     if record.name:
         names = some(sorted({f"{state.kind} of {state.param}" for state in inside}))
-        what = f"{record.name} does not match its checksum in the file{f', which holds {names}' if names else ''}"
+        what = f"{record.name} does not match its checksum in the file{f'; it holds {names}' if names else ''}"
         return Finding(where, what, COPY_OR_ANOTHER, Code.CHECKSUM, severity)
-    fix = "nothing, if you changed it yourself" if severity == WARNING else COPY_OR_ANOTHER
-    what = f"the file is not the one that the {'save' if index.is_partial else 'merge'} has written"
+    fix = "none needed if you changed it yourself" if severity == WARNING else COPY_OR_ANOTHER
+    what = f"the file is not the one that the {'save' if index.is_partial else 'merge'} wrote"
     return Finding(where, what, fix, Code.MANIFEST, severity)
 
 
@@ -141,8 +141,8 @@ def _unread(index: CheckpointIndex, reading: Reading) -> Iterator[Finding]:
 def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, lost: Spans) -> Iterator[Finding]:
     """Compare the digests of the parts.
 
-    Not of those with states that could not be read, which are reported; nor, in ZeRO-3, of those with buffers: a digest
-    counts the ranks' buffers as often as the sources had them. The files' checksums cover these.
+    Parts with unreadable states are skipped, because these are reported. In ZeRO-3, parts with buffers are skipped too:
+    a digest counts the ranks' buffers as often as the sources had them. The files' checksums cover these.
     """
     part_of = find_structure(index).part_of
     parts: dict[str, list[tuple[State, int, int]]] = {}
@@ -154,12 +154,12 @@ def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, 
         not_whole |= {part_of[param.name] for param in index.params.values() if param.role == "buffer"}
     for part, digest in manifest.digests.items():
         if part not in not_whole and part_digest(parts.get(part, ())) != digest:
-            what = f"the states of {part} are not those that the merge has written"
+            what = f"the states of {part} are not those that the merge wrote"
             yield Finding(index.name, what, "merge again, or copy the checkpoint again", Code.DIGEST, ERROR)
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]]:
-    """Return the names and pieces that transformers saves some models' params by, other than they have in memory."""
+    """Return the names and pieces under which transformers saves params, where they differ from those in memory."""
     where = PathIn(index.name, CONFIG)
     try:
         config = read_json(index.root / CONFIG, where) if CONFIG in index.files else {}
@@ -174,5 +174,5 @@ def _not_compared(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, 
     known = {*index.params, *index.tied, *(piece.name for pieces in saved_as.values() for piece in pieces)}
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
     if index.has_masters and names:
-        what = f"the weights of {some(names)} go by other names than the params, and were not compared with the masters"
-        yield Finding(index.name, what, "try to resume it: --resume-smoke", Code.NOT_COMPARED, NOTE)
+        what = f"the weights of {some(names)} have other names than the params, so were not compared with the masters"
+        yield Finding(index.name, what, "try a resume: --resume-smoke", Code.NOT_COMPARED, NOTE)

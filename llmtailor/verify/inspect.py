@@ -1,4 +1,4 @@
-"""What a checkpoint is, without loading a tensor."""
+"""Describes a checkpoint without loading a tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HYPER: tuple[Literal["lr", "weight_decay", "betas", "eps"], ...] = ("lr", "weig
 
 
 class GroupFacts(TypedDict, total=False):
-    """A param group of the optimizer. Hyperparameters that the file does not have are missing."""
+    """A param group of the optimizer. Hyperparameters missing in the file are left out."""
 
     flat_ids: list[int]
     num_params: int
@@ -46,7 +46,7 @@ class StoredFile(TypedDict):
 
 
 class Inspection(TypedDict):
-    """What a checkpoint is, ready for JSON. The keys are stable within a schema version."""
+    """The description of a checkpoint, ready for JSON. The keys are stable within a schema version."""
 
     schema: str
     name: str
@@ -57,7 +57,7 @@ class Inspection(TypedDict):
     global_step: int
     skipped_steps: int
     tag: str
-    """DeepSpeed's name for the folder of shards"""
+    """DeepSpeed's name of the folder with the shards"""
     precision: str
     weights_dtype: list[str]
     optimizer: str | None
@@ -78,7 +78,7 @@ class Inspection(TypedDict):
 def inspect_checkpoint(root: Path) -> Inspection:
     """Describe a checkpoint without loading a tensor.
 
-    Raises SourceError with everything that is damaged or missing, or UnsupportedCheckpoint.
+    Raises SourceError with everything damaged or missing, or UnsupportedCheckpoint.
     """
     return describe(index_checkpoint(root))
 
@@ -140,7 +140,7 @@ def _group(index: CheckpointIndex, number: int) -> GroupFacts:
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyperparameter as JSON has it; what is neither a number nor a few of them is only named."""
+    """Return a hyperparameter as a JSON value; other types than numbers, strings and lists become their type's name."""
     if isinstance(value, (list, tuple)) and len(value) <= _FEW:
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

@@ -1,6 +1,6 @@
-"""Reads every byte of a checkpoint once, in parallel and in bounded memory. What it finds is data; others judge it.
+"""Reads every byte of a checkpoint once, in parallel and in bounded memory. Its results are data for others to judge.
 
-The states of a param are read together, as a bundle: its weights must be its rounded masters.
+The states of a param are read together, as a bundle, because its weights must be its rounded masters.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One state of a bundle, and what its values may not be."""
+    """One state of a bundle, and the checks on its values."""
 
     state: State
     held: TensorEntry
     checks: tuple[str, ...] = (NOT_FINITE,)
-    """What `bad_values.find` looks for"""
+    """The problems that `bad_values.find` looks for"""
     begin: int = 0
-    """The element of the bundle that its first element belongs to: a fused param is saved in pieces."""
+    """The element of the bundle at which it begins: a fused param is saved in pieces"""
     is_copy: bool = False
-    """Must be the rounded first stream."""
+    """Whether it must be the rounded first stream"""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The states of one param, or one weight that belongs to none. All but copies have ``numel`` elements."""
+    """The states of one param, or a weight without a param. All except copies have ``numel`` elements."""
 
     numel: int
     streams: tuple[Stream, ...]
@@ -63,9 +63,9 @@ class Bundle:
 def bundle_states(
     index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: frozenset[str] = frozenset()
 ) -> Iterator[Bundle]:
-    """Yield everything that is to be read, each byte once: padding is in no placement, so in no bundle.
+    """Yield everything to read, each byte once. Padding is in no placement, so in no bundle.
 
-    ``saved_as`` lists params whose weights go by other names.
+    ``saved_as`` lists params whose weights have other names.
     """
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():
@@ -107,7 +107,7 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
 
 
 class _Once:
-    """Drops what has been read already: tied names may share their bytes, and without DeepSpeed weights are masters."""
+    """Drops what was already read: tied names may share their bytes, and without DeepSpeed weights are masters."""
 
     def __init__(self, unreadable: frozenset[str]):
         self.unreadable = unreadable
@@ -127,7 +127,7 @@ class _Once:
 
 
 class Reading:
-    """Reads bundles, and keeps what is found."""
+    """Reads bundles and keeps the results."""
 
     def __init__(
         self,
@@ -146,12 +146,12 @@ class Reading:
         self.files = Files(index.root)
         self.bad_values: dict[tuple[State, str], BadValues] = {}
         self.unreadable: dict[str, str] = {}
-        """Files that the operating system would not read to the end, and why."""
+        """Files that could not be read to the end, and why"""
         self.not_zero: set[State] = set()
         """Moments with at least one bit set"""
         self.by_file: Intervals[str] = Intervals()
         self.by_state: Intervals[State] = Intervals()
-        """In bytes of the state, as if it lay in one piece."""
+        """By bytes of the state, as if it were contiguous"""
         self._precision = index.precision
         self._left_out = unreadable
         self._on_progress = on_progress
@@ -162,7 +162,7 @@ class Reading:
         self._own = threading.local()
 
     def read(self, bundles: Iterable[Bundle]) -> None:
-        """Read and check all bundles. Raises Interrupted on request."""
+        """Read and check all bundles. Raises Interrupted on Ctrl-C."""
         jobs = (
             partial(self._read_chunk, bundle, begin, min(begin + CHUNK_ELEMENTS, bundle.numel))
             for bundle in bundles
@@ -171,12 +171,12 @@ class Reading:
         run_all(jobs, num_workers(), self._stop)
 
     def crc_of(self, path: str, start: int, stop: int) -> int:
-        """Return the CRC-32 of bytes of a file; what was not read yet is read now. Raises OSError."""
+        """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
         read = partial(crc_of_range, self.files, path, on_progress=self._on_progress)
         return self.by_file.crc_of(path, start, stop, read)
 
     def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
-        """Read elements ``begin``..``end`` of a bundle: of each stream those that belong to them."""
+        """Read elements ``begin``..``end`` of a bundle: the corresponding elements of each stream."""
         parts = [
             (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
             for stream in bundle.streams
@@ -216,9 +216,9 @@ class Reading:
                 found.runs.append((first, last + 1))
 
     def _read_stream(self, stream: Stream, begin: int, end: int, is_original: bool) -> tuple[memoryview, list[_Run]]:
-        """Return elements ``begin``..``end``, and which of them, counted from ``begin``, are lost: these are zeros.
+        """Return elements ``begin``..``end``, and the runs of them, relative to ``begin``, that are lost (set to zero).
 
-        They lie in a buffer of this thread, one for originals and one for all else.
+        The buffer belongs to this thread: one for originals and one for everything else.
         """
         itemsize = ITEMSIZE[stream.held.dtype]
         view, lost = self._buffer(is_original, (end - begin) * itemsize), []
@@ -237,7 +237,7 @@ class Reading:
         return view, lost
 
     def _fill(self, room: memoryview, path: str, offset: int) -> bool:
-        """Read bytes of a file; return whether that was possible."""
+        """Read bytes of a file; return whether that succeeded."""
         if path in self._left_out or path in self.unreadable:
             return False
         try:
@@ -249,14 +249,14 @@ class Reading:
         return True
 
     def _buffer(self, is_original: bool, num_bytes: int) -> memoryview:
-        """Return one of this thread's two buffers: new memory for every chunk would take longer than reading it."""
+        """Return one of this thread's two buffers: allocating one for every chunk would take longer than reading it."""
         own: dict[bool, bytearray] = self._own.__dict__.setdefault("buffers", {})
         if len(own.get(is_original, b"")) < num_bytes:
             own[is_original] = bytearray(num_bytes)
         return memoryview(own[is_original])[:num_bytes]
 
     def _announce(self, stream: Stream, begin: int, end: int) -> None:
-        """Have the system fetch bytes ahead: a chunk's states lie far apart, so it can't guess what comes next."""
+        """Have the system fetch bytes ahead: a chunk's states are far apart, so it can't predict the next ones."""
         for fragment in stream.held.place.cover(begin, end):
             extent = fragment.extent
             if extent.num_bytes >= _WORTH_ANNOUNCING:

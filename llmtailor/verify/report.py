@@ -1,4 +1,4 @@
-"""A verdict in words and as JSON data."""
+"""A verdict as text and as JSON data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def to_text(verdict: Verdict) -> str:
-    """Return the verdict in one line, then the findings, the severe ones first."""
+    """Return the verdict in one line, followed by the findings, the most severe first."""
     counts = ", ".join(
         f"{len(found)} {severity if len(found) == 1 else _PLURAL[severity]}"
         for severity in SEVERITIES
@@ -56,7 +56,7 @@ def to_text(verdict: Verdict) -> str:
 
 
 def _what_it_holds(holding: Holding, index: CheckpointIndex, is_intact: bool) -> str:
-    """Return what a partial checkpoint holds, and what makes a checkpoint of it that resumes."""
+    """Return what a partial checkpoint holds, and the command that makes a resumable checkpoint of it."""
     total = len(holding.held) + len(holding.absent)
     parts = f"{len(holding.held)} of {total} parts: {some(holding.held)}" if holding.absent else f"all {total} parts"
     if not is_intact:
@@ -64,4 +64,4 @@ def _what_it_holds(holding: Holding, index: CheckpointIndex, is_intact: bool) ->
     merge = "llmtailor merge RECIPE"
     if index.root.absolute().parent.name == FOLDER:
         merge = f"llmtailor merge --run {display_name(index.root.absolute().parent.parent)} --at {index.global_step}"
-    return f"holds {parts}; for a checkpoint that resumes: {merge}"
+    return f"holds {parts}; for a resumable checkpoint: {merge}"

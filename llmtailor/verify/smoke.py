@@ -1,7 +1,7 @@
-"""``--resume-smoke``: a real resume on CPU ranks, with stock transformers and DeepSpeed, held against the files.
+"""``--resume-smoke``: a real resume on CPU ranks, with stock transformers and DeepSpeed, compared with the files.
 
-The ranks run in processes of their own (`smoke_worker`); this one imports no framework. They report checksums of what
-the engine holds after loading, per state, and here the same elements are read from the checkpoint by its index.
+The ranks run in their own processes (`smoke_worker`); this one imports no framework. They report checksums of the
+states that the engine holds after loading; here the same elements are read from the checkpoint by its index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from llmtailor.verify.read import CHUNK_ELEMENTS
 from llmtailor.verify.verdict import Verdict, by_severity
 
 CrcOf = Callable[[State, int, int, str], int]
-"""(state, begin, end, dtype) -> CRC-32 of those elements as the files have them, cast to a dtype"""
+"""(state, begin, end, dtype) -> CRC-32 of those elements of the files, cast to dtype"""
 
 _DTYPES = {
     "torch.float64": "F64",
@@ -46,17 +46,17 @@ _DTYPES = {
     "torch.bfloat16": "BF16",
     "torch.float16": "F16",
 }
-_FIX = "the files are not what they seem to be; verify with --deep, or take another checkpoint"
+_FIX = "verify with --deep to find damage, or use another checkpoint"
 
 
 def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: str, crc_of: CrcOf) -> list[Finding]:
-    """Return everything in which a tried resume differs from the files; ``results`` are those of each rank.
+    """Return the differences between a trial resume and the files; ``results`` has one item per rank.
 
-    ``log`` is the end of what the ranks printed.
+    ``log`` is the end of the ranks' output.
     """
     problems = [result["problem"] for result in results if result["problem"]]
     if problems or len(results) < (index.world_size if index.stage else 1):
-        last = log.splitlines()[-1:] or ["nothing was printed"]
+        last = log.splitlines()[-1:] or ["no output"]
         what = f"a stock resume fails: {problems[0] if problems else f'a rank died or hung ({last[0]})'}"
         return [Finding(index.name, what, _FIX, Code.RESUME_FAILS, ERROR)]
     differences = (*_states(index, results, crc_of), *_steps(index, results), *_others(index, results[0]))
@@ -86,20 +86,20 @@ def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iter
     expected = [one.step if has_state else None for one in index.sub_groups]
     for rank, result in enumerate(results):
         if result["steps"] != expected:
-            yield f"Adam's steps on rank {rank} are {result['steps']}, in the files {expected}"
+            yield f"Adam's steps on rank {rank} are {result['steps']}, but {expected} in the files"
 
 
 def _others(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[str]:
-    """Counters, scheduler and param groups."""
+    """Compare counters, scheduler and param groups."""
     for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.skipped_steps)):
         if result[key] not in (None, expected):
-            yield f"{key} is {result[key]}, in the files {expected}"
+            yield f"{key} is {result[key]}, but {expected} in the files"
     if problem := result["scheduler"]["problem"]:
         yield f"the scheduler can't continue: {problem}"
     for number, (group, have) in enumerate(zip(index.groups, result["groups"], strict=True)):
         off = [key for key, value in have.items() if key in group.hyper and _plain(group.hyper[key]) != _plain(value)]
         if off:
-            yield f"{some(off)} of param group {number} are other than in the files"
+            yield f"{some(off)} of param group {number} differ from the files"
 
 
 def _plain(value: Any) -> Any:
@@ -110,30 +110,30 @@ logger = logging.getLogger(__name__)
 MAX_RANKS = 8
 TIMEOUT_S = 900
 PROCESS_BYTES = 700 << 20
-"""What a rank takes before it has a model: torch, transformers and DeepSpeed."""
+"""Memory of a rank before it has a model: torch, transformers and DeepSpeed"""
 _TAIL_LINES = 8
 
 
 def try_resume(verdict: Verdict) -> Verdict:
-    """Add to a verdict what a resume for a try brings to light; one that is bad already is not tried.
+    """Add the findings of a trial resume to a verdict; a checkpoint known to be bad is not tried.
 
     Raises what `resume_smoke` raises, and UsageError for a partial checkpoint.
     """
     if verdict.is_partial:
-        fix = "compose a checkpoint first (llmtailor merge --run), and try that"
-        raise UsageError.at("--resume-smoke", f"{verdict.name} is partial, and never resumes by itself", fix)
+        fix = "compose a checkpoint first (llmtailor merge --run) and try that"
+        raise UsageError.at("--resume-smoke", f"{verdict.name} is partial and never resumes by itself", fix)
     if verdict.index is None or not verdict.is_resumable:
-        what = "no resume was tried: the checkpoint is not resumable as it is"
-        note = Finding(verdict.name, what, "fix what the errors name first", Code.NOT_TRIED, NOTE)
+        what = "no resume was tried, because the checkpoint is not resumable"
+        note = Finding(verdict.name, what, "fix the errors first", Code.NOT_TRIED, NOTE)
         return replace(verdict, findings=by_severity([*verdict.findings, note]))
     return replace(verdict, findings=by_severity([*verdict.findings, *resume_smoke(verdict.index)]))
 
 
 def resume_smoke(index: CheckpointIndex) -> list[Finding]:
-    """Resume a checkpoint for a try, and return what the engine then holds otherwise than the files say.
+    """Make a trial resume of a checkpoint; return where the engine's state differs from the files.
 
-    Raises UsageError where that can't be done here: packages or memory are lacking, there are too many ranks, or the
-    model is not one of transformers'. Raises Unanswered if it was not done in time, and Interrupted on Ctrl-C.
+    Raises UsageError if that is impossible here: packages or memory are missing, there are too many ranks, or
+    transformers can't build the model. Raises Unanswered on a timeout, and Interrupted on Ctrl-C.
     """
     check_possible(index)
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
@@ -155,16 +155,16 @@ def _checksum(index: CheckpointIndex, files: Files, state: State, begin: int, en
 
 
 def needed_bytes(index: CheckpointIndex) -> int:
-    """Return an estimate of the memory that the ranks take together."""
+    """Return an estimate of the ranks' total memory."""
     numel = sum(param.numel for param in index.params.values())
     ranks = index.world_size if index.stage else 1
-    # a rank builds the model in fp32, and has it in the run's precision besides; masters and moments are there once in
-    # the engine, once as loaded
+    # a rank builds the model in fp32, and also has it in the run's precision; masters and moments exist twice: in the
+    # engine and as loaded
     return ranks * (PROCESS_BYTES + 6 * numel) + 2 * 12 * numel
 
 
 def check_possible(index: CheckpointIndex) -> None:
-    """Raise UsageError with everything that keeps a resume from being tried here."""
+    """Raise UsageError with everything that prevents a trial resume here."""
     wanted = ["torch", "transformers", "accelerate", *(["deepspeed"] if index.stage else [])]
     lacking = [name for name in wanted if importlib.util.find_spec(name) is None]
     dtypes = {held.dtype for state, held in index.held.items() if state.kind == MASTER}
@@ -174,18 +174,18 @@ def check_possible(index: CheckpointIndex) -> None:
         what = f"it needs {', '.join(lacking)}, which is not installed"
         problems.append((what, "pip install 'llmtailor[train]', or verify without it"))
     if CONFIG not in index.files:  # as in every checkpoint of an adapter
-        what = f"there is no {CONFIG} to build the model from"
+        what = f"{CONFIG}, which describes the model, is missing"
         problems.append((what, "verify with --deep, or resume with the script that trained"))
     if index.stage and index.world_size > MAX_RANKS:
-        what = f"the checkpoint is for {index.world_size} ranks, and at most {MAX_RANKS} processes are started"
-        problems.append((what, f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, and try OUT"))
+        what = f"the checkpoint is for {index.world_size} ranks, but at most {MAX_RANKS} processes are started"
+        problems.append((what, f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, then try OUT"))
     if index.stage and dtypes != {"F32"}:
-        what = f"the masters are {', '.join(sorted(dtypes))}; only resumes with fp32 masters can be tried"
+        what = f"the masters are {', '.join(sorted(dtypes))}; only fp32 masters are supported"
         problems.append((what, "verify without it"))
     if needed > free:
-        ranks = f"it needs about {needed / 1e9:.1f} GB of memory for the ranks together"
+        ranks = f"the ranks need about {needed / 1e9:.1f} GB of memory in total"
         problems.append(
-            (f"{ranks}, and {free / 1e9:.1f} GB are free", "try it on a larger machine, or verify without it")
+            (f"{ranks}, but {free / 1e9:.1f} GB are free", "try it on a larger machine, or verify without it")
         )
     if problems:
         raise UsageError(Problem("--resume-smoke", what, fix) for what, fix in problems)
@@ -200,7 +200,7 @@ def _available_bytes() -> float:
 
 
 def make_task(index: CheckpointIndex, folder: str) -> dict[str, Any]:
-    """Describe what the ranks build: the optimizer's groups, and DeepSpeed's settings that decide the layout."""
+    """Return what the ranks must build: the optimizer's groups, and the DeepSpeed settings that decide the layout."""
     return {
         "root": str(index.root.absolute()),
         "folder": folder,
@@ -225,7 +225,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
         zero["sub_group_size"] = settings.sub_group_size
     else:
         zero |= {"round_robin_gradients": settings.round_robin}
-        zero |= {"parameter_alignment": True} if settings.parameter_alignment else {}  # not known before 0.19.8
+        zero |= {"parameter_alignment": True} if settings.parameter_alignment else {}  # unknown before 0.19.8
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero,
@@ -247,7 +247,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
 
 
 def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Start the ranks and wait for them; return what each reported, by rank, and the end of what they printed."""
+    """Start the ranks and wait for them; return each one's report, by rank, and the end of their output."""
     (folder / "task.json").write_text(json.dumps(task))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if task["stage"] else []
     worker = ["-m", "llmtailor.verify.smoke_worker", str(folder / "task.json"), str(folder)]
@@ -260,7 +260,7 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
         try:
             process.wait(time_limit(TIMEOUT_S))
         except subprocess.TimeoutExpired as error:
-            raise too_slow("--resume-smoke", "resuming it for a try", error.timeout) from error
+            raise too_slow("--resume-smoke", "the trial resume", error.timeout) from error
         except KeyboardInterrupt:
             raise Interrupted.at("", "interrupted", "run the same command again") from None
         finally:
@@ -268,14 +268,14 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     written = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-")))
-    logger.info("%d processes resumed it for a try, in %s; exit code %s", ranks, watch.lap(), process.returncode)
+    logger.info("trial resume with %d processes took %s; exit code %s", ranks, watch.lap(), process.returncode)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-    logger.debug("the last they printed: %s", tail)
+    logger.debug("end of their output: %s", tail)
     return [json.loads(path.read_text()) for path in written], tail
 
 
 def _environment() -> dict[str, str]:
-    """Offline, on the CPU, one thread per rank; and with this package, wherever it is run from."""
+    """Return the ranks' environment: offline, on the CPU, one thread each, and with this package importable."""
     package = str(Path(llmtailor.__file__).parents[1])
     return {
         **os.environ,

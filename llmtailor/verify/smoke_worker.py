@@ -1,7 +1,7 @@
-"""What torchrun starts for ``--resume-smoke``: a rank that resumes with stock classes, and reports what it then has.
+"""A rank of ``--resume-smoke``, started by torchrun: resumes with stock classes and reports the resulting state.
 
 ``python -m llmtailor.verify.smoke_worker TASK.json FOLDER`` writes ``FOLDER/rank-R.json``. Nothing of this package is
-used to read the checkpoint, so that its reading is put to the test as well. The only module here that imports torch.
+used to read the checkpoint, so its reader is tested as well. The only module here that imports torch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Refusal(Exception):
-    """The resume can't be tried with what transformers and config.json offer; says nothing about the checkpoint."""
+    """A trial resume is impossible with this transformers and config.json, which says nothing about the checkpoint."""
 
 
 def build_model(task: dict[str, Any]) -> Any:
-    """Build the model from config.json with the class that it names; no code that comes with a checkpoint is run."""
+    """Build the model from config.json with the class it names; no code from the checkpoint is run."""
     config = transformers.AutoConfig.from_pretrained(task["root"], trust_remote_code=False, local_files_only=True)
     names = getattr(config, "architectures", None) or []
     kinds: list[Any] = [getattr(transformers, name, None) for name in names]
     kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
     if not kinds:
-        raise Refusal(f"this transformers ({transformers.__version__}) has no model class {', '.join(names) or '?'}")
+        raise Refusal(f"transformers {transformers.__version__} has no model class {', '.join(names) or '?'}")
     model = kinds[0](config)
     for name, param in model.named_parameters():
         param.requires_grad = name not in task["frozen"]
@@ -71,25 +71,25 @@ def fragment(param: str, kind: str, begin: int, tensor: torch.Tensor) -> dict[st
 
 
 def flat_tensors(zero: Any) -> list[torch.Tensor]:
-    """Return this rank's masters, one tensor per flat id. ZeRO-3, ZeRO-1/2 and BF16_Optimizer name them differently."""
+    """Return this rank's masters, one tensor per sub-group; ZeRO-3, ZeRO-1/2 and BF16_Optimizer differ in the name."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     return next(list(flats) for name in names if (flats := getattr(zero, name, None)))
 
 
 def flat_states(zero: Any, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the masters and the optimizer's elementwise states of one flat id."""
+    """Return the masters and the optimizer's elementwise states of one sub-group."""
     states = {kind: value for kind, value in zero.optimizer.state.get(flat, {}).items() if kind != "step"}
     return {"master": flat, **{kind: value for kind, value in states.items() if value.numel() >= flat.numel()}}
 
 
 def own_part(param: Any, rank: int) -> tuple[int, int]:
-    """ZeRO-3: return which elements of a param a rank has."""
+    """Return which elements of a param a rank has under ZeRO-3."""
     part = param.partition_numel()
     return min(rank * part, param.ds_numel), min((rank + 1) * part, param.ds_numel)
 
 
 def partitioned(zero: Any, module: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
-    """ZeRO-3: every param is cut on its own; the sub-groups of the engine say in which order they lie."""
+    """Yield ZeRO-3 states: every param is partitioned separately; the engine's sub-groups give their order."""
     for params, flat in zip(zero.fp16_groups, flat_tensors(zero), strict=True):
         states, at = flat_states(zero, flat), 0
         for param in params:
@@ -105,7 +105,7 @@ def partitioned(zero: Any, module: Any, names: dict[int, str], rank: int) -> Ite
 
 
 def vectors(zero: Any, module: Any, names: dict[int, str], rank: int) -> Iterator[dict[str, Any]]:
-    """ZeRO-1/2: a group is one vector, cut into equal partitions."""
+    """Yield ZeRO-1/2 states: a param group is one vector, cut into equal partitions."""
     groups = getattr(zero, "round_robin_bit16_groups", None) or zero.bf16_groups
     all_offsets = getattr(zero, "round_robin_bit16_offsets", None)
     for group, (params, flat) in enumerate(zip(groups, flat_tensors(zero), strict=True)):
@@ -127,7 +127,7 @@ def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
     from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
     get_accelerator().is_fp16_supported = lambda: True  # nothing is computed, so fp16 on a CPU is fine
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo is enough
     model = build_model(task).float()
     optimizer = build_optimizer(model, task)
     scheduler = None if task["scheduler"] == "deepspeed" else constant_rate(optimizer, task)
@@ -154,7 +154,7 @@ def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume_trainer(task: dict[str, Any]) -> dict[str, Any]:
-    """Resume as the Trainer does without DeepSpeed: by its own methods, for they are what silently skips things."""
+    """Resume as the Trainer does without DeepSpeed: by its own methods, because these silently skip things."""
     model = build_model(task).to(_DTYPES[task["precision"]])
     optimizer = build_optimizer(model, task)
     scheduler = constant_rate(optimizer, task)
@@ -202,7 +202,7 @@ def group_facts(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def try_step(scheduler: Any) -> dict[str, Any]:
-    """Say what the scheduler counts and sets, and whether it can go on: lists of a wrong length show only now."""
+    """Return the scheduler's counter and rates, and whether it can step: lists of a wrong length show only then."""
     state = scheduler.state_dict()
     facts = {"num_steps": state.get("last_epoch"), "rates": state.get("_last_lr"), "problem": None}
     try:
@@ -228,8 +228,8 @@ def main() -> None:
         torch.distributed.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    # a failure makes torchrun stop the ranks that wait for this one; and without the interpreter's teardown, because in
-    # that a gloo thread aborts the process now and then
+    # a failure makes torchrun stop the ranks that wait for this one; the interpreter's teardown is skipped, because a
+    # gloo thread sometimes aborts the process in it
     os._exit(0 if result["problem"] is None else 1)
 
 

@@ -1,6 +1,6 @@
-"""What an index alone shows: are the states those that a resume, and what follows it, expects? Pure.
+"""Checks on the index alone: whether the states are those that a resume, evaluation and inference expect. Pure.
 
-A composite is also compared with what its manifest says the merge has written.
+A composite is also compared with its manifest, which records what the merge wrote.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
-_NOT_READ = "a DeepSpeed resume does not read them; evaluation and inference do"
-_OTHER_MODEL = f"{_NOT_READ}; they may be another model's"
+_NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"
+_OTHER_MODEL = f"{_NOT_READ}; they may belong to another model"
 _COPY_AGAIN = "copy the composite again, or merge again"
-_ON_PURPOSE = "nothing, if you changed it yourself"
+_ON_PURPOSE = "none needed if you changed it yourself"
 
 
 def check_index(index: CheckpointIndex) -> list[Finding]:
-    """Return what is wrong with the states of a full checkpoint that could be indexed."""
-    fix = "rename the folder: scripts and the Trainer's rotation go by it"
+    """Return the problems in the states of a full checkpoint that could be indexed."""
+    fix = "rename the folder: scripts and the Trainer's rotation rely on its name"
     step = check_step(index, step_of(index.root), fix)
     return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *step]
 
 
 def check_step(index: CheckpointIndex, step: int | None, fix: str) -> Iterator[Finding]:
-    """Compare the step in the folder's name, if there is one, with the content."""
+    """Compare the step in the folder's name, if any, with the content."""
     if step not in (None, index.global_step):
-        what = f"the folder says step {step}, its content is of step {index.global_step}"
+        what = f"its name says step {step}, but its content is of step {index.global_step}"
         yield Finding(index.name, what, fix, Code.FOLDER_STEP, WARNING)
 
 
@@ -46,18 +46,18 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         ("the world size", index.world_size, manifest.world_size),
     ]
     for number, flat in enumerate(index.sub_groups):
-        numbers.append((f"Adam's step of flat id {number}", flat.step, manifest.steps.get(number, flat.step)))
+        numbers.append((f"Adam's step of sub-group {number}", flat.step, manifest.steps.get(number, flat.step)))
     for what, have, written in numbers:
         if have != written:
-            text = f"{what} was {_number(written)} when it was written, and is {_number(have)}"
+            text = f"{what} was {_number(written)} when written, and is now {_number(have)}"
             yield Finding(where, text, _COPY_AGAIN, Code.MANIFEST, ERROR)
     for path, (num_bytes, _) in manifest.files.items():
         place, fact = PathIn(index.name, path), index.files.get(path)
         severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, _ON_PURPOSE)
         if fact is None:
-            yield Finding(place, "the file is missing since it was written", fix, Code.FILE_MISSING, severity)
+            yield Finding(place, "the file was written but is now missing", fix, Code.FILE_MISSING, severity)
         elif fact.num_bytes != num_bytes:
-            text = f"it had {num_bytes:,} bytes when it was written, and has {fact.num_bytes:,}"
+            text = f"it had {num_bytes:,} bytes when written, and now has {fact.num_bytes:,}"
             yield Finding(place, text, fix, Code.MANIFEST, severity)
 
 
@@ -66,7 +66,7 @@ def _number(value: float) -> str:
 
 
 def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
-    """A resume casts moments to what it keeps them in. DeepSpeed keeps them in fp32 unless it is set to save space."""
+    """Report moments that a resume casts. DeepSpeed keeps moments in fp32 unless configured to save space."""
     cast: dict[tuple[str, str, str], list[str]] = {}
     for state, held in index.held.items():
         master = index.held.get(State(state.param, MASTER))
@@ -75,8 +75,8 @@ def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
         if not index.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)
     for (kind, dtype, wanted), params in cast.items():
-        what = f"{kind} of {some(params)} is {dtype}, the param is trained in {wanted}; a resume casts it"
-        fix = "take a checkpoint that was not rounded, if there is one"
+        what = f"{kind} of {some(params)} is {dtype}, but the param is trained in {wanted}; a resume casts it"
+        fix = "use a checkpoint that was not rounded, if there is one"
         yield Finding(index.name, what, fix, Code.STATE_DTYPE, WARNING)
 
 
@@ -88,12 +88,12 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
     ]
     if lost:
         what = f"the frozen {some(lost)} {'is' if len(lost) == 1 else 'are'} not in the model states"
-        fix = "a resume keeps there what the model is built with, without a word; copy the model states again"
+        fix = "a resume would silently keep the model's initial values; copy the model states again"
         yield Finding(index.name, what, fix, Code.FROZEN_MISSING, ERROR)
 
 
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
-    """Without DeepSpeed the weights are the masters, and `formats.plain.names` has compared them already."""
+    """Compare the weights with the params; without DeepSpeed they are the masters, checked in `formats.plain.names`."""
     weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
     if not index.has_masters or not weights:
         return
@@ -105,7 +105,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
             what = f"the weights of {some(lacking)} are missing"
             yield Finding(index.name, what, _NOT_READ, Code.WEIGHTS_MISSING, WARNING)
         if extra:
-            what = f"the weights hold {some(extra)}, of which the shards know nothing"
+            what = f"the weights hold {some(extra)}, which the shards do not have"
             yield Finding(index.name, what, _OTHER_MODEL, Code.WEIGHTS_UNKNOWN, WARNING)
     shapes = [
         f"{name} {list(held.shape)} instead of {list(index.params[name].shape)}"
@@ -121,11 +121,11 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
         if name in index.params and index.params[name].role == "trainable" and held.dtype != index.precision
     }
     if other:
-        what = f"the weights are {', '.join(sorted(other))}, the run trained in {index.precision}"
+        what = f"the weights are {', '.join(sorted(other))}, but the run trained in {index.precision}"
         yield Finding(index.name, what, _NOT_READ, Code.WEIGHTS_DTYPE, NOTE)
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
     if not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
-        fix = "a resume does without; from_pretrained does not: copy it back"
+        fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)

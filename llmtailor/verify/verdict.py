@@ -1,4 +1,4 @@
-"""What `verify` says about a checkpoint: a level, findings, and which files and states are damaged."""
+"""The result of `verify`: a level, findings, and the damaged files and states."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SCHEMA_LATEST = "llmtailor.latest/1"
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What can't be used any more; everything else can, as far as it was looked at."""
+    """The unusable files and elements; everything else that was checked is usable."""
 
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Files that are missing, not whole, or not what they should be: relative path -> what is wrong with them."""
+    """Files that are missing, incomplete or wrong: relative path -> what is wrong"""
     states: Mapping[State, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Elements ``begin``..``end`` of a state that are lost or wrong: ascending runs that don't touch. Where two states
+    """Elements ``begin``..``end`` of a state that are lost or wrong, as ascending, disjoint runs. If two states
     contradict each other, both are listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The parts of the model, as a partial checkpoint has them."""
+    """The parts that a partial checkpoint holds and lacks."""
 
     held: tuple[str, ...]
     absent: tuple[str, ...]
@@ -43,18 +43,18 @@ class Verdict:
     """The outcome of verifying a checkpoint."""
 
     name: str
-    """How messages call it."""
+    """The checkpoint's name in messages"""
     is_deep: bool
-    """Whether the tensors were read, too."""
+    """Whether the tensors were also read"""
     findings: tuple[Finding, ...]
-    """The severe ones first."""
+    """Sorted by severity, the most severe first"""
     damage: Damage
     index: CheckpointIndex | None
-    """What is known of the checkpoint in spite of the damage; see `checkpoint.index.Survey`."""
+    """What is known of the checkpoint despite the damage; see `checkpoint.index.Survey`."""
     is_partial: bool = False
-    """No stock resume reads it; it is judged as a source of composites."""
+    """Whether it is partial: no stock resume reads it, so it is judged as a source of composites"""
     holding: Holding | None = None
-    """Of a partial checkpoint that could be indexed"""
+    """Set for a partial checkpoint that could be indexed"""
 
     @property
     def level(self) -> str:
@@ -65,12 +65,12 @@ class Verdict:
 
     @property
     def is_intact(self) -> bool:
-        """Whether it is good for what it claims to be: a stock resume, or what a partial checkpoint holds."""
+        """Whether a stock resume works or, for a partial checkpoint, everything it holds is usable"""
         return not self.of_severity(ERROR)
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a stock resume works; maybe with warnings. A partial checkpoint never resumes by itself."""
+        """Whether a stock resume works, possibly with warnings; a partial checkpoint never resumes by itself"""
         return self.is_intact and not self.is_partial
 
     def of_severity(self, severity: str) -> list[Finding]:
@@ -78,5 +78,5 @@ class Verdict:
 
 
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Sort findings, each once, the severe ones first."""
+    """Return the findings without duplicates, the most severe first."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity)))

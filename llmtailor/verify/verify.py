@@ -1,4 +1,4 @@
-"""The service behind ``llmtailor verify``: survey -> structure -> (read everything) -> verdict."""
+"""The service behind ``llmtailor verify``: lenient index -> structure -> (read everything) -> verdict."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
 
 _READ = {SCHEDULER, SCALER, OPTIMIZER, TRAINER_STATE, CONFIG, MANIFEST}
-"""What the index has decoded already"""
-_FIX = "a resume does not read it; copy it again if it is of use to you"
+"""Files that the index has already decoded"""
+_FIX = "a resume does not read it; copy it again if you need it"
 
 
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
@@ -53,14 +53,14 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
             elif path.endswith((".bin", ".pt", ".pth")):
                 list_records(index.root, path, where)
         except (OSError, ValueError, RecursionError) as error:
-            yield Finding(where, f"the file is no JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
+            yield Finding(where, f"the file is not JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
         except SourceError as error:
             for problem in error.problems:
                 yield Finding(problem.where, problem.what, _FIX, problem.code, WARNING)
 
 
 def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
-    """Report a record of saves that is damaged or of another save, and a folder with a wrong name."""
+    """Report a save record that is damaged or of another save, and a folder with a wrong name."""
     manifest = partial.read_manifest(index.root, index.name)
     where = PathIn(index.name, partial.MANIFEST)
     try:
@@ -70,13 +70,13 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
     else:
         if (record.step, record.parts) != (manifest.step, frozenset(manifest.parts)):
             what = "its record of earlier saves does not end with this save"
-            yield Finding(where, what, "leave this checkpoint out; its save is damaged", Code.MANIFEST, ERROR)
-    fix = "rename the folder: merge --run, salvage and thin go by it"
+            yield Finding(where, what, "do not use this checkpoint; its save is damaged", Code.MANIFEST, ERROR)
+    fix = "rename the folder: merge --run, salvage and thin rely on its name"
     yield from check_step(index, step_in_name(index.root.name), fix)
 
 
 _NOT_LOOKED_INTO = (Code.COMPRESSED, Code.STATE_LAYOUT)
-"""torch reads it; what it holds is not known here."""
+"""Read by torch; its content is unknown here."""
 _MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
 logger = logging.getLogger(__name__)
 
@@ -93,18 +93,18 @@ def verify_checkpoint(
 
     Args:
         path: the checkpoint's folder.
-        deep: read every tensor, in parallel. Otherwise only headers and pickles are read: seconds for any size.
+        deep: read every tensor, in parallel. Otherwise only headers and pickles are read, in seconds for any size.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
-        name: what messages call the checkpoint; None takes its path.
+        name: the checkpoint's name in messages; None for its path.
 
     Raises:
-        UnsupportedCheckpoint: a kind of checkpoint that cannot be judged.
+        UnsupportedCheckpoint: an unsupported kind of checkpoint.
         SourceError: the folder is not a checkpoint.
         Interrupted: Ctrl-C or SIGTERM.
     """
     root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
     survey = survey_checkpoint(root, name)
-    if not looks_partial(root):  # these are of a kind that the saver takes, or else damaged
+    if not looks_partial(root):  # partial ones are of a supported kind or damaged
         _refuse_unsupported(survey)
     findings = [
         Finding.of(problem, _severity(problem, root)) for error in survey.problems.errors for problem in error.problems
@@ -129,13 +129,13 @@ def verify_checkpoint(
     findings = _without_doubles(findings)
     damage = Damage(_damaged_files(findings, root), states)
     verdict = Verdict(name, deep, by_severity([*findings, *values]), damage, index, looks_partial(root), holding)
-    logger.info("judged %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
+    logger.info("verified %s in %s%s: %s", name, watch.lap(), ", every byte" if deep else "", verdict.level)
     _log_damage(damage)
     return verdict
 
 
 def _without_doubles(findings: Iterable[Finding]) -> list[Finding]:
-    """Drop that a file is missing where a folder, a pipe or the like is in its place."""
+    """Drop the finding that a file is missing if a folder, pipe or the like has its name."""
     findings = [*findings]
     in_the_way = {finding.path for finding in findings if finding.code is Code.NOT_A_FILE}
     return [one for one in findings if one.code not in _MISSING or one.path not in in_the_way]
@@ -152,7 +152,7 @@ def _log_damage(damage: Damage) -> None:
 
 
 def _refuse_unsupported(survey: Survey) -> None:
-    """Raise if nothing is wrong but the kind of checkpoint: it may well be resumable."""
+    """Raise if the only problem is an unsupported kind of checkpoint: it may well be resumable."""
     errors = survey.problems.errors
     if not errors or not all(isinstance(error, UnsupportedCheckpoint) for error in errors):
         return
@@ -162,7 +162,7 @@ def _refuse_unsupported(survey: Survey) -> None:
 
 
 def _severity(problem: Problem, root: Path) -> str:
-    """What a resume does not read can't keep it from working; without DeepSpeed it reads weights and config.json."""
+    """Return a warning for a file that a resume does not read; without DeepSpeed it reads weights and config.json."""
     path = problem.path
     if looks_partial(root):
         return ERROR
@@ -176,7 +176,7 @@ def _severity(problem: Problem, root: Path) -> str:
 
 
 def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
-    """Return which parts a partial checkpoint has; None if its config.json does not say."""
+    """Return which parts a partial checkpoint has; None if its config.json does not define them."""
     try:
         structure = find_structure(index)
     except SourceError as error:

@@ -184,7 +184,7 @@ def test_a_damaged_record_of_attempts_is_refused(world):
     (world.run / "partial" / "attempts.json").write_text('{"schema": "llmtailor.attempts/1", "attempts": [1]}')
     for command in (["merge", "--run", world.run], ["latest", world.run], ["salvage", world.run], ["gc", world.run]):
         result = call(*command)
-        assert result.exit_code == 4 and "the record of attempts is damaged" in result.stderr
+        assert result.exit_code == 4 and "the attempt record is damaged" in result.stderr
 
 
 def test_what_is_composed_of_a_loops_saves_is_no_damaged_state_of_the_trainers(world):

@@ -372,7 +372,7 @@ def test_no_trainer_state_in_the_base(run):
 def test_the_output_exists(run):
     (run / "out").mkdir()
     (run / "out" / "trainer_state.json").write_text("x")
-    refused(run, 6, "out: the output exists already", "--force")
+    refused(run, 6, "out: the output already exists", "--force")
     assert merge(run, RECIPE, "--force").returncode == 0
     assert (run / "out" / "trainer_state.json").read_text() != "x"
 
@@ -380,7 +380,7 @@ def test_the_output_exists(run):
 def test_the_output_is_a_source(run):
     recipe = RECIPE.replace("checkpoint-200", "out")
     (run / "checkpoint-200").rename(run / "out")
-    refused(run, 6, "the output is", "which is read", recipe=recipe, options=("--force",))
+    refused(run, 6, "the output is", "which is a source", recipe=recipe, options=("--force",))
 
 
 def test_no_space(run):
@@ -390,7 +390,7 @@ def test_no_space(run):
         file.truncate(shutil.disk_usage(run).free + (1 << 30))
     result = merge(run)
     assert result.returncode == 8
-    assert "bytes are needed and" in result.stderr
+    assert "bytes are needed, but" in result.stderr
     assert not (run / "out").exists()
     assert merge(run, RECIPE, "--dry-run").returncode == 8
 

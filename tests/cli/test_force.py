@@ -171,7 +171,7 @@ def test_home_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = run.parent / "home"
     (home / "work").mkdir(parents=True)
     (run / "out").symlink_to(home)
-    assert "is no folder" in refused(run, "merge", "recipe.yaml", "out")
+    assert "is not a folder" in refused(run, "merge", "recipe.yaml", "out")
     assert "work/" in refused(run, "merge", "recipe.yaml", str(home))
 
 

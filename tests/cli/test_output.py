@@ -117,7 +117,7 @@ def test_inspect(run):
     text = call(run, "inspect", "checkpoint-100").stdout
     assert text.splitlines()[0] == "checkpoint-100: deepspeed-zero3 (ZeRO stage 3), step 100, saved by 2 ranks"
     assert "torch AdamW at step 100" in text
-    assert "nothing is missing or odd" in text
+    assert "nothing is missing or unusual" in text
     content = json.loads(call(run, "inspect", "checkpoint-100", "--json").stdout)
     assert content["schema"] == "llmtailor.inspect/1"
     assert set(content) == INSPECT_KEYS
@@ -137,7 +137,7 @@ def test_inspect_says_what_is_odd(run):
     (checkpoint / "trainer_state.json").write_text(json.dumps({**state, "global_step": 90}))
     text = call(run, "inspect", "checkpoint-100").stdout
     assert "weights not saved" in text
-    odd = [line for line in text.splitlines() if line.startswith("odd: ")]
+    odd = [line for line in text.splitlines() if line.startswith("note: ")]
     assert len(odd) == 5
     step = "global_step is 90, but DeepSpeed's is 100"
     for told in ("no scheduler state", "no weights", "no RNG states", step, "log_history continues to step 100"):

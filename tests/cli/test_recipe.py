@@ -110,7 +110,7 @@ def test_unusable_checkpoints_are_skipped_and_named(run):
     for told in ("checkpoint-140", "checkpoint-120", "checkpoint-110", "checkpoint-90", "checkpoint-95"):
         assert any(told in line for line in skipped), told
     assert "shard 0 of 2 is missing" in " ".join(text.replace("#", " ").split())  # the head is wrapped
-    assert any("the folder says step 95, its content is of step 100" in line for line in skipped)
+    assert any("its name says step 95, but its content is of step 100" in line for line in skipped)
     assert steps_of(run.parent, "run", "--strategy", "parity") == [130, 130, 100, 130, 100, 130, 130]
 
 
@@ -157,7 +157,7 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
         (["recipe", "run", "--map", "missing.json"], 3, "missing.json"),
         (["recipe", "run", "--map", "list.json"], 3, "list.json"),
         (["recipe", "run", "--from-flags", "missing.jsonl", "--at", "130"], 3, "missing.jsonl"),
-        (["recipe", "nowhere"], 4, "no such folder"),
+        (["recipe", "nowhere"], 4, "the folder does not exist"),
         (["recipe", "run/logs"], 4, "no checkpoint-N"),
         (["recipe", "run", "--at", "50"], 4, "the first is 100"),
         (["recipe", "run", "--strategy", "filter", "--every", "9"], 3, "--every"),

@@ -100,8 +100,8 @@ def test_what_a_journal_is_worth(run):
     weights = run / ".out.llmtailor-staging" / "out" / "model.safetensors"
     weights.write_bytes(bytes(len(weights.read_bytes())))
     lines = told(call(run, "merge", "recipe.yaml", "out", "-v").stderr)
-    assert "model.safetensors: what is there up to byte 6476 is not as the journal says" in lines
-    assert "scheduler.pt: 1465 of 1465 bytes are there and as the journal says" in lines
+    assert "model.safetensors: the content up to byte 6476 does not match the journal" in lines
+    assert "scheduler.pt: 1465 of 1465 bytes are there and match the journal" in lines
 
 
 def test_thin_and_gc_say_what_goes_and_why(run):
@@ -111,7 +111,7 @@ def test_thin_and_gc_say_what_goes_and_why(run):
     (run / "partial" / "step-00000050.abandoned").mkdir()
     lines = told(call(run, "gc", ".", "--keep", "1", "--yes", "-v").stderr)
     assert "step-00000100: needed" in lines
-    gone = "step-00000050.abandoned: of an attempt that was given up"
+    gone = "step-00000050.abandoned: abandoned attempt"
     assert any(line.endswith(gone) and line.startswith("removed") for line in lines)
 
 

@@ -353,7 +353,7 @@ def test_the_target_may_not_be_or_hold_or_lie_in_a_source(tmp_path):
     check_target(source.parent / "checkpoint-2", [source], replace=False)
     link = tmp_path / "link"
     link.symlink_to(source)
-    with pytest.raises(TargetError, match="which is read"):
+    with pytest.raises(TargetError, match="which is a source"):
         check_target(link, [source], replace=True)
 
 

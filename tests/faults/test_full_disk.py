@@ -45,7 +45,7 @@ def test_too_small_from_the_begin(scene, place):
     script = f'code=0; {OURS} || code=$?; ls -A "$2"; echo "code $code"'
     result = in_a_small_file_system(script, 10 << 20, place, scene.root)
     assert result.stdout == "code 8\n", result
-    assert "bytes are needed and" in result.stderr
+    assert "bytes are needed, but" in result.stderr
     assert "free " in result.stderr
 
 

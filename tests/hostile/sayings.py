@@ -72,9 +72,9 @@ def lists() -> bytes:
 
 
 SAYINGS: dict[str, tuple[Build, str]] = {
-    "latest of 1 TB": (file("latest", sparse(1 << 40)), "more than it ever needs"),
-    "latest of 10 MB": (file("latest", b"x" * 10_000_000), "more than it ever needs"),
-    "trainer_state.json of 1 TB": (file("trainer_state.json", sparse(1 << 40)), "more than it ever needs"),
+    "latest of 1 TB": (file("latest", sparse(1 << 40)), "should never need more than"),
+    "latest of 10 MB": (file("latest", b"x" * 10_000_000), "should never need more than"),
+    "trainer_state.json of 1 TB": (file("trainer_state.json", sparse(1 << 40)), "should never need more than"),
     "config.json of nothing but lists": (file("config.json", lambda path: plain(lists)(path)), "not a JSON object"),
     "trainer_state.json a million levels deep": (file("trainer_state.json", b"[" * 1_000_000), "no JSON"),
     "a global_step of 5000 digits": (file("trainer_state.json", b'{"global_step": %s}' % (b"9" * 5000)), "no JSON"),

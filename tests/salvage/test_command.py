@@ -64,7 +64,7 @@ def test_the_card_says_what_was_lost(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     done = llmtailor("salvage", run, "--fragments")
     assert done.returncode == 0
-    assert "--resume_from_checkpoint" in done.stdout and "checkpoint-300, unless you say --replace" in done.stdout
+    assert "--resume_from_checkpoint" in done.stdout and "without --replace, auto-resume would pick" in done.stdout
     out = run / "salvaged-checkpoint-300"
     assert "optim_states shard 1 of 2 is missing" in (out / "README.md").read_text()
     again = llmtailor("salvage", run, "--fragments")
@@ -77,7 +77,7 @@ def test_an_older_one_is_better_than_nothing(run: Path) -> None:
     shutil.rmtree(run / "checkpoint-200" / "global_step200")
     done = llmtailor("salvage", run)
     assert done.returncode == 0
-    assert "checkpoint-100, which is whole" in done.stdout and "--fragments would take 50%" in done.stderr
+    assert "checkpoint-100 is intact, and nothing newer" in done.stdout and "--fragments would take 50%" in done.stderr
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
 

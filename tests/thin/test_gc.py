@@ -179,11 +179,11 @@ def test_what_was_never_finished_goes(run, tmp_path):
     told = call("gc", run, "--yes")
     whys = {Path(row["path"]).name: row["why"] for row in told["removed"]}
     assert whys == {
-        "step-00000600": "a save that did not finish",
-        "step-00000450.abandoned": "of an attempt that was given up",
-        "step-00000450.abandoned-2": "of an attempt that was given up",
-        ".step-00000350.llmtailor-thinning": "left by a thinning that was killed",
-        ".checkpoint-100.llmtailor-thinned": "left by a thinning that was killed",
+        "step-00000600": "unfinished save",
+        "step-00000450.abandoned": "abandoned attempt",
+        "step-00000450.abandoned-2": "abandoned attempt",
+        ".step-00000350.llmtailor-thinning": "left by a killed thin",
+        ".checkpoint-100.llmtailor-thinned": "left by a killed thin",
     }
     assert taken(run) == before - told["freed_bytes"]
     assert folders(run) == ["other", *(f"partial/step-00000{step}" for step in (100, 200, 300, 400, 500))]
@@ -201,7 +201,7 @@ def test_what_people_have_put_there_stays(run, monkeypatch):
     told = call("gc", run, "--keep", 1, "--yes")
     assert removed(told) == ["step-00000200", "step-00000300"]
     reasons = {Path(row["where"]).name: row["what"] for row in told["skipped"]}
-    assert reasons == dict.fromkeys(names, "it holds what no save has written: notes.md")
+    assert reasons == dict.fromkeys(names, "it holds files that no save wrote: notes.md")
     assert all((partial / name / "notes.md").read_text() == "mine" for name in names)
 
 
@@ -240,7 +240,7 @@ def test_a_dry_run_tells(run):
     assert lines[2].startswith("step-00000100  removed: no step needs it")
     assert lines[5].startswith("step-00000400  stays")
     assert "steps that can be composed afterwards: 500" in lines
-    assert "dry run: nothing was touched" in result.stderr
+    assert "dry run: nothing was changed" in result.stderr
     assert len(folders(run)) == 5
 
 

@@ -54,7 +54,7 @@ def test_a_dry_run_tells_and_touches_nothing(tmp_path):
     assert "steps that can be composed now:        100, 200, 300" in lines
     assert "steps that can be composed afterwards: 100, 200, 300" in lines
     assert f"({call('thin', run, '--strategy', 'parity')['freed_bytes']:,} bytes)" in lines[-1]
-    assert "dry run: nothing was touched" in result.stderr
+    assert "dry run: nothing was changed" in result.stderr
 
 
 def test_it_says_how_old_the_parts_of_each_step_become(tmp_path):
@@ -158,7 +158,7 @@ def test_a_partial_checkpoint_of_another_attempt_does_not_stand_in(tmp_path):
     edit(optim_states(other), lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"][0].data.add_(1))
     save_partial(run, other, ODD | EVEN, Ledger("saver"))
     message = refusal("thin", run, "--strategy", "parity", "--yes", kind=VerificationError)
-    assert "holds other values than" in message
+    assert "its values differ from those of" in message
     assert "checkpoint-100: master of model.embed_tokens.weight" in message
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "partial/step-00000100"]
 
@@ -202,10 +202,10 @@ def test_what_is_not_ours_stays(tmp_path):
     told = call("thin", run, "--strategy", "full", "--yes")
     whys = {row["step"]: row["why"] for row in told["checkpoints"]}
     assert whys == {
-        100: "it holds files of unknown making: notes/",
+        100: "it holds files of unknown origin: notes/",
         200: "trainer_state.json is missing, so nothing can resume from it",
-        300: "it is a link to another place",
-        400: "partial/step-00000400 is in the way, which did not finish; llmtailor gc removes it",
+        300: "it is a symbolic link",
+        400: "partial/step-00000400 exists and is unfinished; llmtailor gc removes it",
         600: "",
     }
     assert "checkpoint-500/global_step500" in told["skipped"][0]["where"]
@@ -226,7 +226,7 @@ def test_nobodys_files_go(tmp_path, words):
     told = call("thin", run, *words, "--yes")
     whys = {row["step"]: row["why"] for row in told["checkpoints"]}
     for step, name in zip(range(100, 700, 100), OTHERS, strict=True):
-        assert whys[step] == f"it holds files of unknown making: {name}"
+        assert whys[step] == f"it holds files of unknown origin: {name}"
         assert (run / f"checkpoint-{step}" / name).read_text() == f"mine: {name}"
     assert becomes(told)[700] != "stays", "which has nothing but its own"
     assert ("checkpoint-700" in folders(run)) == ("--keep-optimizer-last" in words)
@@ -252,7 +252,7 @@ def test_composites_are_thinned_out_unless_their_card_was_edited(tmp_path):
         card.write("evaluated: 0.81\n")
     told = call("thin", run, "--strategy", "full", "--yes")
     assert becomes(told) == {100: "partial", 200: "stays", 300: "stays"}
-    assert told["checkpoints"][1]["why"] == "it holds files of unknown making: README.md"
+    assert told["checkpoints"][1]["why"] == "it holds files of unknown origin: README.md"
 
 
 @pytest.mark.parametrize("words", [("--strategy", "parity"), ("--keep-optimizer-last", "1")])
@@ -289,18 +289,18 @@ def test_a_newest_checkpoint_that_only_a_merge_can_read(tmp_path, command):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ((), "it is not said what older checkpoints keep"),
+        ((), "it needs to know what older checkpoints keep"),
         (
             ("--strategy", "parity", "--keep-optimizer-last", 2),
             "--strategy and --keep-optimizer-last can't be combined",
         ),
-        (("--keep-optimizer-last", 2, "--keep-full-last", 2), "it goes with --strategy and --select only"),
+        (("--keep-optimizer-last", 2, "--keep-full-last", 2), "it needs --strategy or --select"),
         (("--strategy", "parrot"), "there is no policy 'parrot'"),
         (("--strategy", "update:threshold=0.1"), "only the training itself can measure"),
         (("--strategy", "update"), "only the training itself can measure"),
         (("--strategy", "update:threshold=no"), "only the training itself can measure"),
         (("--select", "layer 9"), "out of range"),
-        (("--select", "*.mlp.*"), "they select only some of the tensors of layers 0-3"),
+        (("--select", "*.mlp.*"), "the selectors match only some of the tensors of layers 0-3"),
     ],
 )
 def test_words_that_make_no_sense(tmp_path, words, what):
@@ -318,7 +318,7 @@ def test_while_a_training_saves(tmp_path):
         assert training.stdout.readline() == "in\n"
         for command in (("thin", run, "--strategy", "parity"), ("thin", run, "--keep-optimizer-last", 1), ("gc", run)):
             message = refusal(*command, "--yes", kind=TargetError)
-            assert "a training is saving partial checkpoints here right now" in message
+            assert "a training is saving partial checkpoints here" in message
         assert becomes(call("thin", run, "--strategy", "parity")) == {100: "partial", 200: "stays"}
         training.communicate("\n")
     assert folders(run) == ["checkpoint-100", "checkpoint-200"]

@@ -214,7 +214,7 @@ add(
 )
 
 
-@damage("folder named after another step", "warning", "the folder says step 5, its content is of step 4")
+@damage("folder named after another step", "warning", "its name says step 5, but its content is of step 4")
 def _(checkpoint, _other):
     checkpoint.rename(checkpoint.with_name("checkpoint-5"))
 
@@ -311,7 +311,7 @@ add("scheduler.pt cut short", "error", "truncated", lambda checkpoint, _: cut(ch
 add("RNG file cut short", "error", "truncated", lambda checkpoint, _: cut(checkpoint / "rng_state_0.pth"))
 add("trainer_state.json cut short", "error", "no JSON", lambda checkpoint, _: cut(checkpoint / "trainer_state.json"))
 add("weights cut short", "warning", "truncated", lambda checkpoint, _: cut(checkpoint / "model.safetensors"))
-add("config.json cut short", "warning", "no JSON", lambda checkpoint, _: cut(checkpoint / "config.json"))
+add("config.json cut short", "warning", "not JSON", lambda checkpoint, _: cut(checkpoint / "config.json"))
 add(
     "generation_config.json cut short",
     "warning",
@@ -589,7 +589,7 @@ add(
 add(
     "weights in another dtype",
     "note",
-    "the weights are F32, the run trained in BF16",
+    "the weights are F32, but the run trained in BF16",
     on_weights(lambda found: found.update({name: tensor.float() for name, tensor in found.items()})),
 )
 
@@ -643,7 +643,7 @@ def spoil(kind, value):
 
 add("NaN among the masters", "error", "the master of", spoil("master", float("nan")), deep=True)
 add("infinity among the moments", "error", "exp_avg of", spoil("exp_avg", float("inf")), deep=True)
-add("exp_avg_sq below zero", "error", "which a mean of squares can't be", spoil("exp_avg_sq", -1.0), deep=True)
+add("exp_avg_sq below zero", "error", "but a mean of squares can't be", spoil("exp_avg_sq", -1.0), deep=True)
 
 
 @damage("a flipped bit that the file's checksum tells", "error", "does not match its checksum in the file", deep=True)

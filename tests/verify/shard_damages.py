@@ -122,8 +122,8 @@ def wipe(kind: str, groups: int) -> Callable[[Tree], None]:
 
 
 for kind in ("exp_avg", "exp_avg_sq"):
-    add(f"{kind} wiped", "error", "is zero throughout", on_ranks(wipe(kind, 2)), deep=True)
-    add(f"{kind} of one group wiped", "warning", "is zero throughout", on_ranks(wipe(kind, 1)), deep=True)
+    add(f"{kind} wiped", "error", "is all zero", on_ranks(wipe(kind, 2)), deep=True)
+    add(f"{kind} of one group wiped", "warning", "is all zero", on_ranks(wipe(kind, 1)), deep=True)
 
 
 @damage("one more file that DeepSpeed takes for model states", "error", "refuses to resume")

@@ -118,9 +118,9 @@ def test_json(folder):
         (["verify", "run"], 4, "this is a run's folder"),
         (["verify", "run/checkpoint-100/global_step100"], 4, "the tag folder inside a checkpoint"),
         (["verify"], 2, "Missing argument"),
-        (["latest", "nowhere"], 4, "there is no such folder"),
-        (["latest", "run/checkpoint-100"], 7, "there is no checkpoint-N"),
-        (["latest", "run", "--at", "80"], 7, "there is no checkpoint-N at or before step 80"),
+        (["latest", "nowhere"], 4, "the folder does not exist"),
+        (["latest", "run/checkpoint-100"], 7, "it has no checkpoint-N"),
+        (["latest", "run", "--at", "80"], 7, "it has no checkpoint-N at or before step 80"),
     ],
 )
 def test_wrong_calls(folder, arguments, code, told):
@@ -185,7 +185,7 @@ def test_newer_partial_checkpoints_are_told_of(folder):
     for step in (90, 100):
         shutil.rmtree(folder / f"run/checkpoint-{step}")
     done = call(folder, "latest", "run")
-    assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or start anew" in done.stderr
+    assert done.returncode == 7 and "fix: compose one: llmtailor merge --run run; or restart" in done.stderr
     content = json.loads(call(folder, "latest", "run", "--json").stdout)
     assert content["newer_partial"] == "run/partial/step-00001000"
 

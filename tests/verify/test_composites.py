@@ -78,7 +78,7 @@ def test_weights_that_differ_from_the_masters_on_purpose_are_a_warning(run, tmp_
     verdict = verify_checkpoint(tmp_path / "out", deep=True)
     assert verdict.level == WITH_WARNINGS
     (finding,) = verdict.findings
-    assert finding.what.startswith("weight of model.norm.weight is not the rounded master, as asked for")
+    assert finding.what.startswith("weight of model.norm.weight is not the rounded master, as requested")
     assert not verdict.damage.states
 
 
@@ -105,7 +105,7 @@ def test_a_state_changed_after_the_merge_shows_in_file_and_part(composite):
     cheap = verify_checkpoint(composite)
     deep = verify_checkpoint(composite, deep=True)
     assert deep.level == NOT_RESUMABLE
-    part = "the states of embed_tokens are not those that the merge has written"
+    part = "the states of embed_tokens are not those that the merge wrote"
     assert part in [finding.what for finding in deep.findings]
     assert part not in [finding.what for finding in cheap.findings]
 
@@ -118,10 +118,10 @@ def test_a_changed_json_is_a_warning(composite):
     verdict = verify_checkpoint(composite, deep=True, name="x")
     assert verdict.level == WITH_WARNINGS
     (finding,) = verdict.findings
-    assert (finding.where, finding.fix) == ("x/trainer_state.json", "nothing, if you changed it yourself")
+    assert (finding.where, finding.fix) == ("x/trainer_state.json", "none needed if you changed it yourself")
     path.write_text(text + "\n")
     (finding,) = verify_checkpoint(composite, name="x").findings  # the size tells without reading
-    assert f"it had {len(text):,} bytes when it was written" in finding.what
+    assert f"it had {len(text):,} bytes when written" in finding.what
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_changed_json_is_a_warning(composite):
     [
         (lambda content: content.update(global_step=7), "global_step was 7"),
         (lambda content: content.update(world_size=5), "the world size was 5"),
-        (lambda content: content["optimizer_steps"][0].update(step=3.0), "Adam's step of flat id 0 was 3"),
-        (lambda content: content["files"].append({"path": "more", "num_bytes": 1, "crc32": "0"}), "missing since"),
+        (lambda content: content["optimizer_steps"][0].update(step=3.0), "Adam's step of sub-group 0 was 3"),
+        (lambda content: content["files"].append({"path": "more", "num_bytes": 1, "crc32": "0"}), "now missing"),
         (lambda content: content.pop("files"), "the manifest is damaged"),
     ],
 )

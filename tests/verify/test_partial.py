@@ -95,7 +95,7 @@ def check(checkpoint: Path, deep: bool, path: Path, told: str) -> None:
     assert invoke(checkpoint, *(["--deep"] if deep else []))[0] == 7
 
 
-OTHER = "the file is not the one that the save has written"
+OTHER = "the file is not the one that the save wrote"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -38,7 +38,7 @@ def test_a_missing_state_id_and_another_master_are_caught(runs, tmp_path, monkey
     what = "\n".join(finding.what for finding in findings)
     for told in ("another master of", "another exp_avg of", "another exp_avg_sq of"):
         assert told in what
-    assert "Adam's steps on rank 1 are [4.0, None], in the files [4.0, 4.0]" in what
+    assert "Adam's steps on rank 1 are [4.0, None], but [4.0, 4.0] in the files" in what
     assert "rank 0" not in what and "weight in training" not in what
 
 
@@ -59,15 +59,15 @@ def test_what_is_not_resumable_is_not_tried(runs, tmp_path):
     (root / "latest").unlink()
     verdict = smoke.try_resume(verify_checkpoint(root))
     assert verdict.level == NOT_RESUMABLE
-    assert verdict.findings[-1].what == "no resume was tried: the checkpoint is not resumable as it is"
+    assert verdict.findings[-1].what == "no resume was tried, because the checkpoint is not resumable"
 
 
 def test_what_it_needs_is_said(runs, monkeypatch):
     index = index_checkpoint(runs["llama"].checkpoint(4))
     files = {path: fact for path, fact in index.files.items() if path != "config.json"}
-    with pytest.raises(UsageError, match=r"there is no config\.json to build the model from"):
+    with pytest.raises(UsageError, match=r"config\.json, which describes the model, is missing"):
         smoke.check_possible(replace(index, files=files))
-    with pytest.raises(UsageError, match=r"for 9 ranks, and at most 8 .*\n.*--num-gpu 8"):
+    with pytest.raises(UsageError, match=r"for 9 ranks, but at most 8 .*\n.*--num-gpu 8"):
         smoke.check_possible(replace(index, world_size=9))
     huge = {name: replace(param, shape=(10**6, 10**6)) for name, param in index.params.items()}
     with pytest.raises(UsageError, match="GB of memory"):
