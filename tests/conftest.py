@@ -21,6 +21,7 @@ from real.runs import LONG
 from real.spec import Spec
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, which tests call
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and threads that wait for work take the other core
 
 TRAINING = {"runs", "train", "trained"}
 

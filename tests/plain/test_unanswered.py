@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
 import llmtailor  # noqa: E402
+from helpers.asking import answers_from_a_fork, in_a_fresh_process  # noqa: E402, F401
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import Unanswered, UsageError  # noqa: E402
 from llmtailor.formats.plain import ask_transformers as model  # noqa: E402
@@ -66,7 +67,10 @@ COMMANDS = [
 def test_each_command_stops_instead_of_taking_an_older_checkpoint(run, monkeypatch, command):
     before = everything()
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
-    with pytest.raises(Unanswered, match="no result after 0 s; this says nothing about the checkpoint") as caught:
+    with (
+        in_a_fresh_process(),
+        pytest.raises(Unanswered, match="no result after 0 s; this says nothing about the checkpoint") as caught,
+    ):
         invoke(*command)
     (problem,) = caught.value.problems
     assert problem.where == f"{NEWEST}/config.json"
@@ -78,7 +82,7 @@ def test_each_command_stops_instead_of_taking_an_older_checkpoint(run, monkeypat
 
 def test_a_process_that_is_killed_gives_no_answer_either(run, monkeypatch):
     monkeypatch.setattr(model, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(Unanswered, match="killed by signal 9"):
+    with in_a_fresh_process(), pytest.raises(Unanswered, match="killed by signal 9"):
         invoke("latest", ".")
 
 
@@ -98,7 +102,7 @@ def test_a_composite_that_could_not_be_verified_in_time_stays_to_be_gone_on_with
     saver.save(1)
     saver.close()
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
-    with pytest.raises(Unanswered, match=r"checkpoint-1/config\.json"):
+    with in_a_fresh_process(), pytest.raises(Unanswered, match=r"checkpoint-1/config\.json"):
         invoke("merge", "--run", "run")
     assert not Path("run/checkpoint-1").exists()
     assert Path("run/.checkpoint-1.llmtailor-staging/out/optimizer.pt").exists()

@@ -11,7 +11,7 @@ import pytest
 
 from real.harness import TIMEOUT_S, environment
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 EVERY, STEPS = 2, 12
 

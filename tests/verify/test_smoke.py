@@ -42,6 +42,7 @@ def test_a_missing_state_id_and_another_master_are_caught(runs, tmp_path, monkey
     assert "rank 0" not in what and "weight in training" not in what
 
 
+@pytest.mark.long
 def test_what_deepspeed_saved_it_resumes_to(runs):
     verdict = smoke.try_resume(verify_checkpoint(runs["llama-sub-w3"].checkpoint(4)))
     assert verdict.level == RESUMABLE and not verdict.findings
