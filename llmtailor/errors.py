@@ -15,8 +15,8 @@
     ├── Unanswered                   9  a helper process did not answer in time, or at all
     └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
-An error carries *problems*, in the plural: everything that is wrong is reported together. Each says where it is, what
-it is, and how to fix it. `docs/errors.md` is made from this file.
+An error carries *problems*, in the plural: all problems are reported together. Each says where it is, what it is, and
+how to fix it. `docs/errors.md` is generated from this file.
 
 Lists of names, as messages show them.
 """
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 COPY_FILE = "copy the file again, or leave this checkpoint out"
 COPY_CHECKPOINT = "copy the checkpoint again, whole, or leave it out of the recipe"
-COPY_OR_ANOTHER = "copy the file again, or take another checkpoint"
+COPY_OR_ANOTHER = "copy the file again, or use another checkpoint"
 
 MAX_TEXT = 2000
-"""Characters of a text that are shown."""
+"""The number of characters of a text that messages show."""
 
 
 def printable(text: str) -> str:
-    """Return a text fit for a terminal: names in a hostile file may hold control characters, or a megabyte."""
+    """Return a text fit for a terminal: names in a hostile file may hold control characters, or be megabytes long."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]} ..."
     return text if text.isprintable() else "".join(map(_printable, text))
@@ -53,7 +53,7 @@ def _printable(character: str) -> str:
 
 
 class PathIn(str):
-    """A path in a checkpoint as messages have it, with the checkpoint's name; code takes the `path` itself."""
+    """A path in a checkpoint, shown with the checkpoint's name. Code uses `path` itself."""
 
     checkpoint: str
     """What messages call it"""
@@ -68,7 +68,7 @@ class PathIn(str):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where, what, and how to fix it. The texts are for people; code decides by the rest."""
+    """One problem: where, what, and how to fix it. The texts are for people; code decides by the other fields."""
 
     where: str
     """A path (`PathIn`), a recipe location such as ``recipe.yaml:12 slices[0].sources[0]``, or a flag."""
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def path(self) -> str | None:
-        """The file or folder concerned, relative to the checkpoint; None for what concerns it as a whole."""
+        """The file or folder concerned, relative to the checkpoint; None if the problem concerns all of it."""
         return self.where.path if isinstance(self.where, PathIn) else None
 
     def __str__(self) -> str:
@@ -104,12 +104,12 @@ class TailorError(Exception):
     afterwards: ClassVar[str] = "Rerun with `LLMTAILOR_DEBUG=1` and report what it prints."
     """What the user should do"""
     code: ClassVar[Code] = Code.OTHER
-    """Of its problems, unless they have one of their own"""
+    """The code of problems that have none of their own"""
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.came_late = False
-        """Whether the command had already written or removed something that stays so"""
+        """Whether the command had already written or removed something permanently"""
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
@@ -135,7 +135,7 @@ class SourceError(TailorError):
     code = Code.DAMAGED
     meaning = "a checkpoint is missing, damaged or of an unsupported kind"
     afterwards = (
-        "Correct the path, or use another checkpoint. `llmtailor verify` lists everything that is wrong with one; "
+        "Correct the path, or use another checkpoint. `llmtailor verify` lists all problems of a checkpoint; "
         "`llmtailor salvage` recovers what it can from a run whose newest checkpoint is damaged."
     )
 
@@ -147,7 +147,7 @@ class UnsupportedCheckpoint(SourceError):
 
 class UnsafePickle(SourceError):
     code = Code.UNSAFE_PICKLE
-    meaning = "a pickle names something that no checkpoint needs"
+    meaning = "a pickle names a global that no checkpoint needs"
 
 
 class MismatchError(TailorError):
@@ -200,11 +200,11 @@ BRANCHES: tuple[type[TailorError], ...] = (
     *(TailorError, UsageError, RecipeError, SourceError, MismatchError),
     *(TargetError, VerificationError, StorageError, Unanswered, Interrupted),
 )
-"""The classes with an exit code of their own, by exit code"""
+"""The classes that define an exit code, by exit code"""
 
 
 class Problems:
-    """Collects errors, so that a user sees all of them and not just the first."""
+    """A collector of errors, so that a user sees all of them and not just the first."""
 
     def __init__(self) -> None:
         self._errors: list[TailorError] = []
@@ -229,7 +229,7 @@ class Problems:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers in a few words: ``1-3, 5``."""
+    """Return ascending numbers as short text: ``1-3, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] + 1 == number:

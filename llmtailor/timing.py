@@ -1,4 +1,4 @@
-"""How long the stages of a command take, and how long a helper process may take."""
+"""The duration of a command's stages, and the time limit of helper processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from llmtailor.errors import Unanswered, UsageError
 
 
 class Stopwatch:
-    """Starts when it is made."""
+    """A timer that starts when it is created."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
 
     def lap(self) -> str:
-        """Return the time since the last lap, in words, and begin the next one."""
+        """Return the time since the last lap as text, and start the next lap."""
         begun, self._begun = self._begun, time.monotonic()
         return f"{self._begun - begun:.2f} s"
 
@@ -26,7 +26,7 @@ TIME_LIMIT = "LLMTAILOR_TIMEOUT"
 
 
 def time_limit(default: float) -> float:
-    """Return the seconds that such a process may take. Raises UsageError if the variable is no number of seconds."""
+    """Return the time limit of a helper process in seconds. Raises UsageError if the variable is not a valid number."""
     text = os.environ.get(TIME_LIMIT) or str(default)
     try:
         seconds = float(text)
@@ -34,12 +34,12 @@ def time_limit(default: float) -> float:
         seconds = math.nan
     if not 0 <= seconds <= 1e6:
         raise UsageError.at(
-            TIME_LIMIT, f"{text!r:.40} is no number of seconds", "give one from 0 to 1000000, or unset it"
+            TIME_LIMIT, f"{text!r:.40} is not a number of seconds", "give one from 0 to 1000000, or unset it"
         )
     return seconds
 
 
 def too_slow(where: object, what: str, seconds: float) -> Unanswered:
-    """Build the error for a process that was not done in time."""
-    fix = f"run it again when the machine is less busy, or set {TIME_LIMIT} to more than {seconds:g} seconds"
-    return Unanswered.at(where, f"{what}: not done after {seconds:g} s, which says nothing about the checkpoint", fix)
+    """Return the error for a process that did not finish in time."""
+    fix = f"rerun the command when the machine is less busy, or set {TIME_LIMIT} to more than {seconds:g} seconds"
+    return Unanswered.at(where, f"{what}: no result after {seconds:g} s; this says nothing about the checkpoint", fix)

@@ -1,1 +1,1 @@
-"""File formats that know nothing of training: safetensors, torch's zip files, pickles, JSON."""
+"""File formats, independent of training: safetensors, torch's zip files, pickles, JSON."""

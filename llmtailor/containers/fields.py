@@ -1,4 +1,4 @@
-"""Typed access to decoded object trees: every wrong or missing value is a SourceError that says where."""
+"""Typed access to decoded object trees: every wrong or missing value is a SourceError with its location."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEI
 from llmtailor.storage.local import open_source
 
 _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-"""torch writes the first; a resume takes the others as well."""
+"""torch writes the first; a resume also accepts the others."""
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
 
@@ -46,7 +46,7 @@ def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_tied(node: Any, where: str) -> dict[str, str]:
-    """Read ``shared_params``: tied names, and the names their values are stored under."""
+    """Return ``shared_params``: tied names, and the names their values are stored under."""
     tied = as_dict(node or {}, "shared_params", where)
     for name in (*tied, *tied.values()):
         check_name(name, "shared_params", where)
@@ -57,18 +57,18 @@ def read_tied(node: Any, where: str) -> dict[str, str]:
 
 def read_names(node: Any, what: str, where: str) -> frozenset[str]:
     if not isinstance(node or [], (list, tuple)):
-        raise SourceError.at(where, f"{what} is a {type(node).__name__} and no list", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is a {type(node).__name__}, not a list", COPY_FILE, Code.FIELD_TYPE)
     return frozenset(check_name(name, what, where) for name in node or ())
 
 
 def extent_of(view: TensorView, what: str, where: str) -> Extent:
-    """Return where the elements of a contiguous view lie."""
+    """Return the extent of a contiguous view's elements. Raises SourceError or UnsupportedCheckpoint."""
     carried = view.storage.content[0]
-    if not view.is_contiguous:  # torch reads it; here bytes are moved as they lie
+    if not view.is_contiguous:  # torch reads it; here bytes are copied without rearranging them
         fix = "save it again with contiguous tensors"
         raise UnsupportedCheckpoint.at(where, f"{what} is not contiguous", fix, Code.STATE_LAYOUT)
     if not isinstance(carried, Copy) or view.offset + view.numel > view.storage.numel:
-        raise SourceError.at(where, f"{what} reaches beyond its storage", COPY_FILE, Code.STATE_SIZE)
+        raise SourceError.at(where, f"{what} extends beyond its storage", COPY_FILE, Code.STATE_SIZE)
     itemsize = ITEMSIZE[view.storage.dtype]
     start = carried.extent.start + view.offset * itemsize
     return Extent(carried.extent.path, start, start + view.numel * itemsize)
@@ -77,16 +77,16 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
 def read_tensor(node: Any, what: str, where: str) -> Tensor:
     view = as_tensor(node)
     if view is None:
-        raise SourceError.at(where, f"{what} is no tensor", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is not a tensor", COPY_FILE, Code.FIELD_TYPE)
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
 
 
 def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
-    """Read the flat tensors of the masters. Raises SourceError for one that is not flat."""
+    """Return the flat tensors of the master weights. Raises SourceError for one that is not flat."""
     masters = [read_tensor(node, f"{what}[{number}]", where) for number, node in enumerate(nodes)]
     for number, master in enumerate(masters):
         if len(master.shape) != 1:
-            text = f"{what}[{number}] is of shape {list(master.shape)}, where a flat tensor belongs"
+            text = f"{what}[{number}] has shape {list(master.shape)} instead of being flat"
             raise SourceError.at(where, text, COPY_FILE, Code.STATE_SIZE)
     return masters
 
@@ -96,29 +96,29 @@ def get(tree: Any, key: str, kind: type, where: str) -> Any:
     if not isinstance(value, kind):
         if value is None:
             raise SourceError.at(where, f"{key} is missing", COPY_FILE, Code.FIELD_MISSING)
-        what = f"{key} is a {type(value).__name__} and no {kind.__name__}"
+        what = f"{key} is a {type(value).__name__}, not a {kind.__name__}"
         raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
     return value
 
 
 def get_count(tree: Any, key: str, where: str) -> int:
-    """Return a counter: an int, and not a negative one."""
+    """Return a counter, a non-negative int. Raises SourceError for anything else."""
     value: int = get(tree, key, int, where)
     if not is_count(value):
-        raise SourceError.at(where, f"{key} is {value}, and no count", COPY_FILE, Code.FIELD_RANGE)
+        raise SourceError.at(where, f"{key} is {value}, not a valid count", COPY_FILE, Code.FIELD_RANGE)
     return value
 
 
 def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise SourceError.at(where, f"{what} is a {type(value).__name__} and no dict", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is a {type(value).__name__}, not a dict", COPY_FILE, Code.FIELD_TYPE)
     return value
 
 
 def read_elementwise(
     state: dict[Any, Any], numel: int | None, flat_id: int, where: str
 ) -> tuple[dict[str, Tensor], Any]:
-    """Split one flat id's state into flat tensors, all with ``numel`` elements if that is given, and the step."""
+    """Return a sub-group's state as flat tensors, all with ``numel`` elements if that is given, and the step."""
     kinds = {}
     for kind, node in state.items():
         if kind == "step":
@@ -126,39 +126,39 @@ def read_elementwise(
         view = as_tensor(node)
         if kind in _OF_ADAM:  # always elementwise; in more dimensions the elements are the same
             if view is None:
-                what = f"{kind} of flat id {flat_id} is no tensor"
+                what = f"{kind} of sub-group {flat_id} is not a tensor"
                 raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
             if numel not in (None, view.numel):
-                what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"
+                what = f"{kind} of sub-group {flat_id} has {view.numel} elements instead of {numel}"
                 raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
         elif view is None or len(view.shape) != 1 or numel not in (None, view.numel):
-            have = f"has shape {list(view.shape)}" if view else "is no tensor"
+            have = f"has shape {list(view.shape)}" if view else "is not a tensor"
             if view is not None and len(view.shape) == 1:
-                what = f"{kind} of flat id {flat_id} has {view.numel} elements where {numel} belong"
+                what = f"{kind} of sub-group {flat_id} has {view.numel} elements instead of {numel}"
                 raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
             raise UnsupportedCheckpoint.at(
                 where,
-                f"optimizer state {kind} {have}; only states with an element for each of the params' can be composed",
+                f"optimizer state {kind} {have}; only states with one element per element of the params are supported",
                 "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state",
             )
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{flat_id}][{kind}]", where)
     if "step" not in state and _OF_ADAM & kinds.keys():
-        raise SourceError.at(where, f"the step of flat id {flat_id} is missing", COPY_FILE, Code.FIELD_MISSING)
+        raise SourceError.at(where, f"the step of sub-group {flat_id} is missing", COPY_FILE, Code.FIELD_MISSING)
     if "step" not in state:
         raise UnsupportedCheckpoint.at(
             where,
-            f"flat id {flat_id} has no step of its own, as Adam-like optimizers keep",
+            f"sub-group {flat_id} has no step; Adam-like optimizers keep one",
             "leave this checkpoint out",
         )
     return kinds, state["step"]
 
 
 def check_kind(kind: Any, where: str) -> str:
-    """Return the name of an elementwise state. Raises SourceError for one that stands for something else here."""
+    """Return the name of an elementwise state. Raises SourceError for a name that is reserved here."""
     if kind in _OUR_KINDS:
         raise SourceError.at(
             where,
-            f"the optimizer calls a state {kind!r}, which is no name of an optimizer's",
+            f"an optimizer state is called {kind!r}, which no optimizer uses",
             COPY_FILE,
             Code.FIELD_UNKNOWN,
         )
@@ -166,17 +166,17 @@ def check_kind(kind: Any, where: str) -> str:
 
 
 def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
-    """Return Adam's step, an int or a tensor of one element. Raises SourceError if it counts no steps."""
+    """Return Adam's step, an int or a tensor of one element. Raises SourceError if it is not a number of steps."""
     if isinstance(node, (int, float)):
         step: float = node
     else:
         tensor = read_tensor(node, f"state[{flat_id}][step]", where)
         if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
-            raise SourceError.at(where, f"the step of flat id {flat_id} is no number", COPY_FILE, Code.FIELD_TYPE)
+            raise SourceError.at(where, f"the step of sub-group {flat_id} is not a number", COPY_FILE, Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:
             step = struct.unpack(_STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
     if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
         raise SourceError.at(
-            where, f"the step of flat id {flat_id} is {step}, and no number of steps", COPY_FILE, Code.FIELD_RANGE
+            where, f"the step of sub-group {flat_id} is {step}, not a number of steps", COPY_FILE, Code.FIELD_RANGE
         )
     return float(step)

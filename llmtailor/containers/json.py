@@ -1,4 +1,4 @@
-"""JSON and names from elsewhere: bounded in size, and every malformed value is a SourceError."""
+"""Untrusted JSON and names: bounded in size, and every malformed value is a SourceError."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.storage.local import read_source
 
 MAX_BYTES = 64 << 20
-"""The log of 400,000 steps in trainer_state.json fits. Python's objects take up to 20 times as much."""
+"""Enough for the log of 400,000 steps in trainer_state.json. The Python objects take up to 20 times as much memory."""
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
-    """Read a JSON object. Raises SourceError for anything else.
+    """Return the JSON object in a file. Raises SourceError for anything else.
 
-    Of a key that is there twice the last one counts, NaN is a number, and the text is UTF-8 without a mark at its
-    beginning: so reads whoever resumes from the file.
+    The last one of duplicate keys counts, NaN is a number, and the text is UTF-8 without a byte order mark, as for
+    stock software that resumes from the file.
     """
     data = read_source(path, where, MAX_BYTES)
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise SourceError.at(where, f"the file is no JSON ({error})", COPY_FILE, Code.FILE_DAMAGED) from error
+        raise SourceError.at(where, f"the file is not JSON ({error})", COPY_FILE, Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):
-        raise SourceError.at(where, "the file is no JSON object", COPY_FILE, Code.FILE_DAMAGED)
+        raise SourceError.at(where, "the file is not a JSON object", COPY_FILE, Code.FILE_DAMAGED)
     return content
 
 
 def read_strict_json(data: bytes) -> Any:
-    """Decode JSON without the two things that decoders disagree about: a key that is there twice, and NaN.
+    """Return decoded JSON without the two things that decoders disagree about: duplicate keys and NaN.
 
     Raises ValueError or RecursionError.
     """
@@ -42,12 +42,12 @@ def read_strict_json(data: bytes) -> Any:
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a duplicate key")
     return found
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 MAX_NAME = 1000
@@ -57,35 +57,35 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def check_name(name: Any, what: str, where: str) -> str:
-    """Return a name that is one. Raises SourceError for anything else.
+    """Return a valid name. Raises SourceError for anything else.
 
-    What it may hold is what can be written to JSON, to a digest and to a terminal without a second thought: no control
-    characters, no half of a surrogate pair.
+    A valid name can safely be written to JSON, to a digest and to a terminal: it has no control characters and no
+    unpaired surrogates.
     """
     if not isinstance(name, str):
-        raise SourceError.at(where, f"{what} has a {type(name).__name__} for a name", COPY_FILE)
+        raise SourceError.at(where, f"{what} has a {type(name).__name__} as its name", COPY_FILE)
     if not is_name(name):
-        raise SourceError.at(where, f"{what} has the name {name[:60]!r}, which can't be one", COPY_FILE)
+        raise SourceError.at(where, f"{what} has the invalid name {name[:60]!r}", COPY_FILE)
     return name
 
 
 def is_name(value: Any) -> bool:
-    """Tell whether a value is a name as `check_name` wants it."""
+    """Return whether a value is a name that `check_name` accepts."""
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
 
 
 def is_path_below(path: str) -> bool:
-    """Tell whether a relative path, with ``/``, stays below the folder that it starts from."""
+    """Return whether a relative path, with ``/``, stays below its starting folder."""
     words = path.split("/")
     return path.isprintable() and not any(word in ("", ".", "..") for word in words)
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value is a number of something; True and False are none, though Python takes them for ints."""
+    """Return whether a value is a count; True and False are not, though Python treats them as ints."""
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step that a folder's name tells, or None if it is not that of a checkpoint."""
+    """Return the step in a folder's name, or None if the name is not a checkpoint's."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     return int(match[1]) if match else None

@@ -1,8 +1,7 @@
-"""A pickle machine without a way out: opcodes build plain values and symbolic nodes, nothing else.
+"""A safe pickle machine: opcodes build plain values and symbolic nodes, nothing else.
 
-A closed set of opcodes is understood, those that ``torch.save`` and pickle's protocols 2 to 5 write for data. There is
-no way from here to an import, an attribute or a call, whatever the bytes say. Everything is bounded by the number of
-bytes, and by `MAX_OPCODES`.
+It understands a closed set of opcodes, those that ``torch.save`` and pickle's protocols 2 to 5 write for data. No bytes
+can make it import, access an attribute or call anything. The number of bytes and `MAX_OPCODES` bound time and memory.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 from llmtailor.containers.pickle_nodes import STORAGE_DTYPES, Call, Global, Ordered, Storage
 
 MAX_OPCODES = 4_000_000
-"""A pickle with more is refused. A tensor takes about 25, so this is good for 160,000; what an opcode makes takes some
+"""A pickle with more is refused. A tensor takes about 25, so this is enough for 160,000; an opcode's result takes a few
 hundred bytes at most."""
 MAX_INT_BYTES = 64
-"""Integers in a checkpoint are counters and seeds. Longer ones only serve to make arithmetic slow."""
+"""Integers in a checkpoint are counters and seeds. Longer ones only make arithmetic slow."""
 MAX_KEY = 1 << 60
-"""Keys are texts or integers below this, because for others one can make up keys that all have the same hash."""
+"""Keys are texts or integers below this, because others can be crafted to all have the same hash."""
 
 _LOOKED_AT = 10_000
 FindStorage = Callable[[str, str, int, str], Storage]
@@ -31,7 +30,7 @@ _ENCODE = Global("_codecs", "encode")
 
 
 class Machine:
-    """Decodes one pickle; afterwards ``globals`` holds every global that it names, in order."""
+    """A decoder of one pickle; afterwards ``globals`` holds every global that the pickle names, in order."""
 
     def __init__(self, data: bytes, find_storage: FindStorage | None):
         self.data = data
@@ -39,12 +38,12 @@ class Machine:
         self.find_storage = find_storage
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
-        """What lies below each open mark, as in CPython: nothing can reach through a mark."""
+        """The stack below each open mark, as in CPython: nothing can reach through a mark."""
         self.memo: dict[int, Any] = {}
         self.globals: dict[Global, None] = {}
 
     def run(self) -> Any:
-        """Return the object. Raises ValueError and the like for anything that is no whole pickle of data."""
+        """Return the object. Raises ValueError and the like for anything but a complete pickle of data."""
         data = self.data
         for _ in range(MAX_OPCODES):
             code = data[self.at]
@@ -61,12 +60,12 @@ class Machine:
         raise ValueError(f"it has more than {MAX_OPCODES:,} opcodes")
 
     def refuse(self, code: int) -> None:
-        """Raise ValueError, having noted what the rest names; pickletools splits what this machine does not know."""
-        with contextlib.suppress(ValueError, AttributeError, OverflowError):  # whatever follows may be damaged as well
+        """Raise ValueError after recording the names in the rest; pickletools splits opcodes unknown here."""
+        with contextlib.suppress(ValueError, AttributeError, OverflowError):  # the rest may be damaged as well
             for opcode, arg, _ in itertools.islice(pickletools.genops(self.data[self.at - 1 :]), _LOOKED_AT):
                 if opcode.name in ("GLOBAL", "INST"):
                     self.name(*str(arg).split(" ", 1))
-        raise ValueError(f"opcode {code:#04x} has no place in a checkpoint")
+        raise ValueError(f"opcode {code:#04x} does not belong in a checkpoint")
 
     # --- bytes ---
 
@@ -108,7 +107,7 @@ class Machine:
         self.stack.append(struct.unpack(">d", self.take(8))[0])
 
     def text(self, length_bytes: int) -> None:
-        self.stack.append(self.take(self.number(length_bytes)).decode())  # strict: half a surrogate pair is no text
+        self.stack.append(self.take(self.number(length_bytes)).decode())  # strict: refuses unpaired surrogates
 
     def raw(self, length_bytes: int) -> None:
         self.stack.append(self.take(self.number(length_bytes)))
@@ -203,7 +202,7 @@ class Machine:
             self.stack.append(Ordered())
         elif func == _ENCODE:  # how protocol 2 writes bytes
             if len(args) != 2 or not isinstance(args[0], str) or args[1] != "latin1":
-                raise ValueError("_codecs.encode of something else than latin1 text")
+                raise ValueError("_codecs.encode of something other than latin1 text")
             self.stack.append(args[0].encode("latin1"))
         else:
             self.stack.append(Call(func, args))
@@ -225,7 +224,7 @@ class Machine:
     def persistent(self) -> None:
         pid = self.stack.pop()
         if self.find_storage is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise ValueError("a persistent id that is no storage")
+            raise ValueError("a persistent id that is not a storage")
         _, kind, key, location, numel = pid
         if not (isinstance(kind, Global) and kind.module == "torch" and kind.name in STORAGE_DTYPES):
             raise ValueError("a storage of unknown type")
@@ -237,7 +236,7 @@ class Machine:
 
 def expect(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise TypeError(f"a {type(value).__name__} where a {kinds[0].__name__} belongs")
+        raise TypeError(f"a {type(value).__name__} instead of a {kinds[0].__name__}")
     return value
 
 

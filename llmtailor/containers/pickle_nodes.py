@@ -1,6 +1,6 @@
-"""A pickle as data: what the reader yields and the writer takes.
+"""A pickle as data: what the reader returns and the writer takes.
 
-Plain values (None, bool, int, float, str, bytes, list, tuple, dict) stand for themselves. Everything else stays
+Plain values (None, bool, int, float, str, bytes, list, tuple, dict) represent themselves. Everything else stays
 symbolic: nothing is imported, looked up or called.
 """
 
@@ -32,14 +32,14 @@ STORAGE_DTYPES = {
 
 MAX_DIMENSIONS = 64
 MAX_NUMEL = 1 << 62
-"""torch's own limits, more or less: it counts bytes in 63 bits."""
+"""About torch's own limit: it counts bytes in 63 bits."""
 
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that a pickle names. It is only ever a name."""
+    """A class or function that a pickle names; only ever a name."""
 
     module: str
     name: str
@@ -49,7 +49,7 @@ class Global:
 
 
 class Ordered(dict[Any, Any]):
-    """A ``collections.OrderedDict``, with the attributes hung on it (``_metadata`` of a module's state dict)."""
+    """A ``collections.OrderedDict`` with its attributes (``_metadata`` of a module's state dict)."""
 
     __slots__ = ("attributes",)
 
@@ -60,12 +60,12 @@ class Ordered(dict[Any, Any]):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """An object that unpickling would make by calling ``func`` with ``args``, then set up."""
+    """An object that unpickling would create by calling ``func`` with ``args``, then set up."""
 
     func: Any
     args: Any
     new: bool = False
-    """Made by ``cls.__new__`` (NEWOBJ) and not by a call (REDUCE)."""
+    """Whether it is created by ``cls.__new__`` (NEWOBJ) rather than a call (REDUCE)"""
     state: Any = None
     has_state: bool = False
     items: list[tuple[Any, Any]] = field(default_factory=list)
@@ -100,7 +100,7 @@ class TensorView:
 
     @property
     def fits(self) -> bool:
-        """Whether all its elements lie within the storage."""
+        """Whether all elements lie within the storage"""
         if self.numel == 0:
             return True
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
@@ -125,7 +125,7 @@ _REBUILD_PARAMETERS = (
 
 
 def as_tensor(node: object) -> TensorView | None:
-    """Return the tensor that a node stands for, or None if it is none.
+    """Return the tensor that a node represents, or None if it is not a tensor.
 
     Tensors with attributes (DeepSpeed hangs a ``ds_id`` on its flat tensors) and Parameters wrap the plain
     form, ``_rebuild_tensor_v2(storage, offset, shape, stride, requires_grad, hooks)``.
@@ -149,7 +149,7 @@ def as_tensor(node: object) -> TensorView | None:
 
 
 def as_ints(node: object) -> tuple[int, ...] | None:
-    """Return a tuple of non-negative ints or a ``torch.Size`` as a tuple, or None if it is neither."""
+    """Return a tuple of non-negative ints or a ``torch.Size`` as a tuple, or None for anything else."""
     if isinstance(node, Call) and node.func == Global("torch", "Size") and isinstance(node.args, tuple):
         node = node.args[0] if len(node.args) == 1 else None
     if isinstance(node, (tuple, list)) and all(type(item) is int and item >= 0 for item in node):
@@ -158,7 +158,7 @@ def as_ints(node: object) -> tuple[int, ...] | None:
 
 
 def as_shape(node: object) -> tuple[int, ...] | None:
-    """Return a shape as a tuple, or None for what is none, or would be that of a tensor beyond all memory."""
+    """Return a shape as a tuple, or None if it is not a shape, or one of a tensor too large for any memory."""
     shape = as_ints(node)
     if shape is None or len(shape) > MAX_DIMENSIONS or math.prod(extent for extent in shape if extent) > MAX_NUMEL:
         return None
@@ -166,7 +166,7 @@ def as_shape(node: object) -> tuple[int, ...] | None:
 
 
 def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) -> Call:
-    """Return the node of a contiguous tensor with a storage of its own."""
+    """Return the node of a contiguous tensor with its own storage."""
     numel, strides = 1, []
     for extent in reversed(shape):
         strides.append(numel)

@@ -1,4 +1,4 @@
-"""Writes pickles that name classes without importing them.
+"""Writing pickles that name classes without importing them.
 
 The bytes are protocol 2, as ``torch.save`` writes. Strings and containers that occur twice are written once
 and fetched from the memo, so that sharing survives.
@@ -13,7 +13,7 @@ from llmtailor.containers.pickle_nodes import STORAGE_CLASSES, Call, Global, Ord
 
 
 def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
-    """Encode a tree as `pickle_reader` yields it; also return its storages, in the order of their keys.
+    """Return the pickle of a tree as `unpickle.read_pickle` returns it, and its storages in the order of their keys.
 
     Storage number n is written with the key ``str(n)``, so its record is ``data/n``.
     """
@@ -68,7 +68,7 @@ class _Writer:
         elif isinstance(node, tuple):
             self.save_tuple(node, key)
         else:
-            raise TypeError(f"no pickle form for {type(node).__name__}")
+            raise TypeError(f"{type(node).__name__} has no pickle form")
 
     def keep(self, node: Any) -> Any:
         self.alive.append(node)
@@ -149,7 +149,7 @@ def _integer(node: int) -> bytes:
 
 
 def _as_call(node: bytes | set[Any]) -> Call:
-    """Protocol 2 has no opcode for bytes and sets; Python writes them as these calls."""
+    """Return the call that stands for bytes or a set, for which protocol 2 has no opcode, as Python writes it."""
     if isinstance(node, bytes):
         return Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1"))
     return Call(Global("__builtin__", "set"), (list(node),))

@@ -1,7 +1,7 @@
 """safetensors: 8 bytes of little-endian header length, a JSON header, then the tensors.
 
 ``data_offsets`` count from the end of the header; the tensors tile the data section exactly. Large models are
-split over several files, with ``model.safetensors.index.json`` saying which tensor is where.
+split over several files; ``model.safetensors.index.json`` says which tensor is in which.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llmtailor.storage.local import open_source
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 << 20
-"""The library's own limit is 100 MB; a tensor takes some 100 bytes, and Python's objects up to 20 times the header."""
+"""The library's own limit is 100 MB. A tensor takes about 100 bytes, and Python's objects up to 20 times the header."""
 MAX_DIMENSIONS = 64
-"""torch's limit."""
+"""torch's limit"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class WeightFile:
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     filled_by: Mapping[str, tuple[State, int]] = field(default_factory=dict)
-    """In a file to be written: tensors that are not the weight of their own name, by the state they are made of and
-    the first element of it."""
+    """In a file to be written: the tensors that are not the weight of the same name, each with the state it is made
+    from and the first element of that state"""
 
 
 def read_weights(root: Path, where: str) -> tuple[WeightFile, ...]:
-    """Read the headers of a checkpoint's weight files; empty if it has none.
+    """Return the headers of a checkpoint's weight files; empty if it has none.
 
     Raises SourceError with every missing, truncated or malformed file.
     """
@@ -56,7 +56,7 @@ def read_weights(root: Path, where: str) -> tuple[WeightFile, ...]:
 
 
 def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFile, ...]:
-    """Read the headers of the weight files that are whole; what is wrong with the others is put to ``problems``."""
+    """Return the headers of the intact weight files; add the problems of the others to ``problems``."""
     names_of: dict[str, set[str] | None] = {SINGLE: None}
     if not (root / SINGLE).exists():  # transformers ignores an index beside it
         if not (root / INDEX).exists():
@@ -101,7 +101,7 @@ def _read_weight_map(root: Path, where: str) -> dict[str, str]:
 
 
 def read_header(root: Path, path: str, where: str) -> WeightFile:
-    """Read one file's header and check it against the size of the file."""
+    """Return a file's header, checked against the size of the file. Raises SourceError if they don't match."""
     with open_source(root / path, where) as file:
         size = file.num_bytes
         length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
@@ -113,8 +113,8 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         header = read_strict_json(text)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("the metadata is no mapping of texts")
-        json.dumps(metadata, ensure_ascii=False).encode()  # no halves of surrogate pairs
+            raise ValueError("the metadata is not a mapping of texts")
+        json.dumps(metadata, ensure_ascii=False).encode()  # refuses unpaired surrogates
         tensors = {name: _held(path, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError.at(
@@ -127,7 +127,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
     for name, (_, extent) in ordered:
         if extent.start != at:
             raise SourceError.at(
-                where, f"{name} does not begin where the tensor before it ends", COPY_FILE, Code.FILE_DAMAGED
+                where, f"{name} does not start where the previous tensor ends", COPY_FILE, Code.FILE_DAMAGED
             )
         at = extent.stop
     if at != size:
@@ -145,7 +145,7 @@ def _held(path: str, entry: Any, data_start: int) -> tuple[TensorEntry, Extent]:
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype {dtype!r:.40} is unknown")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(is_count, (*shape, start, stop))):
-        raise ValueError("a shape or an offset is no count")
+        raise ValueError("a shape or an offset is not a count")
     if stop - start != math.prod(shape) * ITEMSIZE[dtype]:
         raise ValueError(f"{stop - start} bytes for a tensor of shape {shape} and dtype {dtype}")
     extent = Extent(path, data_start + start, data_start + stop)
@@ -153,7 +153,7 @@ def _held(path: str, entry: Any, data_start: int) -> tuple[TensorEntry, Extent]:
 
 
 def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
-    """Lay out a file with the same tensors in the same order; ``dtype`` replaces that of floating-point tensors."""
+    """Return the layout of a file with the same tensors in the same order; ``dtype`` replaces floating-point dtypes."""
     header: dict[str, Any] = {"__metadata__": dict(file.metadata)} if file.metadata else {}
     pieces: list[Piece] = []
     at = 0
@@ -174,15 +174,15 @@ def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
 
 
 def lay_out_weight_files(files: tuple[WeightFile, ...], dtype: str | None) -> list[FileLayout]:
-    """Lay out all files and, if they are several, their index."""
+    """Return the layouts of all files and, if there are several, of their index."""
     layouts = [lay_out_weights(file, dtype) for file in files]
     return layouts if files[0].path == SINGLE else [*layouts, lay_out_index(files, dtype)]
 
 
 def list_tied(files: tuple[WeightFile, ...], tied: Mapping[str, str], listed: bool) -> tuple[WeightFile, ...]:
-    """Add tied names beside the ones their values are stored under, or leave them out.
+    """Add tied names next to the names their values are stored under, or leave them out.
 
-    ZeRO-1/2 runs write both to their safetensors, ZeRO-3 runs the stored name only.
+    ZeRO-1/2 runs write both to their safetensors, ZeRO-3 runs only the stored name.
     """
     changed = []
     for file in files:
@@ -195,7 +195,7 @@ def list_tied(files: tuple[WeightFile, ...], tied: Mapping[str, str], listed: bo
 
 
 def lay_out_index(files: tuple[WeightFile, ...], dtype: str | None) -> FileLayout:
-    """Lay out the index that belongs to several files."""
+    """Return the layout of the index of several files."""
     weight_map = {name: file.path for file in files for name in file.tensors}
     total = sum(
         held.numel * ITEMSIZE[target_dtype(held.dtype, dtype)] for file in files for held in file.tensors.values()
@@ -205,5 +205,5 @@ def lay_out_index(files: tuple[WeightFile, ...], dtype: str | None) -> FileLayou
 
 
 def target_dtype(own: str, wanted: str | None) -> str:
-    """Return the dtype a tensor gets: only floating-point weights follow ``wanted``."""
+    """Return the dtype that a tensor is written in: only floating-point weights follow ``wanted``."""
     return wanted if wanted and own in ("F32", "F16", "BF16") else own

@@ -1,4 +1,4 @@
-"""``torch.save`` files: a zip of stored records, one of them a pickle, the others tensor storages.
+"""``torch.save`` files: a zip of stored records, one of them a pickle, the others mostly tensor storages.
 
 Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pickle, ``NAME/data/KEY`` the bytes of
 storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples of 64; the
@@ -30,49 +30,49 @@ from llmtailor.storage.local import SourceFile, open_source
 
 ALIGNMENT = 64
 MAX_PICKLE_BYTES = 64 << 20
-"""A larger ``data.pkl`` is refused: the tensors are not in it, and what it says of one takes some 150 bytes."""
+"""A larger ``data.pkl`` is refused: it does not contain the tensors, and describes each in about 150 bytes."""
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _SMALL = 4096
-"""Bytes of a record that is no tensor and not the pickle: versions and the like."""
+"""Maximum size in bytes of a record other than a tensor or the pickle, such as a version"""
 _U32 = 0xFFFFFFFF
 _SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A decoded file: its object tree, and where each storage's bytes lie."""
+    """A decoded file: its object tree, and the extent of each storage."""
 
     tree: Any
     records: Mapping[str, Extent]
     """The storages by key."""
     archive: str
-    """What the file calls itself: torch takes the stem of the name it was saved under, or ``archive``."""
+    """The archive's name: torch uses the stem of the file's name when it was saved, or ``archive``"""
 
 
 def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) -> TorchFile:
     """Decode the pickle of ``root/path`` and locate its storages; no tensor byte is read.
 
-    ``any_names`` lets it name what is off the allow-list: only for a file whose tree is not written anywhere.
-    Raises SourceError for a file that is no whole torch zip and UnsafePickle for globals off the allow-list.
+    ``any_names`` permits names that are not on the allow-list: only for a file whose tree is not written anywhere.
+    Raises SourceError for a damaged file or another format, and UnsafePickle for globals not on the allow-list.
     """
     with open_source(root / path, where) as file:
         try:
             records = read_records(file)
             if not records:
-                raise BadZip("it holds no data.pkl")
+                raise BadZip("it has no data.pkl")
             prefix = next(iter(records)).partition("/")[0]
             tree = records.get(f"{prefix}/data.pkl")
             if tree is None:
-                raise BadZip("it holds no data.pkl")
+                raise BadZip("it has no data.pkl")
             if f"{prefix}/constants.pkl" in records:
                 raise BadZip("it is a TorchScript archive, which torch.load would run")
             if not {f"{prefix}/version", f"{prefix}/.data/version"} & records.keys():
-                raise BadZip("it does not say its version, without which torch does not load it")
+                raise BadZip("it does not state its version, which torch needs to load it")
             if tree.stop - tree.start > MAX_PICKLE_BYTES:
-                raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes, a pickle bomb by any measure")
+                raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes; it may be a pickle bomb")
         except Compressed as error:
-            what = f"{error}, which torch.load reads, but nothing can be said about, or taken from, the file here"
+            what = f"{error}: torch.load reads such a file, but llmtailor can neither check nor use it"
             raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
         except (BadZip, UnicodeDecodeError) as error:
             raise SourceError.at(where, _why_no_zip(file, error), COPY_FILE, Code.FILE_DAMAGED) from error
@@ -84,7 +84,7 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
             small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
             if record is tree or small:
                 data = pickle_bytes if record is tree else file.read(record.start, record.stop)
-                if record.crc not in (0, zlib.crc32(data)):  # torch writes 0 where it was told not to checksum
+                if record.crc not in (0, zlib.crc32(data)):  # torch writes 0 if checksums are disabled
                     what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
                     raise SourceError.at(where, what, COPY_FILE)
     extents = {
@@ -98,23 +98,23 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
         extent = extents.get(key)
         if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
             have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
-            raise ValueError(f"storage {key!r:.40} {have} where {numel} elements of {dtype} belong")
+            raise ValueError(f"storage {key!r:.40} {have} instead of {numel} elements of {dtype}")
         storage = storages.setdefault(key, Storage(dtype, numel, (Copy(extent),), location))
-        if storage.dtype != dtype:  # torch would go by whichever it meets first
-            raise ValueError(f"storage {key!r:.40} is named with two types")
+        if storage.dtype != dtype:  # torch would use whichever comes first
+            raise ValueError(f"storage {key!r:.40} is given two types")
         return storage
 
     return TorchFile(read_pickle(pickle_bytes, where, find_storage, any_names), extents, prefix)
 
 
 def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
-    """Return the attributes of the object that ``root/path`` pickles, as data; the object is never made.
+    """Return the attributes of the object that ``root/path`` pickles, as data; the object is never created.
 
-    Raises SourceError for a file that is no whole torch zip, or holds something else.
+    Raises SourceError for a file that is damaged, of another format, or holds something else.
     """
     tree = read_torch_file(root, path, where, any_names=True).tree
     if not isinstance(tree, Call) or not isinstance(tree.state, dict):
-        raise SourceError.at(where, "it holds no object with attributes", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, "it does not hold an object with attributes", COPY_FILE, Code.FIELD_TYPE)
     return tree.state
 
 
@@ -123,17 +123,16 @@ def _why_no_zip(file: SourceFile, error: Exception) -> str:
     if not head:
         return "the file is empty"
     if head[:1] == b"\x80":
-        return "this is torch's legacy format (before 1.6) or a bare pickle, not a torch.save zip"
+        return "the file is in torch's legacy format (before 1.6) or a bare pickle, not a torch.save zip"
     if head != b"PK\x03\x04":
-        return f"this is no torch.save file (it has {file.num_bytes} bytes and begins with {head!r})"
+        return f"the file is not a torch.save file (it has {file.num_bytes} bytes and begins with {head!r})"
     return f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
 
 
 def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
-    """Lay out a file that ``torch.load`` opens as ``tree``.
+    """Return the layout of a file that ``torch.load`` opens as ``tree``.
 
-    Storages that came from `read_torch_file` carry their bytes over from there; those of `make_tensor` have
-    the content they were made with.
+    Storages from `read_torch_file` keep their bytes; those of `make_tensor` have the content they were created with.
     """
     data, storages = write_pickle(tree)
     builder = _ZipBuilder(Path(path).stem)
@@ -144,7 +143,7 @@ def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
     for key, storage in enumerate(storages):
         expected, actual = storage.numel * ITEMSIZE[storage.dtype], sum(part.num_bytes for part in storage.content)
         if expected != actual:
-            raise ValueError(f"{path}: storage {key} needs {expected} bytes and is given {actual}")
+            raise ValueError(f"{path}: storage {key} needs {expected} bytes but gets {actual}")
         builder.add(f"data/{key}", storage.content)
     builder.add("version", (Bytes(b"3\n", "torch's zip version"),))
     return FileLayout(path, builder.finish())
@@ -169,7 +168,7 @@ class _ZipBuilder:
         zip64 = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
         bare = self.at + _LOCAL_HEADER.size + len(name) + len(zip64) + 4
         padding = -bare % ALIGNMENT
-        short = _U32 if big else 0  # sizes stand in the data descriptor; zip64 readers look into the extra field
+        short = _U32 if big else 0  # the data descriptor has the sizes; zip64 readers look in the extra field
         header = _LOCAL_HEADER.pack(
             b"PK\x03\x04", 45 if big else 0, 0x0808, 0, 0, 0, 0, short, short, len(name), len(zip64) + 4 + padding
         )
@@ -185,7 +184,7 @@ class _ZipBuilder:
         self.directory.append((name, size, header_at, 45 if big else 0, crc))
 
     def checksum(self, start: int, content: tuple[Piece, ...]) -> Piece:
-        """Of a record: known now if all its bytes are, otherwise to be computed while they stream."""
+        """Return a record's CRC: known now if all its bytes are, otherwise computed while they stream."""
         if all(isinstance(part, (Bytes, Zeros)) for part in content):
             crc = 0
             for part in content:
@@ -224,11 +223,11 @@ class Record:
     start: int
     stop: int
     crc: int | None
-    """CRC-32; None for a record that was written without, or deflated."""
+    """CRC-32; None for a deflated record, or one written without"""
 
 
 def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
-    """List the records of ``root/path`` in the order of their bytes. Raises SourceError for what is no whole zip."""
+    """Return the records of ``root/path`` in the order of their bytes. Raises SourceError for a damaged zip."""
     with open_source(root / path, where) as file:
         try:
             found = read_records(file, may_be_deflated=True)
@@ -236,6 +235,6 @@ def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
             raise SourceError.at(
                 where, f"the file is truncated or damaged ({error})", COPY_FILE, Code.FILE_DAMAGED
             ) from error
-    # torch writes 0 for records it was told not to checksum
+    # torch writes 0 for records if checksums are disabled
     records = (Record(name, record.start, record.stop, record.crc or None) for name, record in found.items())
     return tuple(sorted(records, key=lambda record: record.start))

@@ -1,8 +1,8 @@
-"""The one reader of pickles: it decodes them as data, runs nothing, and refuses what a checkpoint has no use for.
+"""The only reader of pickles: it decodes them as data, runs nothing, and refuses what no checkpoint needs.
 
-`pickle_machine` decodes; here is what may be named and called. It runs nothing whatever is on the list, but names that
-are not on it are refused all the same, because what we read is written into checkpoints that stock ``torch.load`` opens
-without protection.
+`pickle_machine` decodes; this module lists what may be named and called. Nothing is run in any case. Names that are not
+on the list are still refused, because what we read is written into checkpoints that stock ``torch.load`` opens without
+protection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"},
     "torch._tensor": {"_rebuild_from_type_v2"},
     **_NUMPY,
-    # DeepSpeed's own, by the paths they have had from 0.14 on; carried through by name
+    # DeepSpeed's own, under their paths since 0.14; written back by name
     "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
     "deepspeed.runtime.fp16.loss_scaler": {"LossScaler", "DynamicLossScaler"},
     "deepspeed.utils.tensor_fragment": {"fragment_address"},
@@ -46,24 +46,24 @@ _ONLY_NAMED = {
     "torch.nn.parameter": {"Parameter"},
     "numpy": {"ndarray"},
 }
-"""Of these the ones that no pickle of a checkpoint calls: ``torch.FloatStorage(10**12)`` would be a bomb."""
+"""Globals that no checkpoint's pickle calls: ``torch.FloatStorage(10**12)`` would be a bomb."""
 _REBUILD_TYPED = Global("torch._tensor", "_rebuild_from_type_v2")
 
 MAX_DEPTH = 100
-"""Nesting beyond this is refused. Real checkpoints nest about ten deep."""
+"""Deeper nesting is refused. Real checkpoints nest about ten levels."""
 MAX_NODES = 32_000_000
-"""Nodes of the tree, a shared one counted as often as it is reached: so everything behind may walk it without care."""
+"""Nodes of the tree, a shared one counted each time it is reached: all later code may walk the tree freely."""
 _CONTAINERS = (dict, list, tuple, set, Call)
 _SHOWN = 20
 
 
 def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None, any_names: bool = False) -> Any:
-    """Decode a pickle into plain values and nodes.
+    """Return a pickle decoded into plain values and nodes.
 
-    ``find_storage(dtype, key, numel, location)`` turns a persistent id of torch into a `Storage`; without it
-    persistent ids are refused. ``any_names`` takes globals that are off the allow-list as the names they are.
-    Raises UnsafePickle, with every name, for globals off the allow-list, and SourceError for bytes that are no whole
-    pickle, or one that is made to be a burden.
+    ``find_storage(dtype, key, numel, location)`` turns a torch persistent id into a `Storage`; without it
+    persistent ids are refused. ``any_names`` accepts globals that are not on the allow-list, as names.
+    Raises UnsafePickle, with every name, for globals not on the allow-list, and SourceError for a pickle that is
+    incomplete, damaged or crafted to exhaust memory or time.
     """
     machine, damage = Machine(data, find_storage), None
     try:
@@ -76,34 +76,34 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
         raise UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]]) from damage
     if damage is not None:
         missing = isinstance(damage, (IndexError, KeyError))
-        what = f"the pickle is damaged ({'it takes what is not there' if missing else damage})"
+        what = f"the pickle is damaged ({'it refers to missing items' if missing else damage})"
         raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED) from damage
     return tree
 
 
 def check_tree(tree: Any) -> None:
-    """Raise ValueError for a tree that is made to be a burden to whoever walks it, or loads it from a pickle."""
+    """Raise ValueError for a tree crafted to exhaust the memory or time of code that walks or loads it."""
     _measure(tree, 0, {})
 
 
 def _unsafe(name: Global, where: str) -> Problem:
     return Problem(
         where,
-        f"the pickle names {name}, which is not on the list of what a checkpoint may hold",
+        f"the pickle names {name}, which no checkpoint needs",
         "do not load this file with torch.load unless you trust it; leave this checkpoint out, or save it again "
         "without that object",
     )
 
 
 def _measure(node: Any, depth: int, done: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return how high and how large a container is. Refuse cycles, absurd nesting and size, and calls of mere names."""
+    """Return a container's depth and size. Raises ValueError for cycles, excess or forbidden calls."""
     known = done.get(id(node))
     if known is not None:
         if known[0] == 0:
             raise ValueError("it contains itself")
         return known
     if depth > MAX_DEPTH:
-        raise ValueError(f"it nests deeper than {MAX_DEPTH}")
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     done[id(node)] = (0, 0)
     if isinstance(node, Call):
         _check_call(node)
@@ -114,21 +114,21 @@ def _measure(node: Any, depth: int, done: dict[int, tuple[int, int]]) -> tuple[i
             below, inside = _measure(child, depth + 1, done)
             height, size = max(height, below + 1), size + inside
     if height > MAX_DEPTH:
-        raise ValueError(f"it nests deeper than {MAX_DEPTH}")
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if size > MAX_NODES:
-        raise ValueError(f"it unfolds to more than {MAX_NODES:,} values")
+        raise ValueError(f"it expands to more than {MAX_NODES:,} values")
     done[id(node)] = (height, size)
     return height, size
 
 
 def _check_call(node: Call) -> None:
     if node.func.name in _ONLY_NAMED.get(node.func.module, ()):
-        raise ValueError(f"it calls {node.func}, which a checkpoint only names")
+        raise ValueError(f"it calls {node.func}, which checkpoints only name")
     if node.func == REBUILD_TENSOR:
         view = as_tensor(node)
         if view is None or not view.fits:
-            raise ValueError("a tensor reaches beyond its storage")
+            raise ValueError("a tensor extends beyond its storage")
     if node.func == _REBUILD_TYPED:  # which calls its first argument
         inner = node.args[0] if node.args else None
         if not isinstance(inner, Global) or inner.module != "torch._utils":
-            raise ValueError(f"it calls {node.func} for something else than a tensor")
+            raise ValueError(f"it calls {node.func} for something other than a tensor")

@@ -1,9 +1,9 @@
-"""The directory of a zip file of stored records, read so strictly that every other reader finds the same in it.
+"""The directory of a zip file of stored records, read so strictly that every other reader finds the same records.
 
-Readers of zip files differ: in where they look for the end, what they make of bytes in front of the first record, which
-of two equal names they take, whether case counts. A file made for that shows harmless content to one reader and an
-exploit to ``torch.load``. So the end records must close the file, the directory must stand right before them, the first
-record must open the file, records must not overlap, and names must differ by more than case.
+Readers of zip files differ: where they look for the end, how they treat bytes before the first record, which of two
+equal names they use, whether case matters. A crafted file can show harmless content to one reader and an exploit to
+``torch.load``. So the end records must end the file, the directory must directly precede them, the first record must
+start the file, records must not overlap, and names must differ by more than case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from llmtailor.storage.local import SourceFile
 
 MAX_RECORDS = 1 << 20
-"""A checkpoint's largest files have some 100,000 tensors."""
+"""A checkpoint's largest files have about 100,000 tensors."""
 MAX_NAME_BYTES = 1024
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
@@ -29,11 +29,11 @@ _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 
 
 class BadZip(ValueError):
-    """The file is no zip of stored records, or one that readers could see differently."""
+    """The error for a file that is not a zip of stored records, or that readers could interpret differently."""
 
 
 class Compressed(BadZip):
-    """The file has deflated records. ``torch.load`` reads them; here bytes are moved as they lie."""
+    """The error for a file with deflated records. ``torch.load`` reads them; here bytes are copied unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Record:
     start: int
     stop: int
     crc: int
-    """0 for a record that is deflated: it is the checksum of other bytes"""
+    """CRC-32 of the stored bytes; 0 for a deflated record, whose checksum is of other bytes"""
 
 
 def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
     """Return the records by name, in the order of the directory.
 
-    Raises BadZip, `Compressed` for deflated records unless they may be, or SourceError if reading fails.
+    Raises BadZip, `Compressed` for deflated records unless ``may_be_deflated``, or SourceError if reading fails.
     """
     start, stop, count = _find_directory(file)
     if count > MAX_RECORDS:
@@ -71,7 +71,7 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
         spans.append((at, begin + size))
     spans.sort()
     if spans and spans[0][0] != 0:
-        raise BadZip(f"{spans[0][0]} bytes stand before the first record")
+        raise BadZip(f"there are {spans[0][0]} bytes before the first record")
     for (_, before), (at, _) in itertools.pairwise(spans):
         if at < before:
             raise BadZip("records overlap")
@@ -80,20 +80,20 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
 
 
 def _find_directory(file: SourceFile) -> tuple[int, int, int]:
-    """Return where the directory begins and ends, and how many entries it has."""
+    """Return the start and end of the directory, and its number of entries."""
     end_at = file.num_bytes - _END.size
     if end_at < 0:
         raise BadZip("it is too short")
     signature, *disks, here, count, size, start, comment = _END.unpack(file.read(end_at, file.num_bytes))
     if signature != b"PK\x05\x06" or comment:
-        raise BadZip("the end record is not at its end")
+        raise BadZip("it does not end with the end record")
     stop = end_at
     locator_at = end_at - _LOCATOR.size
     if locator_at >= _END64.size:
         signature, disk, end64_at, num_disks = _LOCATOR.unpack(file.read(locator_at, end_at))
         if signature == b"PK\x06\x07":
             if end64_at != locator_at - _END64.size or disk or num_disks > 1:
-                raise BadZip("the zip64 end record is not where it belongs")
+                raise BadZip("the zip64 end record is misplaced")
             short = (here, count, size, start)
             signature, own_size, _, _, *disks64, here, count, size, start = _END64.unpack(
                 file.read(end64_at, locator_at)
@@ -106,7 +106,7 @@ def _find_directory(file: SourceFile) -> tuple[int, int, int]:
             disks += disks64
             stop = end64_at
     if any(disks) or here != count:
-        raise BadZip("it is spread over several files")
+        raise BadZip("it is split into several files")
     if start + size != stop:
         raise BadZip("its directory is not where the end record says")
     return start, stop, count
@@ -129,14 +129,14 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, in
         if _U32 in (size, packed, offset):
             size, packed, offset = _wide(extra, size, packed, offset)
         if method not in (_STORED, _DEFLATED) or flags & 1 or (method == _STORED and packed != size):
-            raise BadZip(f"record {_shown(name)} is encrypted, or compressed otherwise than torch reads")
+            raise BadZip(f"record {_shown(name)} is encrypted, or compressed by a method torch does not read")
         yield name, packed, offset, crc, method == _DEFLATED
     if at != len(directory):
         raise BadZip("its directory has more entries than the end record says")
 
 
 def _wide(extra: bytes, *short: int) -> tuple[int, ...]:
-    """Return 32-bit fields with those that were too narrow taken from the zip64 extra field."""
+    """Return 32-bit fields, with those that overflow read from the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -148,7 +148,7 @@ def _wide(extra: bytes, *short: int) -> tuple[int, ...]:
 
 
 def _data_start(file: SourceFile, name: bytes, at: int, stop: int) -> int:
-    """Return where a record's data begins: the local header is padded, and the directory does not show it."""
+    """Return where a record's data begins: the local header is padded, which the directory does not show."""
     end = at + _LOCAL.size + len(name)
     if end > stop:
         raise BadZip(f"record {_shown(name)} is not where the directory says")
@@ -168,13 +168,13 @@ def _data_start(file: SourceFile, name: bytes, at: int, stop: int) -> int:
 def _check_names(records: dict[str, Record]) -> None:
     folded = {name.casefold() for name in records}
     if len(folded) < len(records):
-        raise BadZip("two records have the same name but for its case")
+        raise BadZip("two records have names that differ only by case")
     prefixes = {name.partition("/")[0] for name in records}
     if len(prefixes) > 1:
         raise BadZip("its records are in several folders")
     for name in records:
         if "\\" in name or "\0" in name or ".." in name.split("/") or name.startswith("/"):
-            raise BadZip(f"record {_shown(name.encode())} leaves the file's folder")
+            raise BadZip(f"record {_shown(name.encode())} is outside the file's folder")
 
 
 def _shown(name: bytes) -> str:
