@@ -1,1 +1,1 @@
-"""What is on disk: a reader and a writer for each checkpoint format. No tensor bytes are moved here."""
+"""A reader and a writer for each checkpoint format on disk. No tensor bytes are moved here."""

@@ -1,8 +1,8 @@
-"""The attempt of its run that a checkpoint belongs to, as ``trainer_state.json`` states it.
+"""The run attempt that a checkpoint belongs to, as ``trainer_state.json`` states it.
 
-The saver puts a mark among the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
+The saver puts a mark into the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
 callbacks. So the Trainer's own full checkpoints, partial ones, composites and copies all carry it, and a training that
-resumes gets it back. Its name is not that of a callback, so the Trainer never uses it (checked in
+resumes restores it. Its name is not that of a callback, so the Trainer never uses it (checked in
 ``Trainer._load_callback_state`` of transformers 5.23; with ``restore_callback_states_from_checkpoint`` it logs that
 there is no such callback).
 """
@@ -29,15 +29,15 @@ from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 
 
 def make_mark(past: Past) -> dict[str, Any]:
-    """Return the mark in the form of a callback's state."""
+    """Return the mark as a callback's state."""
     attributes = {"lineage": past.lineage, "history": dict(past.history), "step": past.step}
     return {"args": {}, "attributes": attributes}
 
 
 def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
-    """Return the attempt that the content of a ``trainer_state.json`` states; None if there is none, or it is invalid.
+    """Return the attempt stated by the content of a ``trainer_state.json``; None if it is missing or invalid.
 
-    ``step`` is its ``global_step``. The saver keeps the step of the mark up to date. Without the saver it stays behind,
+    ``step`` is its ``global_step``. The saver keeps the mark's step up to date. Without the saver it stays behind,
     and the checkpoint belongs to an unrecorded training (see `checkpoint.lineage.continued`).
     """
     callbacks = trainer_state.get(CALLBACKS)
@@ -50,7 +50,7 @@ def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
 
 
 def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
-    """Return the content of a ``trainer_state.json`` with the mark of an attempt."""
+    """Return the content of a ``trainer_state.json`` with an attempt's mark."""
     callbacks = trainer_state.get(CALLBACKS)
     others = dict(callbacks) if isinstance(callbacks, Mapping) else {}
     return {**trainer_state, CALLBACKS: {**others, MARK: make_mark(past)}}
@@ -59,7 +59,7 @@ def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
 def stated_attempt(root: Path) -> Past | None:
     """Return the attempt that a checkpoint states; None if it states none, or is damaged.
 
-    A partial checkpoint without a mark states it by its ledger, unless ``thin`` made it from a full one.
+    The attempt of a partial checkpoint without a mark is that of its ledger, unless ``thin`` made it from a full one.
     """
     with suppress(OSError, SourceError):
         content = read_json(root / TRAINER_STATE, TRAINER_STATE)
@@ -76,10 +76,10 @@ def stated_attempt(root: Path) -> Past | None:
 def state_attempt(
     layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex], base: int
 ) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the files of a composite, stating the attempt of its base, and notices.
+    """Return the files of a composite, with its base's attempt stated, and notices.
 
-    If the attempts of its sources do not continue each other, it states a new one: no checkpoint of these attempts may
-    be used with it, and a training that resumes from it begins a record of its own.
+    If its sources' attempts do not continue each other, it states a new one: no checkpoint of these attempts may
+    be combined with it, and a training that resumes from it starts its own record.
     """
     reference = indexes[base]
     stated = [stated_attempt(index.root) for index in indexes]
@@ -88,8 +88,8 @@ def state_attempt(
     if not is_one_attempt(known):
         words = sorted(f"{past.lineage}@{past.step}" for past in known)
         attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
-        what = "its sources are of different attempts of the run, of which one was given up for the other"
-        fix = "leave out those of the attempt that was given up, if this is not meant; `llmtailor merge --run` does"
+        what = "its sources are of different attempts of the run, one of which was abandoned for the other"
+        fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
     there = any(layout.path == TRAINER_STATE for layout in layouts)
     if attempt is None or not there:
@@ -98,5 +98,5 @@ def state_attempt(
     if read_mark(content, attempt.step) == attempt:
         return list(layouts), notices
     data = json.dumps(with_mark(content, attempt), indent=2, sort_keys=True).encode() + b"\n"
-    made = FileLayout(TRAINER_STATE, (Bytes(data, "the base's, with the attempt that it is of"),))
+    made = FileLayout(TRAINER_STATE, (Bytes(data, "the base's, with its attempt"),))
     return [made if layout.path == TRAINER_STATE else layout for layout in layouts], notices

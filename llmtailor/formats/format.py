@@ -1,7 +1,7 @@
-"""What a format of checkpoints is: a reader and a writer, and what they are given.
+"""The interface of a checkpoint format: its reader, its writer, and their arguments.
 
-A reader goes from a folder to a `CheckpointIndex` with its `TrainState`. A writer goes from those of a base, and from
-what is `Wanted`, to the layouts of files. A format is a folder beside this file; `formats.registry` lists them.
+A reader turns a folder into a `CheckpointIndex` with its `TrainState`. A writer turns the base's index, and what is
+`Wanted`, into the layouts of files. Each format is a folder beside this file; `formats.registry` lists them.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ class Decoded:
 
     tree: Any
     archive: str | None = None
-    """The stem of the name that the file was saved under; None where that is not known"""
+    """The stem of the file's name when it was saved; None if unknown"""
 
 
 class Trees(Protocol):
-    """Reads the stock files of one checkpoint."""
+    """A reader of one checkpoint's stock files."""
 
     @property
     def root(self) -> Path: ...
 
     @property
     def inside(self) -> Collection[str]:
-        """Stock files, by relative path, that are no files of the folder."""
+        """Stock files, by relative path, that are not files of the folder"""
         ...
 
     def read(self, path: str, where: str) -> Decoded:
         """Decode a stock file; no tensor byte is read. Messages call it ``where``.
 
-        Raises SourceError for what is missing or damaged, and UnsafePickle for names that are not on the allow-list.
+        Raises SourceError for missing or damaged files, and UnsafePickle for names that are not on the allow-list.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileTrees:
-    """Stock files as stock software writes them."""
+    """A reader of stock files as stock software writes them."""
 
     root: Path
     inside: Collection[str] = ()
@@ -60,29 +60,29 @@ class FileTrees:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a composite shall be where its base does not decide it."""
+    """The properties of a composite that its base does not decide."""
 
     layout: OptimizerLayout
-    """Of the optimizer, with the step of each sub-group"""
+    """The optimizer's layout, with the step of each sub-group"""
     dtype: str | None = None
-    """Of the weights, a safetensors dtype; None keeps the base's"""
+    """The weights' safetensors dtype; None keeps the base's"""
     from_group: Sequence[int] | None = None
-    """For each param group the base's whose place in the scheduler's lists it takes; None: they are the base's"""
+    """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
     is_alone: bool = False
-    """Whether nothing comes from another source than the base"""
+    """Whether the base is the only source"""
 
 
 class Reader(Protocol):
     """A module that reads one format."""
 
     def detects(self, root: Path) -> bool:
-        """Whether a folder is, or was, a checkpoint of this format; `survey` says what it lacks."""
+        """Return whether a folder is, or was, a checkpoint of this format; `survey` reports what is missing."""
         ...
 
     def survey(self, root: Path, name: str) -> Survey:
-        """Index what is left of a checkpoint, damaged or not; no tensor byte is read but those of each ``step``.
+        """Index what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
 
-        Raises SourceError or UnsupportedCheckpoint for a folder that is no checkpoint of a kind that can be read.
+        Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """
         ...
 
@@ -91,12 +91,12 @@ class Writer(Protocol):
     """A module that writes one format."""
 
     def check(self, dtype: str | None, allow_split: bool) -> None:
-        """Raise MismatchError for what has no meaning in this format: a dtype of the weights, parts that are split."""
+        """Raise MismatchError for what this format can't have: a dtype of the weights, split parts."""
         ...
 
     def lay_out(self, base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-        """Return the layouts of all files but those of the tokenizer, after those of a base, and notices.
+        """Return the layouts of all files except the tokenizer's, based on a base's, and notices.
 
-        Raises SourceError or UnsupportedCheckpoint for a base that has not all that the format needs.
+        Raises SourceError or UnsupportedCheckpoint for a base that lacks something that the format needs.
         """
         ...

@@ -1,9 +1,9 @@
-"""Which files of a checkpoint's folder are known to be made by a training or by llmtailor: only these may be removed.
+"""The files of a checkpoint's folder that a training or llmtailor is known to have made: only these may be removed.
 
 A name is known if the Trainer, DeepSpeed, transformers or PEFT saves something under it, given the other files there:
-``pytorch_model.bin`` is the Trainer's if there are no safetensors, and somebody's own if there are. Files that people
-write or edit, above all README.md, are identified by their content. Everything else is unknown, whatever it looks like,
-including links, which none of these makes. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
+``pytorch_model.bin`` is the Trainer's if there are no safetensors, and a user's own if there are. Files that people
+write or edit, above all README.md, are identified by their content. Everything else is unknown, including links, which
+none of these makes. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class Contents:
     """The entries of a folder."""
 
     known: Entries
-    """Files and folders whose making is known"""
+    """Files and folders of known origin"""
     unknown: tuple[str, ...]
     """All others, without the contents of unknown folders, which end in ``/``"""
     is_training: bool
-    """Whether it has any state of a training: weights and settings alone can be anybody's model"""
+    """Whether it has any training state: weights and settings alone could be anyone's model"""
     is_partial: bool
     """Whether it is a partial checkpoint, finished or not"""
 
 
 def survey_contents(root: Path) -> Contents:
-    """Sort the entries of a folder; unknown folders are not looked into. Raises OSError."""
+    """Return the sorted entries of a folder; unknown folders are not searched. Raises OSError."""
     top = list_entries(root)
     recognizer = _Recognizer(root, top)
     known: dict[str, FileFact | None] = {}
@@ -115,7 +115,7 @@ def survey_contents(root: Path) -> Contents:
 def check_replaceable(root: Path, where: str) -> Entries:
     """Return the entries of a folder that an output may replace; it may be missing or empty.
 
-    Raises TargetError if it is anything but one checkpoint, or holds anything of unknown making.
+    Raises TargetError if it is anything but one checkpoint, or holds anything of unknown origin.
     """
     if not root.exists():
         return {}
@@ -130,11 +130,11 @@ def check_replaceable(root: Path, where: str) -> Entries:
         raise TargetError.at(where, what, "choose another output") from error
     reason = ""
     if contents.unknown:
-        reason = f"it holds what is no part of a checkpoint, or was not made by a training: {some(contents.unknown, 8)}"
+        reason = f"it holds files that are not a checkpoint's, or that no training made: {some(contents.unknown, 8)}"
     elif contents.is_partial:
-        reason = "it is a partial checkpoint, on which other steps of its run may build"
+        reason = "it is a partial checkpoint, on which other steps of its run may depend"
     elif contents.known and not contents.is_training:
-        reason = "it is no checkpoint: it has weights or settings only, and nothing of a training"
+        reason = "it is not a checkpoint: it has weights or settings only, no training state"
     if reason:
         fix = "move these away, or choose another output" if contents.unknown else "choose another output"
         what = f"{reason}; --force replaces one checkpoint, and nothing else"
@@ -143,7 +143,7 @@ def check_replaceable(root: Path, where: str) -> Entries:
 
 
 class _Recognizer:
-    """Recognizes files, given the rest of their folder."""
+    """A recognizer of files, given the rest of their folder."""
 
     def __init__(self, root: Path, top: Entries):
         self.root, self.top = root, top
@@ -162,12 +162,12 @@ class _Recognizer:
         return self._is_as_written(path) or (path == CARD and _is_of_peft(self.root / path))
 
     def folder(self, path: str) -> Callable[[str], bool] | None:
-        """Return what recognizes the files of a folder; None for an unknown folder."""
+        """Return the function that recognizes a folder's files; None for an unknown folder."""
         if path == f"{self.tag}/":
             return is_shard_name
         if path == f"{_TEMPLATES}/":
             return lambda name: name.endswith(".jinja")
-        if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one that is not `default`
+        if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one other than `default`
             inner = _Recognizer(self.root / path, list_entries(self.root / path))
             return lambda name: name == ADAPTER_CONFIG or name in inner.weights or (name == CARD and inner.file(name))
         return None
@@ -175,7 +175,7 @@ class _Recognizer:
     def _weights(self) -> Iterator[str]:
         if ADAPTER_CONFIG in self.top:
             yield ADAPTER if ADAPTER in self.top else "adapter_model.bin"
-        elif SINGLE in self.top:  # transformers reads nothing else then
+        elif SINGLE in self.top:  # transformers then reads no other weights
             yield SINGLE
         elif INDEX in self.top:
             yield INDEX
@@ -188,7 +188,7 @@ class _Recognizer:
             yield from (path for path in self.top if _BIN.fullmatch(path))
 
     def _code(self) -> Iterator[str]:
-        """Modules of the checkpoint's own model, config or tokenizer, as ``auto_map`` names them."""
+        """Yield modules of the checkpoint's own model, config or tokenizer, as ``auto_map`` names them."""
         for path in _WITH_CODE:
             mapped = self._json(path).get("auto_map") if path in self.top else None
             for name in _texts(mapped):
@@ -206,7 +206,7 @@ class _Recognizer:
         return tags[0] if len(tags) == 1 else None
 
     def _written(self) -> Mapping[str, tuple[int, int]]:
-        """The files that llmtailor wrote, by the manifest of a composite: path -> size and CRC-32."""
+        """Return the files that llmtailor wrote, by the manifest of a composite: path -> size and CRC-32."""
         content = self._json(MANIFEST) if MANIFEST in self.top else {}
         rows = content.get("files")
         rows = [*(rows if isinstance(rows, list) else []), content.get("card")]
@@ -248,7 +248,7 @@ def _crc_of(path: Path) -> int:
 
 
 def _is_of_peft(path: Path) -> bool:
-    """Whether a model card is the unedited template that PEFT saves with every adapter."""
+    """Return whether a model card is the unedited template that PEFT saves with every adapter."""
     try:
         text = read_source(path, path.name, _MAX_CARD_BYTES).decode()
     except (SourceError, UnicodeDecodeError):
@@ -261,7 +261,7 @@ def _is_of_peft(path: Path) -> bool:
 
 
 def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
-    """Whether a resume, or in its stead a composite of a partial checkpoint, takes states from a file."""
+    """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
     if index.is_partial:
         return path.endswith(".safetensors")
     return "/" in path or path == OPTIMIZER or (is_weight_file(path) and not index.has_masters)

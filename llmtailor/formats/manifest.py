@@ -1,4 +1,4 @@
-"""``llmtailor.json``, read back: what a composite was made of."""
+"""Reading ``llmtailor.json``, the record of a composite's sources."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmtailor.formats.trainer import MANIFEST
 
 
 def read_part_steps(root: Path, name: str) -> dict[str, int]:
-    """Return the step each part of a composite comes from; empty for a checkpoint that is none.
+    """Return the step of each part of a composite; empty for a checkpoint that is not a composite.
 
-    A part that is split over several sources counts with its oldest. Raises SourceError for a damaged manifest.
+    A part that is split over several sources has the oldest step. Raises SourceError for a damaged manifest.
     """
     if not (root / MANIFEST).is_file():
         return {}
@@ -28,7 +28,7 @@ def read_part_steps(root: Path, name: str) -> dict[str, int]:
         if not isinstance(row, dict) or not is_count(row.get("step")):
             fix = "copy the checkpoint again; without the file, the true age of its parts is unknown"
             raise SourceError.at(
-                where, "the manifest is damaged: it does not say the step of each part", fix, Code.MANIFEST
+                where, "the manifest is damaged: it does not state the step of each part", fix, Code.MANIFEST
             )
         part, step = check_name(row.get("part"), "a part", where), row["step"]
         steps[part] = min(step, steps.get(part, step))
@@ -36,7 +36,7 @@ def read_part_steps(root: Path, name: str) -> dict[str, int]:
 
 
 def read_merge(root: Path) -> str | None:
-    """Return the digest of the merge that has written a composite; None if that is not told."""
+    """Return the digest of the merge that wrote a composite; None if it is not stated."""
     try:
         found = read_json(root / MANIFEST, MANIFEST).get("merge")
     except SourceError:
@@ -46,26 +46,26 @@ def read_merge(root: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
-    """What its manifest says of a checkpoint of ours. A partial one has no more than files: those of tensors."""
+    """The manifest's facts about an llmtailor checkpoint. A partial one has only files: those of tensors."""
 
     global_step: int
     world_size: int
     steps: Mapping[int, float]
-    """The optimizer's step by flat id."""
+    """The optimizer's step by sub-group"""
     files: Mapping[str, tuple[int, int]]
-    """Path -> size in bytes and CRC-32, as they were written."""
+    """Path -> size in bytes and CRC-32, as written"""
     digests: Mapping[str, str]
-    """Part -> digest of its states; see `storage.checksums.part_digest`."""
+    """Part -> digest of its states; see `storage.checksums.part_digest`"""
     is_split: bool
-    """Whether weights and optimizer states of a part come from different checkpoints, as asked for."""
+    """Whether weights and optimizer states of a part come from different checkpoints, as requested"""
 
 
 def read_manifest(root: Path, name: str) -> ManifestFacts | None:
-    """Read what a merge has noted of a composite, or a save of a partial checkpoint; None if this is neither.
+    """Return what a merge recorded of a composite, or a save of a partial checkpoint; None if it is neither.
 
     Raises SourceError for a damaged manifest.
     """
-    if is_partial(root):  # it may carry the manifest of the composite that it was made of
+    if is_partial(root):  # it may contain the manifest of the composite that it was made from
         saved = read_partial_manifest(root, name)
         files = {bundle.path: (bundle.num_bytes, bundle.crc32) for bundle in saved.bundles}
         return ManifestFacts(saved.step, saved.world_size, {}, files, {}, is_split=False)
@@ -83,5 +83,5 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        fix = "copy the checkpoint again, or remove the file, if nothing shall be held against it"
+        fix = "copy the checkpoint again, or remove the file to skip all checks against it"
         raise SourceError.at(where, f"the manifest is damaged ({error!r})", fix, Code.MANIFEST) from error

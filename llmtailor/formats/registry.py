@@ -1,7 +1,7 @@
-"""The formats of checkpoints, and the way in: what a folder holds, whatever its format.
+"""The checkpoint formats, and the entry point for a folder of any format.
 
 A format is a folder beside this file, with a reader (from a folder to a `CheckpointIndex`, its `TrainState` inside) and
-a writer (from those and what is `Wanted` to the layouts of files). To add one, write both and list them here.
+a writer (from these and `Wanted` to the layouts of files). To add one, write both and list them here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN = 3
 
 
 READERS: tuple[Reader, ...] = (partial_reader, plain_reader, zero_reader)
-"""In the order in which they are asked; the last one says what is wrong with a folder that is none of all."""
+"""In the order in which they are tried; the last one reports what is wrong with a folder of no format."""
 
 
 def writer_of(stage: int) -> Writer:
@@ -49,22 +49,22 @@ def writer_of(stage: int) -> Writer:
 
 
 def find_model_order(index: CheckpointIndex) -> list[str]:
-    """Return the names of the model's params, in its order. Raises SourceError where nothing tells it."""
+    """Return the names of the model's params, in its order. Raises SourceError if the order is unknown."""
     return list(index.train.model_order or describe_model(index.root, index.name).params)
 
 
 def index_checkpoint(root: Path, name: str | None = None) -> CheckpointIndex:
     """Index the checkpoint in a folder; messages call it ``name``.
 
-    Raises SourceError for one that is missing or damaged, UnsupportedCheckpoint for a kind that can't be read.
+    Raises SourceError if it is missing or damaged, UnsupportedCheckpoint for a kind that can't be read.
     """
     return survey_checkpoint(root, name).sound_index()
 
 
 def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
-    """Index what is left of a checkpoint, damaged or not, and tell of all damage.
+    """Index what is left of a checkpoint, damaged or not, and report all damage.
 
-    Raises SourceError or UnsupportedCheckpoint for a folder that is no checkpoint of a kind that can be read.
+    Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
     name, watch = name or display_name(root), Stopwatch()
     try:
@@ -79,26 +79,26 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
         findings = (*survey.index.findings, *_links_outside(survey.index))
         return replace(survey, index=replace(survey.index, part_steps=steps or {}, findings=findings))
     except OSError as error:
-        mend = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
+        fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
         raise SourceError.at(
-            name, f"can't read {error.filename}: {error.strerror or error}", mend, Code.FILE_UNREADABLE
+            name, f"can't read {error.filename}: {error.strerror or error}", fix, Code.FILE_UNREADABLE
         ) from error
 
 
 def _links_outside(index: CheckpointIndex) -> list[Finding]:
-    """Tell of symbolic links that lead out of the folder. They are followed: a Hub cache consists of them."""
+    """Return findings on symbolic links to outside the folder. They are followed: a Hub cache consists of them."""
     inside = index.root.resolve()
     paths = dict.fromkeys([*index.files, *filter(None, [index.tag])])
     links = [path for path in paths if (index.root / path).is_symlink()]
     outside = [path for path in links if not (index.root / path).resolve().is_relative_to(inside)]
     if not outside:
         return []
-    what = f"{len(outside)} of its files are symbolic links out of the folder: {', '.join(outside[:_SHOWN])}"
+    what = f"{len(outside)} of its files are symbolic links to outside the folder: {', '.join(outside[:_SHOWN])}"
     return [
         Finding(
             index.name,
             what,
-            "look where they lead if you did not make them: a composite gets copies",
+            "check their targets if you did not create them: a composite gets copies",
             Code.LINKS_OUTSIDE,
             NOTE,
         )
@@ -106,7 +106,7 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
 
 
 def display_name(path: Path) -> str:
-    """Return a path as messages show it: relative to the current folder where that is shorter."""
+    """Return a path as messages show it: relative to the current folder if that is shorter."""
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)
@@ -121,5 +121,5 @@ def find_structure(index: CheckpointIndex) -> ModelStructure:
 
 
 def absent_parts(index: CheckpointIndex, structure: ModelStructure) -> frozenset[str]:
-    """Return the parts that a partial checkpoint has left out, if only some state of them."""
+    """Return the parts that a partial checkpoint left out, entirely or in part."""
     return frozenset(structure.part_of[state.param] for state, held in index.held.items() if not held.is_here)

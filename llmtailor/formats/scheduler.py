@@ -1,4 +1,4 @@
-"""A learning-rate scheduler's state for other param groups: ``scheduler.pt``, and ``lr_scheduler`` of DeepSpeed.
+"""Regrouping a learning-rate scheduler's state: ``scheduler.pt``, and ``lr_scheduler`` of DeepSpeed.
 
 Schedulers keep lists with one entry per param group, in the order of the optimizer. torch's and transformers' are known
 by their keys; DeepSpeed's own schedulers save a counter and no list.
@@ -33,25 +33,25 @@ _LISTED = {"base_lrs": "learning rates", "_last_lr": "learning rates"}
 _FIRST = "a resume makes its first step with the latter, and all others by the schedule"
 _NO_STEP = "a resume follows the former"
 _KEEP = "keep the param groups (--groups keep)"
-_OTHER_SAVE = "copy the checkpoint again, whole; its files come from different saves"
+_OTHER_SAVE = "copy the whole checkpoint again; its files come from different saves"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerFacts:
-    """What a scheduler's state says."""
+    """The facts in a scheduler's state."""
 
     lengths: Mapping[str, int] = field(default_factory=dict)
-    """How many entries each list has that is known to be per param group."""
+    """The length of each list known to have one entry per param group"""
     last_rates: tuple[float, ...] = ()
-    """The learning rates that it has set, per param group; empty if it does not keep them."""
+    """The learning rates that it has set, per param group; empty if it does not keep them"""
     base_rates: tuple[float, ...] = ()
-    """The learning rates that it computes them from; empty if it does not keep them, or they move."""
+    """The learning rates that it computes them from; empty if it does not keep them, or they change"""
     num_steps: int | None = None
-    """How many steps it has counted; None where it may count something else."""
+    """The number of steps it has counted; None if it may count something else"""
 
 
 def read_scheduler(tree: Any) -> SchedulerFacts:
-    """Return what a decoded scheduler's state says; of what is no scheduler's, nothing."""
+    """Return the facts in a decoded scheduler's state; none if it is not a scheduler's."""
     if not isinstance(tree, dict):
         return SchedulerFacts()
     lengths = {
@@ -62,28 +62,28 @@ def read_scheduler(tree: Any) -> SchedulerFacts:
         lengths |= read_scheduler(inner).lengths
     # others may count epochs or evaluations
     counted = tree.get("last_epoch") if "lr_lambdas" in tree else None
-    if type(tree.get("last_batch_iteration")) is int:  # DeepSpeed's count the batch, from -1
+    if type(tree.get("last_batch_iteration")) is int:  # DeepSpeed's schedulers count batches, from -1
         counted = tree["last_batch_iteration"] + 1
     is_whole = type(counted) is int or (isinstance(counted, float) and counted.is_integer())
     return SchedulerFacts(
         lengths,
         _rates(tree.get("_last_lr")),
-        () if "max_lrs" in tree else _rates(tree.get("base_lrs")),  # CyclicLR goes to and fro between two
+        () if "max_lrs" in tree else _rates(tree.get("base_lrs")),  # CyclicLR alternates between two
         int(counted) if is_whole else None,  # type: ignore[arg-type]
     )
 
 
 def _rates(value: Any) -> tuple[float, ...]:
-    """Return learning rates; those that are tensors are not read."""
+    """Return learning rates; tensors are not read."""
     known = isinstance(value, (list, tuple)) and all(type(rate) in (int, float) for rate in value)
     return tuple(map(float, value)) if known else ()
 
 
 def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
-    """Yield what keeps a resume from taking ``scheduler.pt``, whatever the optimizer says."""
+    """Yield findings on what makes a resume reject ``scheduler.pt``, whatever the optimizer's state."""
     yield from find_refused(tree, where)
     if not isinstance(tree, dict):
-        what = f"it holds a {type(tree).__name__}, and no state of a scheduler"
+        what = f"it holds a {type(tree).__name__}, not a scheduler state"
         yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_TYPE, ERROR)
         return
     yield from check_fields(tree, SCHEDULER_TABLE, where)
@@ -92,16 +92,16 @@ def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
             what = f"it has a field {key}, which would replace the scheduler's own"
             yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_UNKNOWN, ERROR)
         if isinstance(value, float) and math.isnan(value) and key != "last_epoch":
-            yield Finding(where, f"{key} is NaN", f"silent: so is what follows; {_OTHER_SAVE}", Code.FIELD_RANGE, ERROR)
+            yield Finding(where, f"{key} is NaN", f"silent: NaN spreads; {_OTHER_SAVE}", Code.FIELD_RANGE, ERROR)
 
 
 def compare_scheduler(
     facts: SchedulerFacts, where: str, groups: Sequence[Mapping[str, Any]], expected_steps: int | None
 ) -> list[Finding]:
-    """Hold a scheduler's state against the optimizer's: ``groups`` are the hyperparameters of its param groups.
+    """Compare a scheduler's state with the optimizer's: ``groups`` are the hyperparameters of its param groups.
 
-    Stock compares neither. ``expected_steps`` is how many steps the run has made without skipped ones; None for a
-    caller that compares them itself.
+    Stock software compares neither. ``expected_steps`` is how many steps the run has made without skipped ones; None
+    for a caller that compares them itself.
     """
     found = []
     for key, length in facts.lengths.items():
@@ -123,7 +123,7 @@ def compare_scheduler(
 def _compare_rates(
     where: str, groups: Sequence[Mapping[str, Any]], key: str, rates: Sequence[float], says: str, stock: str
 ) -> Iterator[Finding]:
-    """Yield the first rate that a param group has otherwise. What is no number there is told of by itself."""
+    """Yield a finding for the first rate that differs in a param group. Non-numbers are reported elsewhere."""
     for rate, group in zip(rates, groups, strict=False):
         other = group.get(key)
         if type(other) in (int, float) and rate != other and not (rate != rate and other != other):
@@ -134,20 +134,20 @@ def _compare_rates(
 
 
 def lay_out_scheduler(tree: Any, where: PathIn, num_groups: int, from_group: Sequence[int]) -> FileLayout:
-    """Lay out a scheduler.pt for other param groups. Raises what `regroup_scheduler` raises."""
+    """Return the layout of a scheduler.pt for other param groups. Raises what `regroup_scheduler` raises."""
     return lay_out_torch_file(where.path, regroup_scheduler(tree, where, num_groups, from_group))
 
 
 def regroup_scheduler(tree: Any, where: str, num_groups: int, from_group: Sequence[int]) -> Any:
     """Return a scheduler's state for other param groups; the tree itself is not changed.
 
-    ``num_groups`` is how many groups it was saved with, ``from_group`` says for each new group whose entries it takes.
-    None (no scheduler) stays None. Raises SourceError if lists don't fit, or may be per group or not.
+    ``num_groups`` is how many groups it was saved with, ``from_group`` gives for each new group the one whose entries
+    it takes. None (no scheduler) stays None. Raises SourceError if lists don't fit, or are not known to be per group.
     """
     if tree is None:
         return None
     if not isinstance(tree, dict):
-        raise SourceError.at(where, f"the scheduler's state is no dict but {_kind(tree)}, not to be re-laid", _KEEP)
+        raise SourceError.at(where, f"the scheduler's state is {_kind(tree)}, not a dict", _KEEP)
     return {key: _entry(key, value, f"{where}: {key}", num_groups, from_group) for key, value in tree.items()}
 
 
@@ -160,11 +160,11 @@ def _entry(key: Any, value: Any, where: str, num_groups: int, from_group: Sequen
         if len(value) != num_groups:
             what = f"there are {len(value)} entries for {num_groups} param groups"
             raise SourceError.at(
-                where, what, "copy the file again: it is not of the save that the shards are of", Code.SCHEDULER_LENGTH
+                where, what, "copy the file again: it is not of the same save as the shards", Code.SCHEDULER_LENGTH
             )
         return type(value)(value[number] for number in from_group)
     if len(value) == num_groups:
-        what = f"as many entries as param groups ({num_groups}), in a scheduler that is not known: maybe one for each"
+        what = f"an unknown scheduler has as many entries as param groups ({num_groups}): maybe one for each"
         raise SourceError.at(where, what, _KEEP)
     return value
 

@@ -1,4 +1,4 @@
-"""Tokenizer files: which they are, and where those of a composite come from."""
+"""Tokenizer files: which they are, and where a composite's come from."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from llmtailor.formats.trainer import carry, is_tokenizer_file
 from llmtailor.storage.local import read_source
 
 MAX_BYTES = 256 << 20
-"""Of a tokenizer file; the largest have some 30 MB."""
+"""Size limit of a tokenizer file; the largest have about 30 MB."""
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def lay_out_tokenizer(
     base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool
 ) -> list[FileLayout]:
-    """Lay out the tokenizer files: the base's, or those of another folder; none unless ``copy``.
+    """Return the layouts of the tokenizer files: the base's, or another folder's; none unless ``copy``.
 
-    ``chat_template`` (a Jinja text, or the name of one that mergekit brings along) replaces the tokenizer's.
-    Raises SourceError if the folder has no tokenizer files, or mergekit's template is not there.
+    ``chat_template`` (a Jinja text, or the name of one that mergekit includes) replaces the tokenizer's.
+    Raises SourceError if the folder has no tokenizer files, or mergekit has no such template.
     """
     if not copy:
         return []
@@ -55,6 +55,6 @@ def _template(value: str) -> str:
     folders = spec.submodule_search_locations if spec else None
     path = Path(folders[0], "_data", "chat_templates", f"{value}.jinja") if folders else None
     if path is None or not path.is_file():
-        fix = "write the template itself (Jinja), or install mergekit, which brings the named ones"
+        fix = "write the template itself (Jinja), or install mergekit, which has the named ones"
         raise SourceError.at("chat_template", f"there is no template named {value!r}", fix)
     return path.read_text(encoding="utf-8")

@@ -55,14 +55,14 @@ OPTIMIZER = "optimizer.pt"
 """Of a training without DeepSpeed"""
 CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""What a run of PEFT saves instead of the model's weights and config"""
+"""What a PEFT run saves instead of the model's weights and config"""
 _TOKENIZER = re.compile(
     r"tokenizer.*\.(json|model|jinja)|tokenizer\.model.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt|bpe)"
     r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
 )
-"""The names that transformers' tokenizers save under."""
+"""The names under which transformers' tokenizers save"""
 RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
-"""The group is the rank"""
+"""The regex group is the rank"""
 _OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -70,32 +70,32 @@ _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class TrainerFiles:
-    """What the files in the checkpoint's root say."""
+    """The content of the files in the checkpoint's root."""
 
     files: Mapping[str, FileFact]
-    """Every regular file in the root."""
+    """Every regular file in the root"""
     inside: frozenset[str]
-    """Stock files that a partial checkpoint has in its bundles."""
+    """Stock files that a partial checkpoint contains in its rank shards"""
     trees: Mapping[str, Any]
-    """See `TrainState.trees`."""
+    """See `TrainState.trees`"""
     weights: Mapping[State, TensorEntry]
     global_step: int | None
-    """Of trainer_state.json; None without the file."""
+    """From trainer_state.json; None without the file"""
     scheduler: SchedulerFacts | None
-    """What scheduler.pt says; None without the file."""
+    """The content of scheduler.pt; None without the file"""
     facts: RunFacts
-    """What training_args.bin says."""
+    """The content of training_args.bin"""
     findings: tuple[Finding, ...]
     has_all_weights: bool
-    """Whether every weight file is whole."""
+    """Whether every weight file is intact"""
 
 
 def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFiles:
-    """Read what lies in the root. Damaged files are put to ``problems``, missing ones become findings."""
+    """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings."""
     root, inside = trees.root, trees.inside
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
     files = {path: fact for path, fact in found if fact is not None}
-    _tell_what_is_no_file(root, name, problems)
+    _report_non_files(root, name, problems)
     findings: list[Finding] = []
     weights: dict[State, TensorEntry] = {}
     sound = len(problems.errors)
@@ -106,7 +106,7 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFi
         findings.append(_no_weights(files, name))
     reading = _Reading(trees, name, facts=read_run_facts(root, PathIn(name, TRAINING_ARGS)))
     in_root = [path for path in inside if "/" not in path and path != OPTIMIZER]
-    for path in sorted((*files, *in_root), key=lambda path: path != TRAINER_STATE):  # it says whose the others are
+    for path in sorted((*files, *in_root), key=lambda path: path != TRAINER_STATE):  # the others depend on it
         try:
             findings += reading.read(path, path in inside)
         except TailorError as error:
@@ -130,7 +130,7 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFi
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads one file after the other, and keeps what is to be compared later."""
+    """A reader of one file after the other, which keeps what is compared later."""
 
     files: Trees
     name: str
@@ -142,7 +142,7 @@ class _Reading:
     is_trainers: bool = True
 
     def read(self, path: str, is_inside: bool) -> Iterator[Finding]:
-        """Yield what is off in a file by itself. Raises SourceError and UnsafePickle."""
+        """Yield findings on a single file. Raises SourceError and UnsafePickle."""
         where = PathIn(self.name, path)
         if path in (TRAINER_STATE, CONFIG):
             content = read_json(self.files.root / path, where)
@@ -168,8 +168,8 @@ class _Reading:
             yield from check_scaler(tree, self.facts, where)
 
 
-def _tell_what_is_no_file(root: Path, name: str, problems: Problems) -> None:
-    """Tell of folders, pipes and the like in the place of files that a resume opens, and may wait for."""
+def _report_non_files(root: Path, name: str, problems: Problems) -> None:
+    """Report folders, pipes and the like under the names of files that a resume opens, and may block on."""
     for path in sorted(root.iterdir()):
         if (path.name in _OPENED or is_rng_file(path.name)) and path.exists():
             try:
@@ -187,12 +187,12 @@ def rng_file(rank: int, world_size: int) -> str:
 
 
 def is_rng_file(path: str) -> bool:
-    """Whether a file in the root holds the random number states of a rank."""
+    """Return whether a file in the root holds the random number states of a rank."""
     return bool(RNG_FILE.fullmatch(path))
 
 
 def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Finding]:
-    """Report ranks without a random number state."""
+    """Return findings on ranks without a random number state."""
     names = [rng_file(rank, world_size) for rank in range(world_size)]
     if not (lost := [file for file in names if file not in trainer.files and file not in trainer.inside]):
         return []
@@ -206,10 +206,10 @@ def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Fin
 
 
 def file_fact(path: Path) -> FileFact | None:
-    """Return size and time of a regular file, behind links; None for anything else."""
+    """Return size and time of a regular file, following links; None for anything else."""
     try:
         status = path.stat()
-    except FileNotFoundError:  # a link to nowhere
+    except FileNotFoundError:  # a dangling link
         return None
     return FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
 
@@ -234,12 +234,12 @@ def _check_rates(tree: Any, where: str) -> SchedulerFacts:
 
 
 def is_weight_file(path: str) -> bool:
-    """Whether a file in the root holds weights or says where they are: laid out anew, or left out."""
+    """Return whether a file in the root holds weights or their index: written again, or left out."""
     return path.endswith(".safetensors") or path == INDEX or bool(_OTHER_WEIGHTS.fullmatch(path))
 
 
 def is_tokenizer_file(path: str) -> bool:
-    """Whether a file in the root of a checkpoint belongs to the tokenizer."""
+    """Return whether a file in the root of a checkpoint belongs to the tokenizer."""
     return bool(_TOKENIZER.fullmatch(path))
 
 
@@ -252,11 +252,11 @@ def lay_out_trainer_files(
     *,
     has_weights: bool = False,
 ) -> list[FileLayout]:
-    """Lay out the root of a composite after that of its base: weights by slots, all else as it is there.
+    """Return the layout of a composite's root, based on its base's: weights by slots, everything else unchanged.
 
     ``made`` are the files that the format has laid out itself, which are returned as well, ``has_weights`` whether the
     weights are among them; ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``leave_out``
-    names files of the base that have no place in the format. Those of the tokenizer are left to `formats.tokenizer`.
+    names files of the base that have no place in the format. The tokenizer's files are left to `formats.tokenizer`.
     """
     made = list(made)
     if wanted.from_group is not None and base.offers(SCHEDULER):
@@ -281,7 +281,7 @@ def lay_out_trainer_files(
 
 
 def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
-    """Lay out weight files like the base's. Runs of ZeRO-3 list each tied weight once, others by both names."""
+    """Return layouts of weight files like the base's. ZeRO-3 runs list each tied weight once, others by both names."""
     if not any(state.kind == WEIGHT for state in base.held):  # files that a salvage can't use are not in its index
         return []
     weights = read_weights(base.root, str(base.root))
@@ -298,10 +298,10 @@ def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) 
 
 
 def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
-    """Return what each tensor of the weights' files is, by its name there: elements of which param, from which on.
+    """Return the source of each tensor in the weight files, by its name there: a param and its first element.
 
-    So that a weight can be rounded from the master, also where it has another name. Names of an unknown rule are not
-    among them.
+    With it, a weight can be rounded from the master weights even under another name. Names that follow an unknown rule
+    are not included.
     """
     config = read_json(base.root / CONFIG, f"{base.name}/{CONFIG}") if CONFIG in base.files else {}
     naming = naming_of(str(config["model_type"]) if "model_type" in config else None) or AS_IN_MEMORY
@@ -316,7 +316,7 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
 
 
 def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
-    """The random number states, one per rank; on more ranks than the base had, they are used again in turn."""
+    """Return layouts of random number states, one per rank; with more ranks than the base, they repeat in turn."""
     layouts = []
     for rank in range(new):
         source = rng_file(rank % old, old)
@@ -329,12 +329,12 @@ def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
 
 
 def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
-    """Lay out a file that the base has inside a bundle."""
+    """Return the layout of a file that the base contains in a rank shard."""
     return lay_out_torch_file(path, base.train.trees[source])
 
 
 def carry(path: str, fact: FileFact) -> FileLayout:
-    """Lay out a file that is the base's own, unchanged."""
+    """Return the layout of a file copied unchanged from the base."""
     extent = Extent(path, 0, fact.num_bytes)
     return FileLayout(path, (Copy(extent),) if fact.num_bytes else ())
 

@@ -1,8 +1,8 @@
 """Whether a resume accepts the Trainer's small files: random states, loss scale, trainer state.
 
-``training_args.bin`` says which of their fields matter. It pickles a class of transformers, which is never made here:
-its attributes are read as data. The Trainer reads its own files with ``torch.load(weights_only=True)``, which refuses
-some names that the reader here accepts.
+``training_args.bin`` says which of their fields matter. It pickles a class of transformers, which is never created
+here: its attributes are read as data. The Trainer reads its own files with ``torch.load(weights_only=True)``, which
+refuses some names that the reader here accepts.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ TRAINING_ARGS = "training_args.bin"
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What ``training_args.bin`` says; None where it is missing or says nothing."""
+    """The content of ``training_args.bin``; None where it is missing or says nothing."""
 
     logs_by_steps: bool | None = None
     saves_by_steps: bool | None = None
     evaluates_by_steps: bool | None = None
     scales_loss: bool | None = None
-    """Whether it trains in fp16: with a loss scale, and maybe steps that were skipped"""
+    """Whether it trains in fp16: with a loss scale, and maybe with skipped steps"""
 
 
 def read_run_facts(root: Path, where: str) -> RunFacts:
-    """Read what the run was told. A file that is missing or damaged tells nothing: no resume needs it."""
+    """Return the run's arguments. A missing or damaged file gives none: no resume needs it."""
     try:
         said = read_attributes(root, TRAINING_ARGS, where)
     except SourceError:
@@ -65,22 +65,22 @@ def read_run_facts(root: Path, where: str) -> RunFacts:
 
 
 def _by_steps(said: Mapping[str, Any], key: str) -> bool | None:
-    """A strategy is an enum: pickled as a call of its class with its value."""
+    """Return whether a strategy is by steps; it is an enum, pickled as a call of its class with its value."""
     node = said.get(key)
     value = node.args[0] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
     return value == "steps" if isinstance(value, str) else None
 
 
-_FIX = "a resume fails: torch.load takes it for unsafe; copy the file again, or save it with plain numbers and tensors"
+_FIX = "a resume fails: torch.load considers it unsafe; copy the file again, or save it with plain numbers and tensors"
 _LEAVES = (str, bytes, int, float, type(None))
 OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
-"""What the Trainer allows in the files with random number states, of numpy"""
+"""The numpy names that the Trainer allows in files with random number states"""
 
 
 def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) -> list[Finding]:
-    """Tell of names that our reader takes and torch's does not; ``of_numpy`` are those of numpy that it does take.
+    """Return findings on names that llmtailor accepts and torch does not; ``of_numpy`` are the numpy names it accepts.
 
-    A file with names that our reader does not take is refused before.
+    A file with names that llmtailor does not accept was refused earlier.
     """
     refused: dict[str, None] = {}
     seen: set[int] = set()
@@ -98,20 +98,20 @@ def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) 
 
 
 _STATE = struct.Struct("<qiiq")
-"""How torch's state begins: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
+"""The start of torch's state: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
 
 
 def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
-    """Yield what keeps a resume from taking a file's states. Of tensors, only that of the CPU's generator is read."""
+    """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
     yield from find_refused(tree, where, OF_ARRAYS)
     if not isinstance(tree, dict):
         fix = f"a resume fails; {COPY_FILE}"
-        yield Finding(where, f"it holds a {type(tree).__name__}, and no random states", fix, Code.FIELD_TYPE, ERROR)
+        yield Finding(where, f"it holds a {type(tree).__name__}, not random states", fix, Code.FIELD_TYPE, ERROR)
         return
     yield from check_fields(tree, RNG_TABLE, where)
     if is_torch_state(tree.get("cpu")) and not _is_valid(_bytes_of(root, tree["cpu"], where)):
-        fix = f"a resume fails, or reads beyond the end; {COPY_FILE}"
-        yield Finding(where, "cpu holds no state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
+        fix = f"a resume fails, or reads out of bounds; {COPY_FILE}"
+        yield Finding(where, "cpu does not hold a state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
 
 
 def _bytes_of(root: Path, node: Any, where: str) -> bytes:
@@ -123,7 +123,7 @@ def _bytes_of(root: Path, node: Any, where: str) -> bytes:
 
 
 def _is_valid(state: bytes) -> bool:
-    """Whether torch takes it: it compares the counters by themselves. Together they count the words, but at first."""
+    """Return whether torch accepts the state. Its counters add up to the number of words, except at the start."""
     _, left, seeded, following = _STATE.unpack_from(state)
     words = state[_STATE.size : _STATE.size + 8 * TWISTER_WORDS]
     return (
@@ -135,9 +135,9 @@ def _is_valid(state: bytes) -> bool:
 
 
 def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> Iterator[Finding]:
-    """Yield files that are another rank's. ``saved_as`` is what each was called when it was saved.
+    """Yield findings on files of another rank. ``saved_as`` is the name of each when it was saved.
 
-    With ``may_repeat``, some may have been given to several ranks on purpose: a composite for more ranks does that.
+    With ``may_repeat``, several ranks may share one on purpose, as in a composite for more ranks.
     """
     is_mixed = saved_as.keys() != set(saved_as.values())
     if may_repeat and is_mixed:
@@ -145,19 +145,19 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
     for path, other in saved_as.items():
         if path != other and (not is_mixed or other in saved_as):
             what = f"the file was saved as {other}, so it holds the random numbers of another rank"
-            fix = "give it its own name back, to repeat dropout exactly"
+            fix = "rename it to its own name to repeat dropout exactly"
             yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
 
 
 def check_scaler(tree: Any, facts: RunFacts, where: str) -> Iterator[Finding]:
-    """Yield what keeps a resume from taking a loss scale, or makes it skip every step."""
+    """Yield findings on a loss scale that a resume rejects, or that makes it skip every step."""
     yield from find_refused(tree, where)
     if facts.scales_loss is False:
-        what = "the run trained without a loss scale, and can't take one"
+        what = "the run trained without a loss scale, and can't load one"
         yield Finding(where, what, "a resume fails; remove the file", Code.FIELD_UNKNOWN, ERROR)
     if not isinstance(tree, dict):
         fix = "a resume fails; copy the file again"
-        yield Finding(where, f"it holds a {type(tree).__name__}, and no loss scale", fix, Code.FIELD_TYPE, ERROR)
+        yield Finding(where, f"it holds a {type(tree).__name__}, not a loss scale", fix, Code.FIELD_TYPE, ERROR)
         return
     yield from check_fields(tree, SCALER_TABLE, where)
 
@@ -170,31 +170,31 @@ KEYS = frozenset(
         *("is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks"),
     )
 )
-"""Those of transformers 5.23, for where none is installed"""
+"""Those of transformers 5.23, used if none is installed"""
 KEYS_OF = "5.23"
 CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
 """Where the saver states the attempt; see `formats.attempt_mark`"""
 _SAME_TO = 0.011
-"""Versions before 4.53 rounded the epochs that they logged to hundredths"""
+"""Versions before 4.53 rounded the logged epochs to hundredths"""
 
 
 def read_global_step(content: Mapping[str, Any], where: str) -> int:
-    """Return the step of a state. Raises SourceError where it has none."""
+    """Return the step of a state. Raises SourceError if it has none."""
     if "global_step" not in content:
         raise SourceError.at(
-            where, "it has no global_step, so a resume would begin at step 0", COPY_FILE, Code.FIELD_MISSING
+            where, "it has no global_step, so a resume would start at step 0", COPY_FILE, Code.FIELD_MISSING
         )
     step = content["global_step"]
     if not is_count(step):
         code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
-        raise SourceError.at(where, f"global_step is {step!r:.40}, and no number of steps", COPY_FILE, code)
+        raise SourceError.at(where, f"global_step is {step!r:.40}, not a number of steps", COPY_FILE, code)
     return int(step)
 
 
 def is_trainers(content: Mapping[str, Any]) -> bool:
-    """Whether the Trainer wrote this, and not the saver in a training loop without it, where no Trainer resumes.
+    """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
 
-    All that the saver writes there is the step, and its own mark.
+    The saver writes only the step and its own mark there, and no Trainer resumes from it.
     """
     callbacks = content.get(CALLBACKS, {})
     if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
@@ -203,7 +203,7 @@ def is_trainers(content: Mapping[str, Any]) -> bool:
 
 
 def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str) -> Iterator[Finding]:
-    """Yield what keeps a resume from taking a state, and what is lost in it. ``facts`` say what the run reads of it."""
+    """Yield findings on fields that a resume rejects or loses. ``facts`` say what the run reads of them."""
     if not is_trainers(content):
         return
     yield from _unknown(content, where)
@@ -238,15 +238,15 @@ def _unknown(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
         yield Finding(where, what, fix, Code.FIELD_UNKNOWN, WARNING)
         return
     what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
-    fix = "a resume fails; take out what was added, or resume with the transformers that has saved it"
+    fix = "a resume fails; remove what was added, or resume with the transformers that saved it"
     yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
 
 
 @lru_cache(maxsize=1)
 def installed_keys() -> tuple[str, frozenset[str]] | None:
-    """Return the version of transformers that is installed, and the fields of its TrainerState, by its source.
+    """Return the version of transformers that is installed, and the fields of its TrainerState, from its source.
 
-    None if it is not installed, or the class is not where it was. Nothing is imported.
+    None if it is not installed, or the class has moved. Nothing is imported.
     """
     try:
         spec = importlib.util.find_spec("transformers")  # of a top-level name: finds it, and imports nothing
@@ -266,22 +266,22 @@ def installed_keys() -> tuple[str, frozenset[str]] | None:
 
 
 def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
-    """Compare with the log, whose entries were added step by step."""
+    """Yield findings from a comparison with the log, whose entries were added step by step."""
     step, epoch, log = content.get("global_step"), content.get("epoch"), content.get("log_history")
     entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
     steps = [entry["step"] for entry in entries if type(entry.get("step")) is int]
     if type(step) is not int:
         return
     if steps and max(steps) > step:
-        what = f"global_step is {step}, but log_history goes on to step {max(steps)}"
-        fix = f"a resume goes by the former; {COPY_FILE}"
+        what = f"global_step is {step}, but log_history continues to step {max(steps)}"
+        fix = f"a resume follows the former; {COPY_FILE}"
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
     best = content.get("best_global_step")
     if type(best) is int and best > step:
         what = f"global_step is {step}, but best_global_step is {best}"
-        yield Finding(where, what, f"a resume goes by the former; {COPY_FILE}", Code.FIELD_CONFLICT, WARNING)
+        yield Finding(where, what, f"a resume follows the former; {COPY_FILE}", Code.FIELD_CONFLICT, WARNING)
     logged = [entry.get("epoch") for entry in entries if entry.get("step") == step]
-    told = next((one for one in reversed(logged) if isinstance(one, (int, float))), None)
-    if told is not None and not (isinstance(epoch, (int, float)) and abs(epoch - told) <= _SAME_TO):
-        what = f"epoch is {epoch!r:.20}, but log_history says {told:g} at this step"
-        yield Finding(where, what, "a resume counts it anew; copy the file again", Code.FIELD_CONFLICT, WARNING)
+    logged_epoch = next((one for one in reversed(logged) if isinstance(one, (int, float))), None)
+    if logged_epoch is not None and not (isinstance(epoch, (int, float)) and abs(epoch - logged_epoch) <= _SAME_TO):
+        what = f"epoch is {epoch!r:.20}, but log_history says {logged_epoch:g} at this step"
+        yield Finding(where, what, "a resume counts it again; copy the file again", Code.FIELD_CONFLICT, WARNING)

@@ -1,9 +1,9 @@
-"""Weight files for a composite whose base has none that can be used: laid out from what is known of its params.
+"""Weight files for a composite whose base has none that are usable, laid out from the facts on its params.
 
-A run of PEFT saves its adapter alone, as ``adapter_model.safetensors``. The checkpoint holds the trained params only;
-the model below them is not in it. On disk a param goes without the name of the adapter (``lora_A.default.weight`` is
-``lora_A.weight``). The file in the root is that of the adapter ``default``; others have folders of their own. A resume
-with DeepSpeed reads none of these; without DeepSpeed the file holds the masters. Checked against peft 0.21.
+A PEFT run saves only its adapter, as ``adapter_model.safetensors``. The checkpoint holds only the trained params, not
+the model below them. On disk, a param's name omits the adapter's (``lora_A.default.weight`` is
+``lora_A.weight``). The file in the root is that of the adapter ``default``; others have their own folders. A resume
+with DeepSpeed reads none of these; without DeepSpeed the file holds the master weights. Checked against peft 0.21.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 SHARD_BYTES = 5_000_000_000
-"""Weights above this are spread over several files, which are then written side by side."""
+"""Larger weights are split over several files, which are then written in parallel."""
 
 
 def new_weights(
     index: CheckpointIndex, naming: Naming = AS_IN_MEMORY, *, dtype: str | None = None, list_tied: bool = False
 ) -> tuple[WeightFile, ...]:
-    """Lay out all params and buffers of a checkpoint as weight files. Nothing of its folder is read.
+    """Return the layout of all params and buffers as weight files. Nothing of the folder is read.
 
-    They are called what the checkpoint says that the run would call them, or else what ``naming`` says.
-    ``dtype`` is that of params; None gives them what the training run has: its precision, and a frozen param what that
-    is held in. Buffers keep theirs. ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
+    Their names are those that the checkpoint says the run would use, or else those that ``naming`` gives.
+    ``dtype`` is that of params; None gives them those of the training run: its precision, and for a frozen param that
+    of its stored values. Buffers keep theirs. ``list_tied`` also lists tied names, as ZeRO-1/2 runs do.
     """
     tensors: dict[str, TensorEntry] = {}
     filled_by: dict[str, tuple[State, int]] = {}
     for param, stored in _listed(index, list_tied):
         held_as = _dtype(stored, index, dtype)
         for tensor in _tensors(param, index, naming):
-            # where it lies in the output, the layout decides
+            # the layout decides its place in the output
             tensors[tensor.name] = TensorEntry(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
             filled_by[tensor.name] = (State(stored.name, WEIGHT), tensor.begin)
-    # the order of the safetensors library, so that the files are those that the Trainer would have written
+    # the order of the safetensors library, so that the files match those that the Trainer would have written
     ordered = sorted(tensors.items(), key=lambda item: (-ITEMSIZE[item[1].dtype], item[0]))
     return tuple(
         WeightFile(path, shard, {"format": "pt"}, {name: filled_by[name] for name in shard})
@@ -55,7 +55,7 @@ def new_weights(
 def _tensors(param: Param, index: CheckpointIndex, naming: Naming) -> Iterable[SavedAs]:
     if index.saved_as is None:
         return on_disk(param, naming)
-    return index.saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is no param of its own
+    return index.saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is not a separate param
 
 
 def _listed(index: CheckpointIndex, list_tied: bool) -> Iterator[tuple[Param, Param]]:
@@ -72,14 +72,14 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
         held = index.held.get(State(param.name, BUFFER))  # an empty one may not be held
         return held.dtype if held else "F32"
     if dtype or param.role == "trainable":
-        if not (index.has_masters or dtype):  # the weights are the masters
+        if not (index.has_masters or dtype):  # the weights are the master weights
             return index.held[State(param.name, MASTER)].dtype
         return dtype or index.precision
     return index.held[State(param.name, FROZEN)].dtype
 
 
 def _shard(tensors: Iterable[tuple[str, TensorEntry]]) -> list[tuple[str, dict[str, TensorEntry]]]:
-    """Spread tensors over files, by path."""
+    """Return tensors split into files, by path."""
     shards: list[dict[str, TensorEntry]] = [{}]
     room = SHARD_BYTES
     for name, held in tensors:
@@ -99,10 +99,10 @@ _EXPORT_ADAPTER = "nothing, to resume; to export the adapter, call trainer.save_
 
 
 def lay_out_adapter(base: CheckpointIndex, dtype: str | None, is_alone: bool) -> tuple[list[FileLayout], list[Problem]]:
-    """Lay out the adapter's file of a ZeRO base, its tensors rounded from the masters, and say what is left out.
+    """Return the adapter's file of a ZeRO base, its tensors rounded from the master weights, and notices.
 
-    Where tensors are no params by the rule, the base's file is taken as it is if nothing comes from another source
-    (``is_alone``), or left out.
+    If tensors follow no known naming rule, the base's file is used unchanged if nothing comes from another source
+    (``is_alone``), and left out otherwise.
     """
     folders = sorted(path.parent.name for path in base.root.glob(f"*/{ADAPTER_CONFIG}"))
     notices = [
@@ -112,13 +112,13 @@ def lay_out_adapter(base: CheckpointIndex, dtype: str | None, is_alone: bool) ->
         return [lay_out_weights(file, dtype)], notices
     if ADAPTER in base.files and is_alone:
         return [carry(ADAPTER, base.files[ADAPTER])], notices
-    what = f"{ADAPTER} is left out: its tensors have other names than the trained params, by a rule that is not known"
+    what = f"{ADAPTER} is left out: the names of its tensors follow no known rule for the trained params"
     return [], [*notices, Problem(base.name, what, _EXPORT_ADAPTER)]
 
 
 def adapter_file(base: CheckpointIndex) -> WeightFile | None:
-    """Return the adapter's file, each tensor with the param that fills it: that of the base, or else one of all that is
-    trained. None where tensors are no params by the rule, or trained params are not those of the adapter ``default``.
+    """Return the adapter's file, each tensor with the param that fills it: the base's, or one of all trained params.
+    None if tensors follow no known naming rule, or trained params are not those of the adapter ``default``.
     """
     file = read_header(base.root, ADAPTER, PathIn(base.name, ADAPTER)) if ADAPTER in base.files else None
     if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
@@ -130,7 +130,7 @@ def adapter_file(base: CheckpointIndex) -> WeightFile | None:
 
 
 def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, TensorEntry]:
-    """Return the tensors of the adapter's file by the params' names, which for all but ``trained`` are those on disk.
+    """Return the tensors of the adapter's file by the params' names; those not in ``trained`` keep the names on disk.
 
     Raises SourceError if the file is missing or damaged.
     """
@@ -146,7 +146,7 @@ def _shape(param: Param | None) -> tuple[int, ...] | None:
 
 
 def _new_file(base: CheckpointIndex) -> WeightFile | None:
-    """Return a file of all that the base says is saved, or else of all trained params.
+    """Return a file of everything that the base says is saved, or else of all trained params.
 
     None if some of these are not those of the adapter ``default``.
     """
@@ -166,10 +166,10 @@ _EXPORT = "nothing, to resume; to export the model, call trainer.save_model() af
 def lay_out_missing_weights(
     base: CheckpointIndex, stage: int, dtype: str | None, is_alone: bool
 ) -> tuple[list[FileLayout], list[Problem]]:
-    """Lay out weight files if a ZeRO base has none, as a run of that ZeRO stage would have saved them.
+    """Return weight files if a ZeRO base has none, as a run of that ZeRO stage would have saved them, and notices.
 
-    ``dtype`` is that of floating-point weights, None takes the run's; ``is_alone`` says that no other source gives
-    anything. Where it can't be done, a notice says so.
+    ``dtype`` is that of floating-point weights, None uses the run's; ``is_alone`` says that there is no other source.
+    If they can't be made, a notice says so.
     """
     if any(state.kind == WEIGHT for state in base.held):
         return [], []
@@ -182,7 +182,7 @@ def lay_out_missing_weights(
     lost = [name for name in frozen if State(name, FROZEN) not in base.held]
     if naming is not None and not lost:
         return lay_out_weight_files(new_weights(base, naming, list_tied=stage < 3), dtype), []
-    reason = f"transformers may save a {model_type} by other names than it has in memory"
+    reason = f"the names under which transformers saves a {model_type} may differ from those in memory"
     if lost:
-        reason = f"nor do the shards hold the frozen {some(lost)}"
-    return [], [Problem(base.name, f"it has no weights, and neither will the composite: {reason}", _EXPORT)]
+        reason = f"the shards lack the frozen {some(lost)} as well"
+    return [], [Problem(base.name, f"it has no weights, so the composite will have none: {reason}", _EXPORT)]

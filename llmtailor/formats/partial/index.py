@@ -1,7 +1,7 @@
 """From a partial checkpoint to a `CheckpointIndex`.
 
-Its bundles have the object trees of the stock files inside, so everything but the place of the trained params' states
-is read as from stock files. States that the save left out are listed as absent: their shapes and dtypes are known.
+Its rank shards contain the object trees of the stock files, so everything except the places of the trained params'
+states is read as from stock files. States left out by the save are listed as absent, with known shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _FIX = "leave this checkpoint out; its save is damaged"
 
 
 def detects(root: Path) -> bool:
-    """Whether a folder is a partial checkpoint, or lies where only these do: a save that did not finish."""
+    """Return whether a folder is a partial checkpoint, or the place of an unfinished one."""
     return looks_partial(root)
 
 
 def survey(root: Path, name: str) -> Survey:
-    """Index a partial checkpoint; no tensor byte is read but the 4 bytes of each ``step``."""
+    """Index a partial checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems = Problems()
     return Survey(attempt(lambda: _index(root, name), problems), problems)
 
 
 def _index(root: Path, name: str) -> CheckpointIndex:
-    """Raises SourceError with every problem of every file."""
+    """Return the index. Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
     index = _index_zero(partial) if manifest.stage else _index_plain(partial)
-    told = (index.stage, index.global_step, index.world_size, index.precision)
-    if told != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
-        what = "its object trees are of another step, stage, world size or precision than manifest.json says"
+    stated = (index.stage, index.global_step, index.world_size, index.precision)
+    if stated != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
+        what = "the step, stage, world size or precision of its object trees differs from manifest.json"
         raise SourceError.at(name, what, _FIX)
     params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
     if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
-        raise SourceError.at(name, "its object trees are of other params than manifest.json lists", _FIX)
+        raise SourceError.at(name, "the params of its object trees are not those that manifest.json lists", _FIX)
     return replace(
         index,
         format=f"partial-{index.format}",
@@ -68,7 +68,7 @@ def _index(root: Path, name: str) -> CheckpointIndex:
 
 
 def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, TensorEntry]:
-    """Say where the trained params' states really lie. Raises SourceError if they are not what the trees describe."""
+    """Return the trained params' states with their actual places. Raises SourceError if the trees don't match them."""
     placed: dict[State, TensorEntry] = {}
     problems = []
     chosen = {param for names in partial.manifest.params_of.values() for param in names}
@@ -79,21 +79,21 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
         if fragment and (fragment.dtype, fragment.shape) != (described.dtype, described.shape):
-            what = f"{state.kind} of {state.param} is not what its tree describes"
+            what = f"{state.kind} of {state.param} does not match its object tree"
             problems.append(Problem(partial.name, what, _FIX))
         elif described.numel and (fragment is not None) != (state.param in chosen):
             lacks = "lack" if state.param in chosen else "hold"
-            what = f"its bundles {lacks} {state.kind} of {state.param}, against what manifest.json says of the parts"
+            what = f"its rank shards {lacks} {state.kind} of {state.param}, which contradicts manifest.json"
             problems.append(Problem(partial.name, what, _FIX))
     if not partial.fragments.keys() <= held.keys():
-        problems.append(Problem(partial.name, "its bundles hold states that its trees don't know", _FIX))
+        problems.append(Problem(partial.name, "its rank shards hold states that its object trees don't mention", _FIX))
     if problems:
         raise SourceError(problems)
     return placed
 
 
 def _index_zero(partial: Partial) -> CheckpointIndex:
-    """Index a save of training under DeepSpeed: `formats.zero.read` has the layout of the stock files."""
+    """Index a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
     shards, manifest = partial.manifest.shards, partial.manifest
     optim, model = tuple(shards["optim"]), tuple(shards["model"])
     files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
@@ -101,7 +101,7 @@ def _index_zero(partial: Partial) -> CheckpointIndex:
 
 
 def _index_plain(partial: Partial) -> CheckpointIndex:
-    """Index a save of training without DeepSpeed: `formats.plain.read` has the layout of the stock files."""
+    """Index a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
     manifest, root, name = partial.manifest, partial.root, partial.name
     optimizer = read_optimizer(partial, PathIn(name, OPTIMIZER))
     problems = Problems()
@@ -142,7 +142,7 @@ def _index_plain(partial: Partial) -> CheckpointIndex:
 def _check_names(groups: tuple[tuple[str, ...], ...], params: Mapping[str, Param], name: str) -> None:
     trained = {param for group in groups for param in group}
     if trained != {param.name for param in params.values() if param.role == "trainable"}:
-        raise SourceError.at(name, "its optimizer's params are not those of its manifest", _FIX)
+        raise SourceError.at(name, "its optimizer's params differ from its manifest's", _FIX)
 
 
 def _hold(
@@ -160,7 +160,7 @@ def _hold(
     for one in params.values():
         if one.role == "buffer":
             tensor_held = bundle.tensors[f"{BUFFER}/{one.name}"]
-            for whole in tensor_held.place.cover(0, tensor_held.numel):  # of rank 0, for all: as the Trainer does
+            for whole in tensor_held.place.cover(0, tensor_held.numel):  # rank 0's, for all ranks, as in the Trainer
                 itemsize = ITEMSIZE[tensor_held.dtype]
                 copies = Sliced((whole.extent,) * world_size, 0, tensor_held.numel, itemsize)
                 held[State(one.name, BUFFER)] = TensorEntry(tensor_held.dtype, (world_size, *one.shape), copies)

@@ -4,16 +4,16 @@
 
     <output_dir>/partial/step-00000150/
       manifest.json                         written last: without it the checkpoint does not exist
-      rank-00003-of-00008.safetensors       a rank's bundle: its fragments of the chosen parts, and object trees
-      frozen-00003-of-00008.safetensors     frozen params; a hard link to the same file of the save before
-      trainer_state.json, config.json, ..   as the Trainer writes them; what does not change are hard links
+      rank-00003-of-00008.safetensors       a rank shard: the rank's fragments of the chosen parts, and object trees
+      frozen-00003-of-00008.safetensors     frozen params; a hard link to the same file of the previous save
+      trainer_state.json, config.json, ..   as the Trainer writes them; unchanged ones are hard links
 
-A bundle's tensors are ``master/FQN``, ``exp_avg/FQN``, .. (one dimension: the elements that this rank has of it,
+A rank shard's tensors are ``master/FQN``, ``exp_avg/FQN``, .. (one dimension: the elements that this rank has of it,
 without padding), ``buffer/FQN``, and small ones that trees refer to. Its metadata has ``begin`` (JSON: FQN -> first
-element of this rank's fragments) and, under ``tree:PATH``, the object tree of the stock file PATH as `encoding` writes
-it, with a placeholder where a flat tensor was. There are no pickles, and no weights: these are the rounded masters.
+element of this rank's fragments) and, under ``tree:PATH``, the object tree of the stock file PATH in the form of
+`trees`, with placeholders for flat tensors. There are no pickles, and no weights: these are the rounded masters.
 
-Single values of a manifest that may be damaged: each is returned as what it should be, or raises ValueError.
+Functions for single values of a possibly damaged manifest return the checked value, or raise ValueError.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _CRC = re.compile(r"[0-9a-f]{8}")
 
 def a_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{value!r:.80} is no list")
+        raise ValueError(f"{value!r:.80} is not a list")
     return value
 
 
 def a_mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.80} is no object")
+        raise ValueError(f"{value!r:.80} is not an object")
     return value
 
 
 def a_name(value: Any) -> str:
     if not is_name(value):
-        raise ValueError(f"{value!r:.80} is no name")
+        raise ValueError(f"{value!r:.80} is not a name")
     return str(value)
 
 
 def a_plain_name(value: Any) -> str:
     if "/" in a_name(value) or not is_path_below(value):
-        raise ValueError(f"{value!r:.80} is no plain name")
+        raise ValueError(f"{value!r:.80} is not a plain name")
     return str(value)
 
 
@@ -71,13 +71,13 @@ def a_shape(value: Any) -> tuple[int, ...]:
 
 def a_count(value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"{value!r:.80} is no count")
+        raise ValueError(f"{value!r:.80} is not a count")
     return int(value)
 
 
 def a_crc(value: Any) -> int:
     if not _CRC.fullmatch(value):
-        raise ValueError(f"{value!r:.80} is no CRC-32")
+        raise ValueError(f"{value!r:.80} is not a CRC-32")
     return int(value, 16)
 
 
@@ -91,7 +91,7 @@ MANIFEST = "manifest.json"
 SCHEMA = "llmtailor.partial/1"
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
 FOLDER = "partial"
-"""Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume don't look for."""
+"""Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
 TREE = "tree:"
 LEDGER = "ledger"
 _TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
@@ -105,7 +105,7 @@ def folder_name(step: int) -> str:
 
 
 def step_in_name(name: str) -> int | None:
-    """Return the step that a folder's name tells, or None if it is not that of a partial checkpoint."""
+    """Return the step in a folder's name, or None if the name is not a partial checkpoint's."""
     match = _FOLDER_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -119,18 +119,18 @@ def frozen_name(rank: int, world_size: int) -> str:
 
 
 def is_tensor_file(name: str) -> bool:
-    """Whether a file's name is that of a bundle, or of a file of frozen params."""
+    """Return whether a file's name is that of a rank shard, or of a file of frozen params."""
     return bool(_TENSORS.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True)
 class BundleFact:
-    """A file of tensors, as the rank that wrote it knows it."""
+    """A file of tensors, as described by the rank that wrote it."""
 
     path: str
     num_bytes: int
     crc32: int
-    """Of the whole file."""
+    """Checksum of the whole file"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,51 +141,50 @@ class ParamFact:
     role: str
     """See `model.parts.Param`."""
     dtype: str
-    """Of the live tensor"""
+    """Dtype of the live tensor"""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of ``manifest.json``, as far as a reader needs it."""
+    """The content of ``manifest.json`` that readers need."""
 
     step: int
     save_id: str
-    """Random; the bundles carry it, too, so that those of two saves can't be mixed."""
+    """Random; the rank shards have it too, so that those of two saves can't be mixed"""
     stage: int
     """ZeRO stage, or 0 without DeepSpeed"""
     world_size: int
     precision: str
     tag: str
     parts: Mapping[str, str]
-    """The chosen parts, and why each was."""
+    """The chosen parts, and the reason for each"""
     params_of: Mapping[str, Sequence[str]]
-    """The trained params of each chosen part: the bundles hold every state of these, and of no others."""
+    """The trained params of each chosen part: the rank shards hold every state of these, and of no others"""
     params: Mapping[str, ParamFact]
     """By FQN"""
     tied: Mapping[str, str]
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None
-    """Param -> the tensors that the run would save it as, none for what PEFT does not save; None if that could not be
-    told."""
+    """Param -> the tensors that the run would save it as, none for what PEFT does not save; None if unknown"""
     bundles: tuple[BundleFact, ...]
-    """The ranks' bundles, in their order, then the files of frozen params."""
+    """The rank shards in rank order, then the files of frozen params"""
     shards: Mapping[str, Any]
-    """Of DeepSpeed: ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
+    """DeepSpeed's ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
-    """The saver's memory after this save; see `checkpoint.lineage`."""
+    """The saver's memory after this save; see `checkpoint.lineage`"""
 
 
 def read_manifest(root: Path, name: str) -> Manifest:
-    """Read a partial checkpoint's manifest. Raises SourceError; also where there is none: the save did not finish."""
+    """Return a partial checkpoint's manifest. Raises SourceError, also for an unfinished save, which has none."""
     where = PathIn(name, MANIFEST)
     if not (root / MANIFEST).exists():
-        fix = "leave this checkpoint out; the run goes on without it"
+        fix = "leave this checkpoint out; the run continues without it"
         raise SourceError.at(name, "there is no manifest.json: the save did not finish", fix, Code.MANIFEST)
     text = read_source(root / MANIFEST, where, MAX_BYTES)
     try:
         return _parse(read_strict_json(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SourceError.at(
-            where, f"it is no manifest of a partial checkpoint ({error!r:.200})", _FIX, Code.MANIFEST
+            where, f"it is not a partial checkpoint's manifest ({error!r:.200})", _FIX, Code.MANIFEST
         ) from error
 
 
@@ -199,8 +198,8 @@ def manifest_json(
 ) -> bytes:
     """Return the content of ``manifest.json``, which `read_manifest` reads back.
 
-    What a reader does without stands in there for people: the policy by name and options, and of each part the bytes
-    of its states, over all ranks.
+    For people, it also has facts that no reader needs: the policy's name and options, and for each part the bytes of
+    its states over all ranks.
     """
     content = {
         "schema": SCHEMA,
@@ -251,7 +250,7 @@ def _parse(data: Any) -> Manifest:
     chosen = {a_name(one["part"]): one for one in data["parts"]}
     params_of = {part: tuple(map(a_name, a_list(one["params"]))) for part, one in chosen.items()}
     if len(chosen) != len(data["parts"]):
-        raise ValueError("a part is there twice")
+        raise ValueError("a part is listed twice")
     if any(params[name].role != "trainable" for names in params_of.values() for name in names):
         raise ValueError("a part has params that are not trained")
     tied = {a_name(name): stored for name, stored in data["tied"].items()}
@@ -276,15 +275,15 @@ def _parse(data: Any) -> Manifest:
 
 
 def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
-    """One bundle per rank, then the files of frozen params: one, or one per rank; each once."""
+    """Return one rank shard per rank, then the files of frozen params: one, or one per rank; each once."""
     listed = a_list(data)
-    if not 0 < world_size <= len(listed):  # before the names of all ranks are made
-        raise ValueError(f"it lists {len(listed)} bundles for {world_size} ranks")
+    if not 0 < world_size <= len(listed):  # checked before building the names of all ranks
+        raise ValueError(f"it lists {len(listed)} rank shards for {world_size} ranks")
     ranks = {bundle_name(rank, world_size) for rank in range(world_size)}
     frozen = {frozen_name(rank, world_size) for rank in range(world_size)}
     names = [one["path"] for one in listed]
     if len(names) != len(set(names)) or set(names) - ranks not in (set(), {frozen_name(0, 1)}, frozen):
-        raise ValueError(f"it does not list the bundles of {world_size} ranks, each once")
+        raise ValueError(f"it does not list the rank shards of {world_size} ranks, each once")
     return tuple(BundleFact(one["path"], a_count(one["num_bytes"]), a_crc(one["crc32"])) for one in listed)
 
 
@@ -297,13 +296,13 @@ def _saved_as(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[Sav
         at, shape = 0, params[param].shape
         for one in sorted(tensors, key=lambda one: one.begin):
             if one.begin != at or (one.name == param and one.shape != shape):
-                raise ValueError(f"{param} is saved as other elements than it has")
+                raise ValueError(f"{param} is saved as elements that it does not have")
             at += math.prod(one.shape)
         if tensors and at != math.prod(shape):  # PEFT does not save all
-            raise ValueError(f"{param} is saved as more or fewer elements than it has")
+            raise ValueError(f"{param} is saved with too many or too few elements")
     names = [one.name for tensors in found.values() for one in tensors]
     if found.keys() != params.keys() or len(names) != len(set(names)):
-        raise ValueError("it does not list every param, or two by the same name")
+        raise ValueError("a param is missing, or two have the same name")
     return found
 
 

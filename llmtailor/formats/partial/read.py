@@ -1,4 +1,4 @@
-"""Opens a partial checkpoint: which tensors and object trees its bundles hold."""
+"""Opening a partial checkpoint: the tensors and object trees in its rank shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_FRAGMENTS = ("tree", BUFFER)
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A partial checkpoint whose files are all there, and of one save."""
+    """A partial checkpoint whose files all exist and are of one save."""
 
     root: Path
     name: str
@@ -41,9 +41,9 @@ class Partial:
     files: Mapping[str, WeightFile]
     """The safetensors files by name."""
     tree_of: Mapping[str, str]
-    """Stock file -> the bundle that has its object tree inside."""
+    """Stock file -> the rank shard with its object tree"""
     fragments: Mapping[State, TensorEntry]
-    """States of the chosen parts, with the shape of the param."""
+    """States of the chosen parts, with the shape of the param"""
 
     @property
     def inside(self) -> Collection[str]:
@@ -52,7 +52,7 @@ class Partial:
     def read(self, path: str, where: str) -> Decoded:
         """Decode the object tree of a stock file; see `formats.format.Trees`."""
         if path not in self.tree_of:
-            raise SourceError.at(where, "no bundle has this file inside", _FIX)
+            raise SourceError.at(where, "no rank shard contains this file's object tree", _FIX)
         bundle = self.tree_of[path]
         try:
             tree = decode(read_strict_json(self.files[bundle].metadata[TREE + path].encode()), self._find)
@@ -68,17 +68,17 @@ class Partial:
 
 
 def is_partial(root: Path) -> bool:
-    """Whether a folder is a partial checkpoint whose save has finished."""
+    """Return whether a folder is a partial checkpoint whose save has finished."""
     return (root / MANIFEST).is_file()
 
 
 def looks_partial(root: Path) -> bool:
-    """Whether a folder is a partial checkpoint, or lies where only these do: a save that did not finish."""
+    """Return whether a folder is a partial checkpoint, or the place of an unfinished one."""
     return is_partial(root) or root.absolute().parent.name == FOLDER
 
 
 def open_partial(root: Path, name: str) -> Partial:
-    """Read the manifest and the headers of all bundles; no tensor byte is read.
+    """Read the manifest and the headers of all rank shards; no tensor byte is read.
 
     Raises SourceError with every file that is missing, of another size or of another save.
     """
@@ -96,28 +96,28 @@ def open_partial(root: Path, name: str) -> Partial:
         key.removeprefix(TREE): path for path, file in files.items() for key in file.metadata if key.startswith(TREE)
     }
     if strange := [path for path in tree_of if not is_path_below(path)]:
-        raise SourceError.at(PathIn(name, tree_of[strange[0]]), f"it has a file {strange[0]!r:.80} inside", _FIX)
+        raise SourceError.at(PathIn(name, tree_of[strange[0]]), f"it contains an unknown file {strange[0]!r:.80}", _FIX)
     return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
 
 
 def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mapping[str, int], name: str) -> WeightFile:
-    """Read a file's header and hold it against the manifest; ``ranks`` are those of the ranks' bundles by name."""
+    """Return a file's header, checked against the manifest; ``ranks`` are those of the rank shards by name."""
     where = PathIn(name, fact.path)
     file = read_header(root, fact.path, where)
     size = (root / fact.path).stat().st_size
     if size != fact.num_bytes:
-        raise SourceError.at(where, f"it has {size} bytes, its save wrote {fact.num_bytes}", _FIX)
+        raise SourceError.at(where, f"it has {size} bytes, but its save wrote {fact.num_bytes}", _FIX)
     if file.metadata.get("schema") != SCHEMA_BUNDLE:
-        raise SourceError.at(where, "it is no bundle of a partial checkpoint", _FIX)
+        raise SourceError.at(where, "it is not a rank shard of a partial checkpoint", _FIX)
     if fact.path not in ranks:
         return file  # frozen params, which saves share
-    told = {key: file.metadata.get(key) for key in ("save_id", "step", "world_size", "rank")}
-    if told["save_id"] != manifest.save_id:
+    stated = {key: file.metadata.get(key) for key in ("save_id", "step", "world_size", "rank")}
+    if stated["save_id"] != manifest.save_id:
         raise SourceError.at(where, "it is of another save than manifest.json", _FIX)
     wanted = {"step": manifest.step, "world_size": manifest.world_size, "rank": ranks[fact.path]}
-    if wrong := [f"{key} {told[key]!r:.20}" for key, value in wanted.items() if told[key] != str(value)]:
+    if wrong := [f"{key} {stated[key]!r:.20}" for key, value in wanted.items() if stated[key] != str(value)]:
         what = (
-            f"it says {', '.join(wrong)}, where manifest.json says {', '.join(f'{k} {v}' for k, v in wanted.items())}"
+            f"it states {', '.join(wrong)}, but manifest.json states {', '.join(f'{k} {v}' for k, v in wanted.items())}"
         )
         raise SourceError.at(where, what, _FIX)
     return file
@@ -130,13 +130,13 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
         try:
             begins = read_strict_json(file.metadata.get("begin", "{}").encode())
             if not isinstance(begins, dict) or not all(map(is_count, begins.values())):
-                raise ValueError("begin is no mapping of params to counts")
+                raise ValueError("begin is not a mapping of params to counts")
             for key, held in file.tensors.items():
                 kind, _, param = key.partition("/")
                 if kind not in _NOT_FRAGMENTS and param in begins:
                     found.setdefault(State(param, kind), []).append((begins[param], path, held))
         except (ValueError, RecursionError) as error:
-            raise SourceError.at(PathIn(name, path), f"its metadata are damaged ({error})", _FIX) from error
+            raise SourceError.at(PathIn(name, path), f"its metadata is damaged ({error})", _FIX) from error
     joined: dict[State, TensorEntry] = {}
     problems = []
     for state, fragments in found.items():

@@ -1,8 +1,8 @@
 """Object trees as JSON: what stock files pickle, without a pickle.
 
-JSON's own values stand for themselves; everything else is an object whose key ``$`` says what it is. Classes and
+JSON's own values represent themselves; everything else is an object whose key ``$`` states its kind. Classes and
 functions are written by name, and only those that a checkpoint's pickle may name. Tensors are references into
-safetensors files, or placeholders that only say what was there. Trees come from a live training, or from the decoded
+safetensors files, or placeholders that only describe them. Trees come from a live training, or from the decoded
 pickles of files.
 """
 
@@ -29,7 +29,7 @@ MAX_DEPTH = 200
 
 
 def placeholder(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the JSON of a tensor that is not there; its elements are in fragments, or follow from them."""
+    """Return the JSON of an absent tensor; its elements are in fragments, or follow from them."""
     return {"$": PLACEHOLDER, "dtype": dtype, "shape": list(shape)}
 
 
@@ -39,9 +39,9 @@ def stored(file: str, key: str) -> dict[str, Any]:
 
 
 def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str = "") -> Any:
-    """Turn live objects into JSON values.
+    """Return live objects as JSON values.
 
-    ``special`` is asked first about everything that is no plain value, and returns its JSON or None. Raises
+    ``special`` is called first for everything that is not a plain value, and returns its JSON or None. Raises
     TypeError, with the path in the tree, for an object that a checkpoint may not hold.
     """
     if value is None or type(value) in (bool, int, str):
@@ -82,7 +82,7 @@ def _name(value: Any, at: str) -> dict[str, Any]:
 
 
 def _reduced(value: Any, below: Callable[[Any, object], Any], at: str) -> dict[str, Any]:
-    """Write an object as the call by which pickle would make it again."""
+    """Return an object as the call by which pickle would recreate it."""
     reduced = value.__reduce_ex__(2)
     if isinstance(reduced, str):  # the name of a constant in its module, e.g. a torch.dtype
         module = type(value).__module__
@@ -109,7 +109,7 @@ Find = Callable[[str, str], tuple[str, tuple[int, ...], Extent]]
 
 
 def decode(data: Any, find: Find, depth: int = 0) -> Any:
-    """Turn JSON values into plain values and nodes, as `pickle_reader.read_pickle` yields them.
+    """Return JSON values as plain values and nodes, like `unpickle.read_pickle`.
 
     Raises ValueError, KeyError or TypeError for JSON that `encode` did not write.
     """
@@ -122,7 +122,7 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
     if isinstance(data, list):
         return [below(inner) for inner in data]
     if isinstance(data, str):
-        data.encode()  # no halves of surrogate pairs
+        data.encode()  # refuses unpaired surrogates
     if not isinstance(data, dict):
         return data
     kind = data.get("$")
@@ -159,7 +159,7 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
         return make_tensor(dtype, shape, (Copy(extent),))
     if kind == PLACEHOLDER:
         return _nowhere(data["dtype"], tuple(data["shape"]))
-    raise ValueError(f"{kind!r} is no kind of node")
+    raise ValueError(f"{kind!r} is not a kind of node")
 
 
 def _pairs(items: Any, below: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
@@ -171,7 +171,7 @@ def _pairs(items: Any, below: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
 def _global(data: dict[str, Any]) -> Global:
     module, name = data["module"], data["name"]
     if name not in ALLOWED.get(module, ()):
-        raise ValueError(f"it names {module}.{name}, which is not on the list of what a checkpoint may hold")
+        raise ValueError(f"it names {module}.{name}, which no checkpoint needs")
     return Global(module, name)
 
 
@@ -184,15 +184,15 @@ def _nowhere(dtype: str, shape: tuple[int, ...]) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Stands in a tree for a value whose JSON is known: a tensor that lies elsewhere, or nowhere."""
+    """A value whose JSON is known, in a tree: a tensor stored elsewhere, or nowhere."""
 
     json: Mapping[str, Any]
 
 
 def encode_nodes(tree: Any, place: Callable[[TensorView], Mapping[str, Any]]) -> Any:
-    """Turn a tree as `pickle_reader.read_pickle` yields it into JSON values.
+    """Return a tree as `unpickle.read_pickle` yields it as JSON values.
 
-    ``place`` says where a tensor is to be found, as JSON: `encoding.stored` or `encoding.placeholder`.
+    ``place`` returns the JSON of a tensor: that of `stored` or `placeholder`.
     """
     return encode(tree, _Nodes(place))
 

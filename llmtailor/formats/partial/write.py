@@ -1,6 +1,6 @@
-"""Lays out partial checkpoints: a rank's file, files of frozen params, and the partial form of a full checkpoint.
+"""Layout of partial checkpoints: rank shards, files of frozen params, and the partial form of a full checkpoint.
 
-Fragments are cut as the states lie on the ranks, so nothing is gathered. Weights are left out, as in any partial
+Fragments are cut where the states lie on the ranks, so nothing is gathered. Weights are left out, as in any partial
 checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 """
 
@@ -52,7 +52,7 @@ from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, Sta
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the file, and what it consists of."""
+    """A tensor of the file, and its content."""
 
     key: str
     dtype: str
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Bundle:
-    """A rank's bundle while it is put together."""
+    """A rank shard under construction."""
 
     path: str
     entries: list[Entry] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Bundle:
     trees: dict[str, str] = field(default_factory=dict)
 
     def add_tree(self, stock: str, tree: Any, where: str) -> None:
-        """Take the object tree of a stock file inside, with its tensors but those of states, which have fragments.
+        """Add the object tree of a stock file, with its tensors except those of states, which have fragments.
 
         Raises SourceError for a tensor that is not contiguous.
         """
@@ -98,7 +98,7 @@ class Bundle:
 
 
 def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
-    """Lay out a safetensors file; by falling item size, so that every tensor is aligned."""
+    """Return the layout of a safetensors file; larger items first, so that every tensor is aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     pieces: list[Piece] = []
     at = 0
@@ -113,20 +113,20 @@ def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, 
 
 
 def to_text(data: Any) -> str:
-    """Return JSON as the headers of bundles have it."""
+    """Return the JSON text used in the headers of rank shards."""
     return json.dumps(data, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class PartialLayout:
-    """The files of a partial checkpoint but its manifest, which lists the checksums of the others."""
+    """The files of a partial checkpoint except its manifest, which lists the checksums of the others."""
 
     bundles: tuple[FileLayout, ...]
     """One per rank"""
     frozen: tuple[FileLayout, ...]
     """Files of frozen params; the same at every step."""
     carried: tuple[FileLayout, ...]
-    """What the full checkpoint's root has beside states: trainer state, config, tokenizer, .."""
+    """Other files from the full checkpoint's root: trainer state, config, tokenizer, .."""
 
     @property
     def files(self) -> tuple[FileLayout, ...]:
@@ -134,17 +134,17 @@ class PartialLayout:
 
 
 def check_can_be_partial(index: CheckpointIndex) -> None:
-    """Raise UnsupportedCheckpoint for a full checkpoint that holds something in its weights' files alone."""
+    """Raise UnsupportedCheckpoint for a full checkpoint with content that only its weight files hold."""
     reason = None
     for param in index.params.values():
         if param.role == "trainable" and State(param.name, MASTER) not in index.held:
             reason = (
-                f"its weights' files have other names for {param.name} than the model, and these are its only masters"
+                f"its weight files use other names for {param.name} than the model, and have its only master weights"
             )
         elif param.role == "frozen" and State(param.name, FROZEN) not in index.held:
-            reason = f"only its weights' files hold the frozen {param.name}"
+            reason = f"only its weight files hold the frozen {param.name}"
     if reason is None and _saved_as(index) is None and any(state.kind == WEIGHT for state in index.held):
-        reason = "its weights' files hold tensors that are no params of the model, or by names of an unknown rule"
+        reason = "its weight files hold tensors that are not params of the model, or follow an unknown naming rule"
     if index.variant == "elastic":
         reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
     if reason:
@@ -152,7 +152,7 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
 
 
 def lay_out_partial(index: CheckpointIndex, params: Collection[str], save_id: str) -> PartialLayout:
-    """Lay out a full checkpoint as a partial one with the states of ``params``.
+    """Return the layout of a full checkpoint as a partial one with the states of ``params``.
 
     ``save_id`` is a new random id. Raises SourceError, or what `check_can_be_partial` raises.
     """
@@ -179,9 +179,9 @@ def describe_partial(
     bundles: tuple[BundleFact, ...],
     ledger: Mapping[str, Any],
 ) -> Manifest:
-    """Return the manifest of a partial checkpoint made of a full one.
+    """Return the manifest of a partial checkpoint made from a full one.
 
-    ``parts`` are those it holds, and why; ``params_of`` the trained params of each.
+    ``parts`` are those it holds, with the reasons; ``params_of`` the trained params of each.
     """
     return Manifest(
         step=index.global_step,
@@ -205,7 +205,7 @@ def describe_partial(
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
-    """Return what each param is called in the weights' files; None if there are none, or that does not explain all."""
+    """Return each param's names in the weight files; None if there are none, or they are not all explained."""
     weights = {state.param: held.shape for state, held in index.held.items() if state.kind == WEIGHT}
     config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
     for naming in (AS_IN_MEMORY, naming_of(str(config.get("model_type")))):
@@ -217,7 +217,7 @@ def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
 
 
 def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
-    """Return what the optimizer keeps of each trained param: master and moments, in a fixed order."""
+    """Return the optimizer's states of each trained param: master and moments, in a fixed order."""
     states: dict[str, list[State]] = {name: [] for group in index.group_params for name in group}
     for state in index.held:
         if state.param in states and state.kind != WEIGHT:
@@ -226,7 +226,7 @@ def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
 
 
 def _live_dtype(index: CheckpointIndex, name: str) -> str:
-    """The dtype of a param in training: under ZeRO that of the weights, of which the optimizer has fp32 copies."""
+    """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
     role = index.params[name].role
     if role == "trainable" and index.stage:
         return index.precision
@@ -239,7 +239,7 @@ def _is_carried(path: str) -> bool:
 
 
 def _add_fragments(bundles: list[Bundle], index: CheckpointIndex, params: Collection[str]) -> None:
-    """Cut the states as they lie on the ranks. Without DeepSpeed there is one file, so the first bundle has them."""
+    """Cut the states as they lie on the ranks. Without DeepSpeed, the first rank shard has all of them."""
     names = (optim_name(rank, index.precision == "BF16") for rank in range(index.world_size))
     rank_of = {f"{index.tag}/{name}": rank for rank, name in enumerate(names)}
     for param, states in trained_states(index).items():
@@ -268,7 +268,7 @@ def _buffers(index: CheckpointIndex, rank: int) -> Iterator[Entry]:
 
 
 def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
-    """Frozen params: under ZeRO-3 a slice per rank, with its padding, as DeepSpeed keeps them; else whole."""
+    """Yield frozen params: under ZeRO-3 a slice per rank, with padding, as DeepSpeed keeps them; else whole."""
     frozen = {
         param.name: index.held[State(param.name, FROZEN)] for param in index.params.values() if param.role == "frozen"
     }
@@ -286,7 +286,7 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
 
 
 def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
-    """Take the object trees of all stock files that are not carried, each into the bundle of its rank."""
+    """Add the object trees of all stock files that are not copied, each to the shard of its rank."""
     ranks = range(index.world_size)
 
     def add(rank: int, path: str, tree: Any) -> None:
@@ -295,7 +295,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     if index.has_masters:
         for rank, path, tree in make_shards(ZeroTarget.of(index, index.layout, index.precision), index.train):
             outer = tree.get("optimizer_state_dict")
-            if outer is not None:  # what follows from the layout
+            if outer is not None:  # it follows from the layout
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
@@ -310,7 +310,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
 
 
 def _model_tree(tree: dict[str, Any], index: CheckpointIndex, rank: int) -> dict[str, Any]:
-    """Say of the buffers and frozen params in ``model_states`` where the partial checkpoint has them."""
+    """Return ``model_states`` with the places of buffers and frozen params in the partial checkpoint."""
     bundle = bundle_name(rank, index.world_size)
     frozen_file = frozen_name(rank, index.world_size) if index.stage == 3 else frozen_name(0, 1)
     module = Ordered(tree["module"].items(), tree["module"].attributes)

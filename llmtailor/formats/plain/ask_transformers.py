@@ -1,7 +1,7 @@
-"""What a model is made of, asked of the stock transformers: names, shapes, ties, and which params decay.
+"""A model's facts from stock transformers: names, shapes, ties, and which params decay.
 
 ``optimizer.pt`` has bare ids, and safetensors are sorted by name; the order of the params is that of the model's code.
-So transformers builds the model from config.json on the meta device, in a process of its own: this one stays
+So transformers builds the model from config.json on the meta device, in a separate process: this one stays
 light, and no code that comes with a checkpoint is ever run (trust_remote_code is never given).
 """
 
@@ -26,11 +26,11 @@ from llmtailor.timing import time_limit, too_slow
 
 TIMEOUT_S = 300
 _IRRELEVANT = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|auto_map|.*_implementation(_internal)?")
-"""Keys of config.json that do not change what the model is made of. ``attn_implementation`` may name a kernel to be
+"""Keys of config.json that do not affect the model's params. ``attn_implementation`` may name a kernel to be
 loaded from the Hub, and ``auto_map`` code."""
 MAX_DATA_BYTES = 4 << 30
-"""What the process may take; a model without its tensors' data takes some hundred MB."""
-_MEND = "install a transformers that knows this model, or train with the params' names in the param groups (lt_params)"
+"""Memory limit of the process; a model without its tensors' data takes a few hundred MB."""
+_FIX = "install a transformers that knows this model, or train with the params' names in the param groups (lt_params)"
 
 _PROGRAM = r"""
 import resource, sys
@@ -72,44 +72,44 @@ print(json.dumps({"params": params, "tied": tied, "buffers": buffers}))
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model as its code makes it."""
+    """A model's facts, according to its code."""
 
     params: Mapping[str, tuple[int, ...]]
-    """Shapes, in the order of ``named_parameters()``; a tied param goes by its first name."""
+    """Shapes, in the order of ``named_parameters()``; a tied param is listed under its first name"""
     decaying: frozenset[str]
-    """Params that the Trainer puts into the group with weight decay."""
+    """Params that the Trainer puts into the group with weight decay"""
     tied: Mapping[str, str]
-    """A tied name and the name its values are stored under."""
+    """Tied name -> the name its values are stored under"""
     buffers: frozenset[str]
-    """Names of persistent buffers."""
+    """Names of persistent buffers"""
 
 
 def describe_model(root: Path, where: str) -> ModelFacts:
-    """Return the facts of a checkpoint's model; takes seconds the first time, nothing for the same config again.
+    """Return the facts of a checkpoint's model; takes seconds the first time, no time for the same config again.
 
-    Raises UnsupportedCheckpoint if transformers can't build it, and Unanswered if it was not done in time or killed.
+    Raises UnsupportedCheckpoint if transformers can't build it, and Unanswered if it timed out or was killed.
     Neither says anything about the checkpoint.
     """
     if not (root / CONFIG).exists():
         raise UnsupportedCheckpoint.at(
-            PathIn(where, CONFIG), "the file is missing, and it alone tells the params' order", "copy it back"
+            PathIn(where, CONFIG), "the file is missing; nothing else states the params' order", "copy it back"
         )
     config = read_json(root / CONFIG, PathIn(where, CONFIG))
     text = json.dumps(_relevant(config), sort_keys=True)
     try:
         facts = _describe(text)
     except subprocess.TimeoutExpired as error:
-        raise too_slow(PathIn(where, CONFIG), "asking transformers how the model is made", error.timeout) from error
+        raise too_slow(PathIn(where, CONFIG), "building the model in transformers", error.timeout) from error
     except OSError as error:
-        what = f"transformers can't be asked how the model is made: {error.strerror or error}"
+        what = f"can't run transformers to build the model: {error.strerror or error}"
         raise Unanswered.at(error.filename or tempfile.gettempdir(), what, "check the disk and the memory") from error
     if isinstance(facts, str):
-        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), f"transformers can't build the model: {facts}", _MEND)
+        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), f"transformers can't build the model: {facts}", _FIX)
     return facts
 
 
 def _relevant(value: Any) -> Any:
-    """Return a config without what does not matter; submodels have configs of their own inside."""
+    """Return a config without irrelevant keys, including the configs of submodels."""
     if isinstance(value, dict):
         return {key: _relevant(inner) for key, inner in value.items() if not _IRRELEVANT.fullmatch(key)}
     return [_relevant(inner) for inner in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""From the ids of ``optimizer.pt`` to params: what each is called, and whether optimizer, weights and model fit.
+"""The names of params behind the ids of ``optimizer.pt``, and whether optimizer, weights and model fit.
 
-Where the param groups list names, these count. Otherwise the groups must be the Trainer's own two: params with weight
+If the param groups list names, these are used. Otherwise the groups must be the Trainer's own two: params with weight
 decay, then those without, each in the order of the model, frozen ones left out. Shapes are compared id by id.
 """
 
@@ -19,7 +19,7 @@ from llmtailor.formats.plain.optimizer import FLOATING, SavedOptimizer
 from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.model.parts import Param
 
-_OTHER_RUN = "put the optimizer.pt and the config.json of one and the same save together"
+_OTHER_RUN = "use the optimizer.pt and the config.json of the same save"
 _NAME_THEM = (
     "train with the params' names in the param groups (a key lt_params beside params); a checkpoint without them can "
     "be read only if it has the Trainer's own two groups"
@@ -28,12 +28,12 @@ _SHOWN = 5
 
 
 def has_names(saved: SavedOptimizer) -> bool:
-    """Whether every group lists the names of its params."""
+    """Return whether every group lists the names of its params."""
     return all(group.names is not None or not group.ids for group in saved.groups)
 
 
 def listed_names(saved: SavedOptimizer, where: str) -> tuple[tuple[str, ...], ...]:
-    """Return the names that the groups list. Raises SourceError for one that is listed twice."""
+    """Return the names that the groups list. Raises SourceError for duplicates."""
     groups = tuple(group.names or () for group in saved.groups)
     names = [name for group in groups for name in group]
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
@@ -44,8 +44,8 @@ def listed_names(saved: SavedOptimizer, where: str) -> tuple[tuple[str, ...], ..
 def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple[tuple[str, ...], ...]:
     """Return the names of the params of each group by the Trainer's rule.
 
-    Raises SourceError for every shape that does not fit, and UnsupportedCheckpoint where there is no telling: for
-    groups that are not the Trainer's, and where frozen params leave more than one way to name the ids.
+    Raises SourceError for every shape that does not fit, and UnsupportedCheckpoint if the names are ambiguous: for
+    groups that are not the Trainer's, or if frozen params allow more than one way to name the ids.
     """
     if len(saved.groups) != 2 or saved.groups[1].hyper.get("weight_decay") != 0:
         what = f"it has {len(saved.groups)} param groups without names, and they are not the Trainer's two"
@@ -59,7 +59,7 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
     for number, (group, names) in enumerate(zip(saved.groups, wanted, strict=True)):
         shapes = [saved.shape(param) for param in group.ids]
         if len(shapes) > len(names):
-            what = f"group {number} has {len(shapes)} ids, the model has {len(names)} such params"
+            what = f"group {number} has {len(shapes)} ids, but the model has {len(names)} such params"
             problems.append(Problem(where, what, _OTHER_RUN))
         elif len(shapes) == len(names):
             problems += compare_shapes(group.ids, shapes, names, model.params, where)
@@ -80,7 +80,7 @@ def compare_shapes(
     wanted: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> list[Problem]:
-    """Return a problem for every id whose state has another shape than the param it belongs to."""
+    """Return a problem for every id whose state's shape differs from its param's."""
     return [
         Problem(where, f"the state of id {number} has shape {list(shape)}, {name} has {list(wanted[name])}", _OTHER_RUN)
         for number, shape, name in zip(ids, shapes, names, strict=True)
@@ -95,9 +95,9 @@ def _without_frozen(
     params: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> tuple[tuple[str, ...], list[Problem]]:
-    """Name fewer ids than the model has params: the others are frozen, and the shapes must leave no doubt which.
+    """Return the names of fewer ids than the model has params: others are frozen; the shapes must be unambiguous.
 
-    If taking each id as early as possible and as late as possible comes to the same, there is no other way.
+    If matching each id as early and as late as possible gives the same result, it is the only one.
     """
     available = [params[name] for name in names]
     early = _match(shapes, available)
@@ -108,7 +108,7 @@ def _without_frozen(
     if early != [len(names) - 1 - at for at in reversed(late)]:
         what = (
             f"group {group} has {len(shapes)} ids for {len(names)} params; some are frozen (or their ids missing), and "
-            "the shapes do not tell which"
+            "the shapes do not show which"
         )
         raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
     return tuple(names[at] for at in early), []
@@ -125,7 +125,7 @@ def _match(wanted: Sequence[tuple[int, ...]], available: Sequence[tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What the model is made of, as far as it is known."""
+    """The known params and buffers of the model."""
 
     params: Mapping[str, Param]
     tied: Mapping[str, str]
@@ -142,9 +142,9 @@ def fit(
     listed: Collection[str],
     name: str,
 ) -> Fitted:
-    """Return the params with their roles; ``listed`` are buffers that the weights' files name as such.
+    """Return the params with their roles; ``listed`` are the buffers that the weight files list.
 
-    Raises SourceError where optimizer, weights and model do not fit together.
+    Raises SourceError if optimizer, weights and model do not fit together.
     """
     trainable = {param: None for group in groups for param in group}
     ids = [number for group in optimizer.groups for number in group.ids]
@@ -155,22 +155,18 @@ def fit(
         buffers = {buffer for buffer in others if buffer in model.buffers or buffer in listed}
         wanted = {**model.params, **{buffer: weights[buffer] for buffer in others if buffer in buffers}}
         tied = model.tied
-    else:  # a model of one's own, known by the names in the param groups
+    else:  # a custom model, known by the names in the param groups
         wanted = {**dict(zip(trainable, shapes, strict=True)), **{other: weights[other] for other in others}}
         buffers = {other for other in others if weights_held[other].dtype not in FLOATING} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, PathIn(name, OPTIMIZER))
     problems += [
-        Problem(
-            name, f"the weight {param} has shape {list(weights[param])} where {list(shape)} belongs", COPY_CHECKPOINT
-        )
+        Problem(name, f"the weight {param} has shape {list(weights[param])} instead of {list(shape)}", COPY_CHECKPOINT)
         for param, shape in wanted.items()
         if weights.get(param, shape) != shape
     ]
     problems += [
-        Problem(
-            name, f"the weight {param} is {held.dtype}, which holds no fractions", COPY_CHECKPOINT, Code.WEIGHTS_DTYPE
-        )
+        Problem(name, f"the weight {param} is {held.dtype}, not floating-point", COPY_CHECKPOINT, Code.WEIGHTS_DTYPE)
         for param, held in weights_held.items()
         if param in trainable and held.dtype not in FLOATING
     ]

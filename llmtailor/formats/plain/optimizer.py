@@ -5,10 +5,10 @@
     state          {id: {step, exp_avg, exp_avg_sq}}       tensors in the shape and dtype of the param
     param_groups   [{lr, betas, .., params: [ids]}]        an extra key may list the params' names
 
-A stock resume checks little more than the number of ids: a missing state restarts Adam for its param, swapped ones are
-swapped in training (reading out of bounds where their shapes differ). All of this is refused here.
+A stock resume checks little more than the number of ids: a missing state restarts Adam for its param, swapped states
+stay swapped in training (reading out of bounds if their shapes differ). All of this is refused here.
 
-What a resume without DeepSpeed reads of ``optimizer.pt``, and what must hold within it. Pure.
+Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consistency rules. Pure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llmtailor.formats.trainer_checks import find_refused
 _GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
 _STEP = "torch.optim.AdamW.step"
 _OFF = Kind(
-    "false, as in every run that lowers its loss",
+    "false, as in every run that minimizes its loss",
     lambda value: isinstance(value, bool),
     lambda value: not value,
     ("x", None),
@@ -50,7 +50,7 @@ _COUNTER = Kind(
 
 
 def _counts_by_param(tree: Any) -> bool:
-    """Some kin of Adam's keep their step in the param group."""
+    """Return whether the step is in the param group, as in some variants of Adam."""
     return is_adam(tree) and has(tree, *_STATE, "step")
 
 
@@ -74,9 +74,9 @@ OPTIMIZER_TABLE = Table(
         ),
     ),
     (
-        ("initial_lr", "not read once the schedule is there; compared with its base_lrs"),
+        ("initial_lr", "not read once the schedule exists; compared with its base_lrs"),
         ("foreach, fused, capturable", "they change only how the result is computed, up to rounding"),
-        ("a hyperparameter changed alike in all groups", "the run's arguments no longer count"),
+        ("a hyperparameter changed alike in all groups", "no longer matches the run's arguments"),
     ),
 )  # fmt: skip
 
@@ -87,33 +87,33 @@ def check_groups(
     shapes: Mapping[int, tuple[int, ...]],
     where: str,
 ) -> Iterator[Finding]:
-    """Yield what can't be right about param groups: ``ids`` are those of each, ``shapes`` their params'.
+    """Yield impossible values in param groups: ``ids`` are those of each, ``shapes`` their params'.
 
-    A resume takes states by the places of their ids, not by their numbers, and torch numbers them in order.
+    A resume matches states by the order of the ids, not by their numbers, and torch numbers them in order.
     """
     listed = [number for group in ids for number in group]
     if any(second < first for first, second in pairwise(listed)):
-        fix = f"a resume gives each state to the param in its place, silently; {COPY_FILE}"
+        fix = f"a resume silently gives each state to the param in its place; {COPY_FILE}"
         yield Finding(where, "the ids of the params are out of order", fix, Code.FIELD_CONFLICT, ERROR)
     if decays_vectors_alone(groups, [[shapes[number] for number in group] for group in ids]):
-        what = "weight decay is on vectors alone, as if the hyperparameters of the param groups were swapped"
-        fix = f"silent: a resume decays the norms, and not the matrices; {COPY_FILE}"
+        what = "only vectors have weight decay, as if the hyperparameters of the param groups were swapped"
+        fix = f"silent: a resume decays the norms, not the matrices; {COPY_FILE}"
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
     for number, group in enumerate(groups):
         if not isinstance(group.get("amsgrad", False), bool):
-            what = f"param_groups[{number}].amsgrad is {group['amsgrad']!r:.40}, and no flag"
+            what = f"param_groups[{number}].amsgrad is {group['amsgrad']!r:.40}, not a flag"
             yield Finding(where, what, f"a resume fails at the first step; {COPY_FILE}", Code.FIELD_TYPE, ERROR)
 
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 NAME_KEYS = ("lt_params", "param_names")
-"""Keys of a param group that list the names of its params: ours, and torch's own. They survive a resume."""
+"""Keys of a param group that list the names of its params: llmtailor's and torch's. They survive a resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A param group: its ids in order, and the names that stand beside them, if any."""
+    """A param group: its ids in order, and their names, if listed."""
 
     ids: tuple[int, ...]
     names: tuple[str, ...] | None
@@ -122,15 +122,15 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """What ``optimizer.pt`` says. Every id of a group has a state, and all have the same kinds."""
+    """The content of ``optimizer.pt``. Every id of a group has a state, and all have the same kinds."""
 
     groups: tuple[SavedGroup, ...]
     kinds: Mapping[int, Mapping[str, Tensor]]
-    """id -> kind -> tensor; all kinds of an id have one shape."""
+    """id -> kind -> tensor; all kinds of an id have one shape"""
     steps: Mapping[int, float]
     step_is_tensor: bool
     findings: tuple[Finding, ...] = ()
-    """What keeps a resume from working, or makes it another one, without being in the way of reading"""
+    """What makes a resume fail, or change, without preventing reading"""
 
     def shape(self, number: int) -> tuple[int, ...]:
         """Return the shape of the param with this id."""
@@ -138,17 +138,17 @@ class SavedOptimizer:
 
 
 def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters without what names its params."""
+    """Return a group's hyperparameters without the names of its params."""
     return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
 
 
 def read_optimizer(trees: Trees, where: str) -> SavedOptimizer:
-    """Decode ``optimizer.pt``; no tensor byte is read but the 4 bytes of each ``step``.
+    """Decode ``optimizer.pt``; no tensor byte is read except the 4 bytes of each ``step``.
 
     Raises SourceError, or UnsupportedCheckpoint for an optimizer whose state is not elementwise.
     """
     if OPTIMIZER not in trees.inside and not (trees.root / OPTIMIZER).exists():
-        fix = "copy it back; a resume without it takes neither the optimizer nor the schedule, without a word"
+        fix = "copy it back; without it a resume silently loads neither the optimizer nor the schedule"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
     tree = trees.read(OPTIMIZER, where).tree
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
@@ -179,14 +179,14 @@ def _read_group(node: Any, where: str) -> SavedGroup:
     group = as_dict(node, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
-        raise SourceError.at(where, "a param group's params are no list of ids", COPY_FILE)
+        raise SourceError.at(where, "a param group's params are not a list of ids", COPY_FILE)
     names = None
     for key in NAME_KEYS:
         listed = group.get(key)
         if listed is None or names is not None:
             continue
         if not isinstance(listed, (list, tuple)):
-            raise SourceError.at(where, f"{key} of a param group is no list of names", COPY_FILE)
+            raise SourceError.at(where, f"{key} of a param group is not a list of names", COPY_FILE)
         if len(listed) != len(ids):
             raise SourceError.at(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}", COPY_FILE)
         names = tuple(check_name(name, key, where) for name in listed)
@@ -210,7 +210,7 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
 
 
 def _read_all(state: Mapping[Any, Any], ids: list[int], where: str) -> dict[int, dict[str, Tensor]]:
-    """Read all states. What is not elementwise in some of them is damage; in all, an optimizer of another kind."""
+    """Return all states. Non-elementwise ones are damage if only some are; if all are, it is another optimizer."""
     kinds: dict[int, dict[str, Tensor]] = {}
     others: list[UnsupportedCheckpoint] = []
     for number in ids:
@@ -230,18 +230,18 @@ def _read_all(state: Mapping[Any, Any], ids: list[int], where: str) -> dict[int,
 
 
 def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor]:
-    """Read one id's tensors but the step. Raises UnsupportedCheckpoint if they are not of one shape."""
+    """Return one id's tensors except the step. Raises UnsupportedCheckpoint if their shapes differ."""
     kinds: dict[str, Tensor] = {}
     for kind, node in state.items():
         if kind == "step":
             continue
         if as_tensor(node) is None:
-            raise _not_elementwise(f"state {kind} of id {number} is no tensor", where)
+            raise _not_elementwise(f"state {kind} of id {number} is not a tensor", where)
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{number}][{kind}]", where)
     if "step" not in state or not kinds:
         raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
     if strange := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
-        what = f"{strange[0]} of id {number} is {kinds[strange[0]].dtype}, which holds no fractions"
+        what = f"{strange[0]} of id {number} is {kinds[strange[0]].dtype}, not floating-point"
         raise SourceError.at(where, what, COPY_FILE, Code.STATE_DTYPE)
     if len({tensor.shape for tensor in kinds.values()}) > 1:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
@@ -252,7 +252,7 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
 def _not_elementwise(what: str, where: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint.at(
         where,
-        f"{what}; only Adam-like optimizers, with an element of state for each of the params', can be composed",
+        f"{what}; only Adam-like optimizers, with one element of state per element of the params, can be composed",
         "use AdamW; if this is AdamW, the file is damaged: copy it again",
     )
 

@@ -1,8 +1,8 @@
 """From a Trainer checkpoint without DeepSpeed to a `CheckpointIndex`.
 
-There are no masters beside the weights: the weights are what the optimizer updates, so the same bytes are held under
+There are no separate master weights: the weights are what the optimizer updates, so the same bytes are held under
 both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
-Adam counts its ``step`` per param here, so every param is a sub-group by itself, numbered through the groups.
+Adam counts its ``step`` per param here, so every param is its own sub-group, numbered through the groups.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, Sta
 FORMAT = "trainer"
 OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
-"""In the metadata of a composite's safetensors: the names of buffers among the tensors, with commas between."""
+"""In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "optimizer.bin", "optimizer_0", "pytorch_model_fsdp.bin")
-"""Files of a checkpoint of DeepSpeed or FSDP."""
+"""Files of a DeepSpeed or FSDP checkpoint"""
 
 
 def detects(root: Path) -> bool:
-    """Whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey` says what it lacks."""
+    """Return whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey` reports gaps."""
     if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
         return False
     return any((root / name).exists() for name in (OPTIMIZER, SCHEDULER))
 
 
 def survey(root: Path, name: str) -> Survey:
-    """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read but the 4 bytes of each ``step``.
+    """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read except the 4 bytes of each ``step``.
 
-    Raises UnsupportedCheckpoint for a run of PEFT whose param groups don't list names.
+    Raises UnsupportedCheckpoint for a PEFT run whose param groups don't list names.
     """
     problems, trees = Problems(), FileTrees(root)
     trainer = read_trainer_files(trees, name, problems)
     optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, OPTIMIZER)), problems)
     if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
-        what = "this is a run of PEFT without DeepSpeed, and its optimizer.pt does not tell which params it holds"
+        what = "this is a PEFT run without DeepSpeed, and its optimizer.pt does not state which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
@@ -77,8 +77,8 @@ def survey(root: Path, name: str) -> Survey:
     findings = [*trainer.findings, *_folder(root, trainer, name), *(optimizer.findings if optimizer else ())]
     index = None
     if optimizer is not None and weights and trainer.has_all_weights:
-        told = replace(trainer, findings=tuple(findings))
-        index = attempt(lambda: _index(root, name, optimizer, told, weights, problems), problems)
+        with_findings = replace(trainer, findings=tuple(findings))
+        index = attempt(lambda: _index(root, name, optimizer, with_findings, weights, problems), problems)
     if index is None and (wrong := [finding.problem for finding in findings if finding.severity == ERROR]):
         problems.add(SourceError(wrong))
     return Survey(index, problems)
@@ -87,7 +87,7 @@ def survey(root: Path, name: str) -> Survey:
 def _weights(
     root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles
 ) -> Mapping[State, TensorEntry]:
-    """Return the weights of the model, or of the adapter that is trained on it. Raises SourceError."""
+    """Return the weights of the model, or of the trained adapter. Raises SourceError."""
     if ADAPTER_CONFIG not in trainer.files:
         return trainer.weights
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
@@ -95,21 +95,21 @@ def _weights(
 
 
 def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
-    """Tell of what a resume takes instead of the weights that the index has found."""
+    """Yield findings on files that a resume loads instead of the weights in the index."""
     if OTHER_WEIGHTS in trainer.files and SINGLE not in trainer.files:
-        fix = "silent: a resume takes it, and not the safetensors beside it; remove it"
+        fix = "silent: a resume loads it instead of the safetensors beside it; remove it"
         yield Finding(PathIn(name, OTHER_WEIGHTS), "there are two sets of weights", fix, Code.FIELD_CONFLICT, ERROR)
     for path in sorted(root.iterdir()):
         if "pytorch_model_fsdp" in path.name and path.is_dir():
-            fix = "a resume without FSDP fails when it finds such a folder; move it away"
-            what = "the folder is one of an FSDP checkpoint"
+            fix = "a resume without FSDP fails if it finds such a folder; move it away"
+            what = "the folder belongs to an FSDP checkpoint"
             yield Finding(PathIn(name, path.name), what, fix, Code.FILE_NAME, ERROR)
     if CONFIG in trainer.files:
-        with suppress(SourceError):  # told by the reader of the files
+        with suppress(SourceError):  # reported by the reader of the files
             where = PathIn(name, CONFIG)
             yield from check_fields(read_json(root / CONFIG, where), CONFIG_TABLE, where)
     if trainer.facts.scales_loss and SCALER not in trainer.files:
-        fix = "a resume begins with the scale of a new run, and skips some steps; copy it back"
+        fix = "a resume starts with the scale of a new run, and skips some steps; copy it back"
         yield Finding(PathIn(name, SCALER), "the loss scale of an fp16 run is missing", fix, Code.FILE_MISSING, WARNING)
 
 
@@ -121,7 +121,7 @@ def _index(
     stored: Mapping[State, TensorEntry],
     problems: Problems,
 ) -> CheckpointIndex:
-    """Raises SourceError where optimizer, weights and model don't fit together."""
+    """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
     where = PathIn(name, OPTIMIZER)
     findings = list(trainer.findings)
     model = _ask_model(root, name, optimizer, trainer, findings)
@@ -134,14 +134,12 @@ def _index(
     known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
-        fix = "if that was trained, its state is lost: leave this checkpoint out"
+        fix = "if they were trained, their states are lost: leave this checkpoint out"
         findings.append(
-            Finding(where, f"it has no state of {some(frozen)}: taken to be frozen", fix, Code.STATE_MISSING)
+            Finding(where, f"it has no state of {some(frozen)}: assumed to be frozen", fix, Code.STATE_MISSING)
         )
     if renamed := [param for param in known.params if param not in weights]:
-        what = (
-            f"the weights' files have other names for {some(renamed)} than the model, and a resume does not find them"
-        )
+        what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
         fix = (
             "save with llmtailor.saving, or under DeepSpeed; from this one, transformers 5.23 keeps the initial values"
         )
@@ -182,10 +180,10 @@ def _index(
 
 
 def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] | None, name: str) -> None:
-    """Raise SourceError for what a resume does not do without, or silently drops the optimizer without."""
+    """Raise SourceError for missing files without which a resume fails or silently drops the optimizer."""
     problems = []
     if SCHEDULER not in trainer.files:
-        what = "the file is missing; a resume without it takes neither the schedule nor the optimizer, without a word"
+        what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
         problems.append(
             Problem(PathIn(name, SCHEDULER), what, "copy it back, or leave this checkpoint out", Code.FILE_MISSING)
         )
@@ -199,20 +197,20 @@ def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] 
 def _ask_model(
     root: Path, name: str, optimizer: SavedOptimizer, trainer: TrainerFiles, findings: list[Finding]
 ) -> ModelFacts | None:
-    """Have the model described if need be. Where the names are known without it, a failure is only a finding."""
+    """Return the model's facts if needed. If the names are known without them, a failure is only a finding."""
     if not has_names(optimizer):
         return describe_model(root, name)
-    if ADAPTER_CONFIG in trainer.files:  # has nothing tied, and its model is not here
+    if ADAPTER_CONFIG in trainer.files:  # nothing is tied, and the base model is not here
         return None
     named = {param for group in optimizer.groups for param in group.names or ()}
     config = read_json(root / CONFIG, PathIn(name, CONFIG)) if CONFIG in trainer.files else {}
-    # the class's own default counts where the config is silent, so it must say that nothing is tied
+    # the config must say so: without it, the class's own default counts
     if named == {state.param for state in trainer.weights} and config.get("tie_word_embeddings") is False:
         return None
     try:
         return describe_model(root, name)
     except SourceError as error:
-        fix = "nothing, if the model has neither; else install a transformers that knows it"
+        fix = "nothing, if the model has neither; otherwise install a transformers that knows it"
         what = f"tied names and buffers are not known ({error.problems[0].what})"
         findings.append(Finding(name, what, fix, Code.MODEL_UNKNOWN))
         return None
@@ -246,24 +244,24 @@ def _hold(
 def _check_steps(
     root: Path, groups: tuple[tuple[str, ...], ...], steps: list[float], trainer: TrainerFiles, name: str
 ) -> Iterator[Finding]:
-    """Optimizer and schedule are saved and restored together, so they count alike; a composite of ours may mix.
+    """Optimizer and schedule are saved and restored together, so their steps agree; a composite may mix steps.
 
-    A param without gradients makes no step, so its states may lag behind, but not alone: with its module. Raises
-    SourceError if no state is of the step that the schedule is at.
+    A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises
+    SourceError if no state is of the schedule's step.
     """
     counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
     if counted is None or MANIFEST in trainer.files:
         return
     where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
     if counted not in steps:
-        what = f"the optimizer's states are from step {max(steps):g}, the schedule is at step {counted}"
+        what = f"the optimizer's states are from step {max(steps):g}, but the schedule is at step {counted}"
         raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     of_step: dict[float, list[str]] = {}
     for param, step in zip((param for group in groups for param in group), steps, strict=True):
         of_step.setdefault(step, []).append(param)
     for step, params in of_step.items():
         if step > counted or (step == 0 and counted) or (step < counted and len(params) == 1):
-            what = f"Adam's step of {some(params)} is {step:g}, the schedule is at step {counted}"
+            what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
             severity = WARNING if 0 < step < counted else ERROR
             why = "nothing, if it had no gradients in some steps" if severity == WARNING else f"silent: {fix}"
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
@@ -288,7 +286,7 @@ def _world_size(files: Iterable[str]) -> int:
 
 
 def _listed_buffers(root: Path, name: str) -> set[str]:
-    """Return the buffers that a composite's weight files list: a stranger's model does not tell them from params."""
+    """Return the buffers that a composite's weight files list; others don't tell them from params."""
     return {
         buffer
         for file in read_weights(root, name)

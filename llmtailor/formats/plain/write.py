@@ -1,11 +1,11 @@
-"""Lays out a Trainer checkpoint without DeepSpeed: optimizer.pt and the weights.
+"""Layout of a Trainer checkpoint without DeepSpeed: optimizer.pt and the weights.
 
-From a ZeRO base the weights are the fp32 masters, for nothing else would keep them: the Trainer should build the
-model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They go by the params' own names, which is
-what a resume looks for, and so do they from a partial base. From a plain base the files keep their names, order and
+From a ZeRO base the weights are the fp32 master weights, as nothing else would keep them: the Trainer should build the
+model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They have the params' own names, which is
+what a resume looks for, also from a partial base. From a plain base the files keep their names, order and
 dtypes, unless a resume would not find a param by its name there.
 
-The groups list the names of their params, so that the checkpoint can be read again whatever its groups; the Trainer
+The groups list the names of their params, so that the checkpoint can be read again whatever its groups are; the Trainer
 keeps the key and saves it again.
 """
 
@@ -35,39 +35,39 @@ _DEEPSPEED_FILES = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
 
 
 def check(dtype: str | None, allow_split: bool) -> None:
-    """Raise MismatchError for what has no meaning where the weights are the masters."""
+    """Raise MismatchError for options that don't apply if the weights are the master weights."""
     problems = []
     if dtype not in (None, "F32"):
         what = "without DeepSpeed the weights are the master weights, and rounding them would lose what was trained"
-        problems.append(Problem("dtype", what, "leave dtype out of the recipe, or say --stage 1, 2 or 3"))
+        problems.append(Problem("dtype", what, "leave dtype out of the recipe, or use --stage 1, 2 or 3"))
     if allow_split:
-        what = "without DeepSpeed weights and masters are one and can't come from different checkpoints"
+        what = "without DeepSpeed, weights and master weights are the same and can't come from different checkpoints"
         problems.append(Problem("--allow-split", what, "leave it out"))
     if problems:
         raise MismatchError(problems)
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files but those of the tokenizer, and notices.
+    """Return the layouts of a composite's files except the tokenizer's, and notices.
 
-    Raises SourceError for a base that has not what a resume needs.
+    Raises SourceError for a base that lacks something that a resume needs.
     """
     _check_base(base)
     made = [lay_out_torch_file(OPTIMIZER, optimizer_tree(base, wanted.layout)), *_lay_out_weights(base)]
-    dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the masters
+    dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the master weights
     return lay_out_trainer_files(base, wanted, made, dtype, _DEEPSPEED_FILES, has_weights=True), []
 
 
 def _check_base(base: CheckpointIndex) -> None:
     problems = []
     if not base.offers(SCHEDULER):
-        what = "there is no scheduler state; without DeepSpeed a resume then drops the optimizer's as well"
+        what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
         problems.append(
-            Problem(PathIn(base.name, SCHEDULER), what, "take a base whose run used the Trainer's scheduler")
+            Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")
         )
     if not _kinds_by_param(base):
         what = "its optimizer has made no step yet, so it has no states"
-        problems.append(Problem(base.name, what, "take a later checkpoint as base"))
+        problems.append(Problem(base.name, what, "use a later checkpoint as base"))
     if problems:
         raise SourceError(problems)
 
@@ -81,7 +81,7 @@ def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
 
 
 def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, Any]:
-    """Return the tree of ``optimizer.pt``, its tensors bound to states."""
+    """Return the tree of ``optimizer.pt``, with its tensors bound to states."""
     kinds = _kinds_by_param(base)
     state: dict[int, dict[str, Any]] = {}
     nodes = []
@@ -107,8 +107,8 @@ def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
     if ADAPTER_CONFIG in base.files:
         file = adapter_file(base)
         if file is None:
-            what = f"{ADAPTER} has its masters without DeepSpeed, but what it calls the trained params is not known"
-            raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: say --stage 1, 2 or 3")
+            what = f"{ADAPTER} has the master weights, but its names for the trained params are unknown"
+            raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: use --stage 1, 2 or 3")
         file = replace(file, filled_by=_originals(file.filled_by, base))
         return [lay_out_weights(file, "F32" if base.has_masters else None)]
     if not base.has_masters and (base.is_partial or _is_renamed(base)):  # a resume looks for the params' own names
@@ -124,20 +124,20 @@ def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
 
 
 def _is_renamed(base: CheckpointIndex) -> bool:
-    """Whether the weights' files have other names than the params, and it is known which is which."""
+    """Return whether the weight files' names differ from the params', and are known."""
     params = [param.name for param in base.params.values() if param.role != "buffer"]
     unnamed = [name for name in params if State(name, WEIGHT) not in base.held]
     return bool(unnamed) and all({State(name, MASTER), State(name, FROZEN)} & base.held.keys() for name in unnamed)
 
 
 def _copies(names: Iterable[str], base: CheckpointIndex) -> dict[str, tuple[State, int]]:
-    """Have weights filled from the states that they are copies of; a weight by another name stays a weight."""
+    """Return the weights to fill from the states that they copy; a weight with another name stays a weight."""
     states = ((name, State(name, kind)) for name in names for kind in (MASTER, FROZEN, BUFFER))
     return {name: (state, 0) for name, state in states if state in base.held}
 
 
 def _originals(filled_by: Mapping[str, tuple[State, int]], base: CheckpointIndex) -> dict[str, tuple[State, int]]:
-    """Have pieces of weights filled from the states that these are copies of."""
+    """Return pieces of weights to fill from the states that they copy."""
     found = {}
     for name, (weight, begin) in filled_by.items():
         states = (State(weight.param, kind) for kind in (MASTER, FROZEN, BUFFER))

@@ -1,4 +1,4 @@
-"""What the indexes of all ZeRO stages have in common."""
+"""The common part of the indexes of all ZeRO stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Shard = TypeVar("_Shard")
 _DEFAULTS = ZeroSettings()
 
 
-class _Told(Protocol):
+class _HasFindings(Protocol):
     @property
     def findings(self) -> tuple[Finding, ...]: ...
 
@@ -39,7 +39,7 @@ class _Rest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the shards of a checkpoint say, whatever the stage."""
+    """The content of a checkpoint's shards, for any stage."""
 
     stage: int
     variant: str
@@ -56,10 +56,10 @@ class Saved:
     module: Mapping[str, TensorEntry] = field(default_factory=dict)
     """ZeRO-1/2: see `CheckpointIndex.module`."""
     unreadable: frozenset[str] = frozenset()
-    """Shard files that are missing, damaged, or of another save than most."""
+    """Shard files that are missing, damaged, or of another save than most"""
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, object] = field(default_factory=dict)
-    """What `formats.resumed` tells of the optimizer's file, by the field's name"""
+    """The facts on the optimizer's file that `formats.resumed` uses, by the field's name"""
 
 
 def read_all(
@@ -70,9 +70,9 @@ def read_all(
     name: str,
     problems: Problems,
 ) -> list[_Shard | None]:
-    """Read every rank's file, and go on after a bad one so that all are reported; None for one that is bad or missing.
+    """Return every rank's file, None for a bad or missing one; continue after a bad one so that all are reported.
 
-    That those in ``missing`` are missing has been told already.
+    Files in ``missing`` have already been reported.
     """
     return [
         None if path in missing else attempt(lambda path=path: read(trees, path, PathIn(name, path)), problems)  # type: ignore[misc]
@@ -81,7 +81,7 @@ def read_all(
 
 
 def attempt(call: Callable[[], _Shard], problems: Problems) -> _Shard | None:
-    """Make a call; what it says of the checkpoint is put to ``problems``. What says nothing of it is raised."""
+    """Return the result of a call; add errors about the checkpoint to ``problems``, and raise all others."""
     try:
         return call()
     except SourceError as error:
@@ -96,9 +96,9 @@ def keep_agreeing(
     facts_of: Callable[[_Shard], Mapping[str, object]],
     problems: Problems,
 ) -> list[_Shard | None]:
-    """Tell of every fact of a rank's file that differs from what most ranks say; put None for such a file.
+    """Report every fact of a rank's file that differs from most ranks'; put None for such a file.
 
-    Stock DeepSpeed compares none of this: each rank loads its own file and goes on.
+    Stock DeepSpeed compares none of this: each rank loads its own file and continues.
     """
     facts = [None if shard is None else facts_of(shard) for shard in shards]
     kinds: list[list[int]] = []
@@ -133,18 +133,18 @@ def first(shards: Iterable[_Shard | None]) -> _Shard | None:
 
 
 def rests(shards: Sequence[_Rest | None], world_size: int) -> tuple[Mapping[str, Any] | None, ...]:
-    """Return what the ranks' files hold beside states; None for those that can't be used."""
+    """Return the content of the ranks' files other than states; None for unusable files."""
     known = [None if shard is None else shard.rest for shard in shards]
     return (*known, *[None] * (world_size - len(known)))
 
 
-def findings_of(shards: Iterable[_Told | None]) -> tuple[Finding, ...]:
-    """Return what the files of the ranks are found to have by themselves, those included that are not used."""
+def findings_of(shards: Iterable[_HasFindings | None]) -> tuple[Finding, ...]:
+    """Return the findings on the ranks' files by themselves, including unusable ones."""
     return tuple(finding for shard in shards if shard is not None for finding in shard.findings)
 
 
 def place_of(tensor: Tensor | None, path: str) -> Extent:
-    """Return where a rank's tensor lies; for a file that can't be read, a place in it that means nothing."""
+    """Return where a rank's tensor lies; for an unreadable file, a meaningless place in it."""
     return tensor.extent if tensor is not None else Extent(path, 0, 0)
 
 
@@ -153,7 +153,7 @@ def check_tied(tied: Mapping[str, str], module: Container[str], where: str) -> N
     if lost := [name for name, stored in tied.items() if stored not in module]:
         raise SourceError.at(
             where,
-            f"{lost[0]} is tied to {tied[lost[0]]}, which is nowhere in the checkpoint",
+            f"{lost[0]} is tied to {tied[lost[0]]}, which the checkpoint does not contain",
             COPY_CHECKPOINT,
             Code.TIED,
         )
@@ -167,7 +167,7 @@ def check_params(
     tied: Iterable[str],
     where: str,
 ) -> None:
-    """Raise SourceError if a name has two roles, or the module's names are not those that have one."""
+    """Raise SourceError if a name has two roles, or the module's names are not those with a role."""
     known = Counter([*trainable, *frozen, *buffers])
     if twice := [param for param, count in known.items() if count > 1]:
         raise SourceError.at(where, f"{some(twice)} is described twice", COPY_CHECKPOINT, Code.FIELD_CONFLICT)
@@ -178,18 +178,18 @@ def check_params(
         )
     if extra := sorted(module.difference(known, tied)):
         raise SourceError.at(
-            where, f"module names {some(extra)}, of which there is no state", COPY_CHECKPOINT, Code.FIELD_UNKNOWN
+            where, f"module lists {some(extra)}, which have no state", COPY_CHECKPOINT, Code.FIELD_UNKNOWN
         )
 
 
 def precision(files_are_bf16: bool, config: Mapping[str, Any]) -> str:
-    """Return the dtype of the weights in training: the shards' names tell bf16, the config fp16."""
+    """Return the dtype of the weights in training: the shards' names indicate bf16, the config fp16."""
     fp16 = config.get("fp16")
     return "BF16" if files_are_bf16 else "F16" if isinstance(fp16, dict) and fp16.get("enabled") is True else "F32"
 
 
 def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
-    """Read the settings that decide the layout from the ``ds_config`` that a checkpoint carries."""
+    """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
     zero = config.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     data_types = config.get("data_types")
@@ -197,7 +197,7 @@ def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Zer
     offload = zero.get("offload_optimizer")
     offloaded = isinstance(offload, dict) and offload.get("device") == "cpu"
     size = zero.get("sub_group_size")
-    known = type(size) is int or (isinstance(size, float) and math.isfinite(size))  # 1e9 is how JSON has it
+    known = type(size) is int or (isinstance(size, float) and math.isfinite(size))  # JSON may have 1e9
     return ZeroSettings(
         sub_group_size=int(size) if known else _DEFAULTS.sub_group_size,  # type: ignore[arg-type]
         round_robin=zero.get("round_robin_gradients") is True,
@@ -208,7 +208,7 @@ def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Zer
 
 
 def optimizer_name(saved: Saved) -> str:
-    """Return what the hyperparameters tell of the optimizer."""
+    """Return the optimizer's name, inferred from the hyperparameters."""
     keys = set(saved.groups[0].hyper) if saved.groups else set()
     if "bias_correction" in keys or not saved.train.step_is_tensor:
         return "DeepSpeed Adam"
@@ -216,6 +216,6 @@ def optimizer_name(saved: Saved) -> str:
 
 
 def file_facts(root: Path, paths: Iterable[str]) -> dict[str, FileFact]:
-    """Return the facts of those of the files that are there; others are missing, or inside a bundle."""
+    """Return the facts of the existing files; others are missing, or inside a rank shard."""
     found = ((path, file_fact(root / path)) for path in paths)
     return {path: fact for path, fact in found if fact is not None}

@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint consists of, and which kinds of checkpoint are refused by name.
+"""The files of a DeepSpeed checkpoint, and the kinds of checkpoint that are refused by name.
 
 Names (DeepSpeed 0.14 .. 0.19)::
 
@@ -54,13 +54,13 @@ class ShardFiles:
     """ZeRO-3: one per rank. ZeRO-1/2: one for all."""
     is_zero3: bool = True
     missing: frozenset[str] = frozenset()
-    """Those of the above that are not there."""
+    """Those of the above that do not exist"""
 
 
 def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles | None:
-    """Find the shards that are there and name those that are not, which is put to ``problems``.
+    """Return the shard files; add missing ones to ``problems``.
 
-    None if there is nothing to go by. Raises SourceError or UnsupportedCheckpoint for what is no DeepSpeed checkpoint.
+    None if nothing can be found out. Raises SourceError or UnsupportedCheckpoint for other kinds of folder.
     """
     _check_is_checkpoint(root, where)
     tag = _read_tag(root, where, problems)
@@ -77,7 +77,7 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
             prefixes.add(match[1] or "")
     model = {int(match[1]): name for name in names if (match := _MODEL.fullmatch(name))}
     if len(prefixes) > 1:
-        what = "optimizer shards with and without the bf16_ prefix lie side by side"
+        what = "there are optimizer shards both with and without the bf16_ prefix"
         problems.add(
             SourceError.at(place, what, "two runs have saved here; remove the files of the wrong one", Code.FILE_NAME)
         )
@@ -90,7 +90,7 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
             "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out",
         )
     if lacking := [kind for kind, shards in (("optim", optim), ("model", model)) if is_zero3 and not shards]:
-        fix = "copy the tag folder again, whole"
+        fix = "copy the whole tag folder again"
         problems.add(SourceError(Problem(place, f"there are no {kind}_states files", fix) for kind in lacking))
         return None
     files = ShardFiles(tag, "bf16_" in prefixes, (), () if is_zero3 else (f"{tag}/{WHOLE_MODEL}",), is_zero3)
@@ -100,13 +100,13 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
 def _of_ranks(
     files: ShardFiles, count: int, names: frozenset[str], where: str, problems: Problems
 ) -> ShardFiles | None:
-    """Name the files of ``count`` ranks, and tell of those that are not among the names in the tag folder.
+    """Return the files of ``count`` ranks, and report those that are not among the names in the tag folder.
 
-    None, with a problem, if hardly any of so many ranks has files: a stray name or number must not cost memory.
+    None, with a problem, if most of these ranks have no files: a stray name or number must not cost memory.
     """
     if count > _RANKS_PER_FILE * (len(names) + 1):
         what = f"its files are for {count} ranks, but there are only {len(names)} files"
-        problems.add(SourceError.at(PathIn(where, files.tag), what, "copy the tag folder again, whole", Code.FILE_NAME))
+        problems.add(SourceError.at(PathIn(where, files.tag), what, "copy the whole tag folder again", Code.FILE_NAME))
         return None
     optim = [optim_name(rank, files.is_bf16) for rank in range(count)]
     model = [model_name(rank, 3) for rank in range(count)] if files.is_zero3 else []
@@ -116,11 +116,11 @@ def _of_ranks(
         for rank, name in enumerate(shards)
         if name not in names
     ]
-    untold = [(path, what) for path, what in missing if path not in files.missing]
-    for path, what in untold[:_SHOWN]:
+    unreported = [(path, what) for path, what in missing if path not in files.missing]
+    for path, what in unreported[:_SHOWN]:
         problems.add(SourceError.at(PathIn(where, path), what, _COPY_BACK, Code.FILE_MISSING))
-    if len(untold) > _SHOWN:
-        what = f"{len(untold) - _SHOWN} more shards of {count} ranks are missing"
+    if len(unreported) > _SHOWN:
+        what = f"{len(unreported) - _SHOWN} more shards of {count} ranks are missing"
         problems.add(SourceError.at(PathIn(where, files.tag), what, _COPY_BACK, Code.FILE_MISSING))
     return replace(
         files,
@@ -151,22 +151,22 @@ def describe_shards(tag: str, stage: int, world_size: int, precision: str) -> di
 
 
 def read_shard(trees: Trees, path: str, where: str) -> Any:
-    """Decode a shard; return its tree. Raises SourceError if the file was saved as that of another rank.
+    """Return the tree of a shard. Raises SourceError if the file was saved as another rank's.
 
-    torch.save names the archive after the file. Files of all ranks look alike, and nothing else in those of ZeRO-3
-    says whose they are.
+    torch.save names the archive after the file. Files of all ranks look alike, and in ZeRO-3 nothing else identifies
+    their rank.
     """
     file = trees.read(path, where)
     saved_as, name = f"{file.archive}.pt", Path(path).name
     if _rank(saved_as) not in (None, _rank(name)):
         what = f"the file was saved as {saved_as}, so it is the shard of another rank"
-        fix = "give the file its own name back; then see which one is missing"
+        fix = "rename the file to its own name; then check which one is missing"
         raise SourceError.at(where, what, fix, Code.FILE_NAME)
     return file.tree
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a file in a tag folder is one of those that DeepSpeed saves for ZeRO."""
+    """Return whether a file in a tag folder is one that DeepSpeed saves for ZeRO."""
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _WHOLE_MODEL))
 
 
@@ -176,9 +176,9 @@ def _rank(name: str) -> str | None:
 
 
 def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Problems) -> ShardFiles | None:
-    """Return the files of as many ranks as the world size written inside them; what is too few or too many is told.
+    """Return as many ranks' files as the world size stored in them; report missing and surplus ones.
 
-    None if there are far too few.
+    None if far too many are missing.
     """
     have = len(files.optim)
     if have > world_size:
@@ -208,12 +208,12 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
 
 
 def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
-    """Return what ``latest`` says. Where that is wrong, it is told, and the newest tag folder is taken, if any."""
+    """Return the tag in ``latest``. If it is wrong, report it and return the newest tag folder, if any."""
     tags = sorted((path.name for path in root.glob("global_step*") if path.is_dir()), key=lambda tag: (len(tag), tag))
     latest = root / LATEST
     if not latest.exists():
         if not tags:
-            problems.add(_what_else(root, where))
+            problems.add(_no_shards(root, where))
             return None
         what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"
         command = f"printf %s {shlex.quote(tags[-1])} > {shlex.quote(str(latest))}"
@@ -224,19 +224,19 @@ def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
     except SourceError as error:
         problems.add(error)
         return tags[-1] if tags else None
-    # one name, so that nothing outside of the checkpoint is read, nor anything written outside of the output
+    # a single name, so that nothing outside the checkpoint is read, and nothing outside the output is written
     is_name = tag not in ("", "..") and Path(tag).name == tag and tag.isprintable() and len(tag.encode()) <= 255
     if is_name and (root / tag).is_dir():
         return tag
     found = f"the tag folders here are {', '.join(tags)}" if tags else "there is no tag folder here"
-    what = f"it points to {tag!r}, which is no folder of this checkpoint"
+    what = f"it points to {tag!r}, which is not a folder of this checkpoint"
     fix = f"{found}; write the right one into {LATEST}, or copy the folder back"
     problems.add(SourceError.at(PathIn(where, LATEST), what, fix, Code.FILE_NAME))
     return tags[-1] if tags else None
 
 
-def _what_else(root: Path, where: str) -> SourceError:
-    """Return what is wrong with a Trainer's folder without optimizer states. Raises for what is none."""
+def _no_shards(root: Path, where: str) -> SourceError:
+    """Return what is wrong with a Trainer's folder without optimizer states. Raises for any other folder."""
     inside = sorted(path.name for path in root.glob("checkpoint-*"))
     if inside:
         fix = f"name one of {', '.join(inside[-5:])} inside it"
@@ -248,7 +248,7 @@ def _what_else(root: Path, where: str) -> SourceError:
     if any(root.glob("*.safetensors")):
         what = "this folder holds weights only, no optimizer state: nothing to resume from"
         return SourceError.at(where, what, "name a full checkpoint (save_only_model must be off)", Code.NO_CHECKPOINT)
-    what = "this is no checkpoint: there is neither latest nor a global_step folder"
+    what = "this is not a checkpoint: there is neither latest nor a global_step folder"
     raise SourceError.at(where, what, "check the path", Code.NO_CHECKPOINT)
 
 
@@ -270,7 +270,7 @@ def _refuse_other_parallelism(names: list[str], place: str) -> None:
 
 
 def unsupported_parallelism(place: str, kind: str, evidence: str) -> UnsupportedCheckpoint:
-    """Build the refusal of a checkpoint whose states are cut by something else than ZeRO."""
+    """Return the refusal of a checkpoint whose states are partitioned by something other than ZeRO."""
     return UnsupportedCheckpoint.at(
         place,
         f"the checkpoint uses {kind}, which is not supported ({evidence})",
@@ -283,7 +283,7 @@ def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str,
     group = as_dict(group, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
-        raise SourceError.at(where, "a param group's params are no list of flat ids", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, "a param group's params are not a list of sub-groups", COPY_FILE, Code.FIELD_TYPE)
     if group.get("moe"):
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
     if group.get("use_muon"):

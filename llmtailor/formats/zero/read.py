@@ -1,4 +1,4 @@
-"""From a folder with DeepSpeed shards to a `CheckpointIndex`, whatever the ZeRO stage.
+"""From a folder with DeepSpeed shards to a `CheckpointIndex`, for any ZeRO stage.
 
 It also checks that the shards and the Trainer's files around them come from one save, and that a stock resume accepts
 them. What a resume does was checked against deepspeed 0.19.8 and transformers 5.23, by damaging checkpoints.
@@ -31,19 +31,19 @@ from llmtailor.formats.zero.files import LATEST, ShardFiles, survey_shard_files
 from llmtailor.formats.zero.read3 import read_zero3
 from llmtailor.formats.zero.read12 import read_zero12
 
-_MIXED = "copy the tag folder again, whole; its files come from different saves"
+_MIXED = "copy the whole tag folder again; its files come from different saves"
 
 
 def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
     """Raise SourceError unless model states and optimizer states come from the same save.
 
     Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
-    made a step for each that was not skipped. A composite of ours may mix steps; its manifest says which.
+    made a step for each that was not skipped. A composite may mix steps; its manifest says which.
     """
     place, counters = PathIn(name, tag), saved.counters
     tag_step = tag.removeprefix("global_step")
     if tag_step.isdigit() and int(tag_step) != counters.global_steps:
-        what = f"the model states are from step {counters.global_steps}, the tag folder says {tag_step}"
+        what = f"the model states are from step {counters.global_steps}, but the tag folder says {tag_step}"
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
     steps = {one.step for one in saved.sub_groups}
     expected = counters.global_steps - counters.skipped_steps  # fp16: no step when the gradients overflow
@@ -57,7 +57,7 @@ def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
 
 
 def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, name: str) -> list[Finding]:
-    """Return what keeps a resume from working, or makes it another one, without being in the way of reading."""
+    """Return findings on what makes a resume fail, or change, without preventing reading."""
     return [
         *trainer.findings,
         *saved.findings,
@@ -76,29 +76,29 @@ def _folder(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, 
         fix = f"rename it to global_step{saved.counters.global_steps}, and write that into latest"
         yield Finding(PathIn(name, files.tag), what, fix, Code.FILE_NAME, ERROR)
     if SCALER in trainer.files:
-        what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails when it finds this file; remove it"
+        what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails if it finds this file; remove it"
         yield Finding(PathIn(name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
     bf16 = saved.ds_config.get("bf16")
-    told = bf16.get("enabled") if isinstance(bf16, dict) else None
-    if isinstance(told, bool) and told != files.is_bf16:
+    enabled = bf16.get("enabled") if isinstance(bf16, dict) else None
+    if isinstance(enabled, bool) and enabled != files.is_bf16:
         named, run = ("have", "off") if files.is_bf16 else ("lack", "on")
         what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"
-        fix = "DeepSpeed looks for one kind of name only; give the files the name that they were saved under"
+        fix = "DeepSpeed looks for only one of these names; rename the files as they were saved"
         yield Finding(PathIn(name, files.tag), what, fix, Code.PRECISION, ERROR)
 
 
 def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
-    """DeepSpeed opens whatever matches a pattern, and counts it."""
+    """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
     for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
         kind = path.name.partition("mp_rank_")[0]
         if f"{files.tag}/{path.name}" not in files.model and (bool(kind) == files.is_zero3):
-            what = "DeepSpeed takes this file for another model-parallel rank's, and refuses to resume"
+            what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
             fix = "move it out of the tag folder"
             yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
 
 
 def _scheduler(trainer: TrainerFiles, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:
-    """The Trainer keeps the scheduler in scheduler.pt, or hands it to DeepSpeed, which keeps it in the model states."""
+    """Yield findings on the scheduler. The Trainer keeps it in scheduler.pt, DeepSpeed in the model states."""
     counters, where, inside = saved.counters, PathIn(name, SCHEDULER), PathIn(name, files.model[0])
     groups = [group.hyper for group in saved.groups]
     expected = counters.global_steps - counters.skipped_steps
@@ -122,14 +122,14 @@ def _trainer_state(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[F
 
 
 def detects(root: Path) -> bool:
-    """Whether a folder has what DeepSpeed leaves in the root of a checkpoint."""
+    """Return whether a folder has what DeepSpeed leaves in the root of a checkpoint."""
     return (root / LATEST).exists() or any(root.glob("global_step*"))
 
 
 def survey(root: Path, name: str) -> Survey:
-    """Index a Trainer checkpoint with DeepSpeed shards; no tensor byte is read but the 4 bytes of each ``step``.
+    """Index a Trainer checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
 
-    Raises SourceError, or UnsupportedCheckpoint, if this is none; what is damaged is told by the survey.
+    Raises SourceError or UnsupportedCheckpoint for any other folder; the survey reports damage.
     """
     problems = Problems()
     files = survey_shard_files(root, name, problems)
@@ -137,7 +137,7 @@ def survey(root: Path, name: str) -> Survey:
 
 
 def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: Problems) -> Survey:
-    """The same for shards wherever they lie; None for files where there is nothing to go by."""
+    """Index shards, wherever they are; ``files`` is None if nothing is known of them."""
     root = trees.root
     trainer = read_trainer_files(trees, name, problems)
     if files is None:

@@ -1,7 +1,7 @@
-"""ZeRO-1 and ZeRO-2: where the states lie in the files of all ranks.
+"""ZeRO-1 and ZeRO-2: the places of states in the files of all ranks.
 
 Names and order come from ``param_shapes``, which is right even under ``round_robin_gradients``, where the mappings that
-DeepSpeed saves beside it are wrong. Masters are saved without the padding at the vector's end, moments with it;
+DeepSpeed saves beside it are wrong. Master weights are saved without the padding at the vector's end, moments with it;
 BF16_Optimizer saves both with it, and elastic checkpoints both without.
 """
 
@@ -62,7 +62,7 @@ def check_ranks(
 ) -> None:
     """Raise SourceError for a file whose ``param_slice_mappings`` are those of another rank.
 
-    Others that do not fit tell nothing: under ``round_robin_gradients`` DeepSpeed saves wrong ones.
+    Other mismatches prove nothing: under ``round_robin_gradients`` DeepSpeed saves wrong ones.
     """
     if any(shard is not None and is_dealt_out(shard) for shard in shards):
         return
@@ -74,12 +74,12 @@ def check_ranks(
         if shard is not None and shard.mappings != of_rank[rank] and shard.mappings in of_rank:
             what = f"its param_slice_mappings are those of rank {of_rank.index(shard.mappings)}"
             raise SourceError.at(
-                PathIn(name, path), what, "the files of two ranks are swapped: put them back", Code.FILE_SWAPPED
+                PathIn(name, path), what, "the files of two ranks are swapped: swap them back", Code.FILE_SWAPPED
             )
 
 
 def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -> dict[str, tuple[Any, Any]]:
-    """Return what DeepSpeed saves of a group: param -> elements on a rank, and where they begin in its partition."""
+    """Return what DeepSpeed saves of a group: param -> its elements on a rank, and their start in the partition."""
     low, high = rank * vector.partition, (rank + 1) * vector.partition
     found: dict[str, tuple[Any, Any]] = {}
     for (param, shape), offset in zip(shapes.items(), vector.offsets, strict=True):
@@ -90,7 +90,7 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
 
 
 def is_dealt_out(shard: PartitionShard) -> bool:
-    """Whether ``round_robin_gradients`` has dealt the params of a group out; BF16_Optimizer ignores the setting."""
+    """Return whether ``round_robin_gradients`` has dealt out a group's params; BF16_Optimizer ignores the setting."""
     zero = shard.ds_config.get("zero_optimization")
     dealt = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
     return dealt and shard.variant != "bf16_optimizer"
@@ -98,18 +98,18 @@ def is_dealt_out(shard: PartitionShard) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """What ``mp_rank_00_model_states`` says."""
+    """The content of ``mp_rank_00_model_states``."""
 
     param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
-    """Per group, in the order of the vector."""
+    """Per group, in the order of the vector"""
     module: Mapping[str, Tensor]
-    """Params, frozen params and buffers, in the order of the model; tied names too."""
+    """Params, frozen params and buffers, in the order of the model, including tied names"""
     buffer_names: frozenset[str]
     tied: Mapping[str, str]
     frozen: frozenset[str]
-    """ZeRO-2 names them; in ZeRO-1 frozen is what the module has beyond the rest."""
+    """Named by ZeRO-2; in ZeRO-1, params of the module that are neither trained nor buffers"""
     fragments: Mapping[str, Tensor]
-    """ZeRO-2: the frozen params once more. A resume takes these, after the module's."""
+    """ZeRO-2: the frozen params again. A resume uses these after the module's"""
     world_size: int
     counters: Counters
     rest: Mapping[str, Any]
@@ -124,7 +124,7 @@ def read_whole_model(trees: Trees, path: str, where: str) -> WholeModel:
     module = get(tree, "module", dict, where)
     frozen = read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     tied = read_tied(tree.get("shared_params"), where)
-    if (trees.root / ADAPTER_CONFIG).exists():  # leaves out what is frozen, but not its other names
+    if (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out frozen params, but not their other names
         lost = {name for name, stored in tied.items() if stored not in module}
         module = {name: node for name, node in module.items() if name not in lost}
         tied = {name: stored for name, stored in tied.items() if name not in lost}
@@ -148,7 +148,7 @@ def read_whole_model(trees: Trees, path: str, where: str) -> WholeModel:
 
 
 def _fragments(node: Any, frozen: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Tensor]:
-    """Read ``frozen_param_fragments``, if they are there. Raises SourceError if they are not those of all params."""
+    """Return ``frozen_param_fragments``, if any. Raises SourceError if they are not those of all params."""
     if node is None:
         return {}
     nodes = as_dict(node, "frozen_param_fragments", where)
@@ -163,10 +163,10 @@ def _fragments(node: Any, frozen: Mapping[str, tuple[int, ...]], where: str) -> 
 
 
 def read_zero12(trees: Trees, files: ShardFiles, name: str, problems: Problems) -> Saved | None:
-    """Read the files of all ranks; no tensor byte is read but the 4 bytes of each ``step``.
+    """Return the content of all ranks' files; no tensor byte is read except the 4 bytes of each ``step``.
 
-    Every problem of every file is put to ``problems``. Ranks whose files can't be used leave holes; None if that is all
-    of them, or if the model states can't be read.
+    Every problem of every file is added to ``problems``. Ranks with unusable files leave holes; None if there are no
+    others, or if the model states can't be read.
     """
     shards = read_all(read_partition_shard, trees, files.optim, files.missing, name, problems)
     findings = findings_of(shards)
@@ -248,7 +248,7 @@ def _vectors(model: WholeModel, sample: PartitionShard) -> tuple[Vector, ...]:
 
 
 def _check_module(model: WholeModel, where: str) -> None:
-    """Raise SourceError for names and shapes that a strict load of the module would stumble over."""
+    """Raise SourceError for names and shapes that make a strict load of the module fail."""
     wanted = {name: shape for shapes in model.param_shapes for name, shape in shapes.items()}
     if lacking := sorted({*wanted, *model.tied, *model.frozen, *model.buffer_names} - set(model.module)):
         raise SourceError.at(where, f"module lacks {some(lacking)}; a resume would fail", COPY_FILE, Code.FIELD_MISSING)
@@ -273,21 +273,21 @@ def _check_partitions(
     vectors: Sequence[Vector],
     problems: Problems,
 ) -> list[PartitionShard | None]:
-    """Tell of every partition whose length is not that of the cutting rule; put None for its file."""
+    """Report every partition of a wrong length by the partitioning rule; put None for its file."""
     kept: list[PartitionShard | None] = []
     for rank, (path, shard) in enumerate(zip(paths, shards, strict=False)):
         wrong = []
         if shard is not None and len(shard.parts) != len(vectors):
-            wrong.append(f"it has {len(shard.parts)} groups, the model states describe {len(vectors)}")
+            wrong.append(f"it has {len(shard.parts)} groups, but the model states describe {len(vectors)}")
         elif shard is not None and shard.gaps and list(map(len, shard.gaps)) != [len(one.offsets) for one in vectors]:
-            wrong.append("param_alignment_paddings has not one entry for each param")
+            wrong.append("param_alignment_paddings does not have one entry for each param")
         elif shard is not None:
             for group, (part, vector) in enumerate(zip(shard.parts, vectors, strict=True)):
                 for kind, tensor in part.items():
                     stripped = shard.variant == "elastic" or (shard.variant == "plain" and kind == MASTER)
                     length = vector.partition - (vector.padding(rank) if stripped else 0)
                     if tensor.numel != length:
-                        wrong.append(f"{kind} of group {group} has {tensor.numel} elements where {length} belong")
+                        wrong.append(f"{kind} of group {group} has {tensor.numel} elements instead of {length}")
         for what in wrong:
             problems.add(SourceError.at(PathIn(name, path), what, COPY_FILE, Code.STATE_SIZE))
         kept.append(None if wrong else shard)
@@ -301,7 +301,7 @@ def _hold(
     shards: Sequence[PartitionShard | None],
     vectors: Sequence[Vector],
 ) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
-    """Return the params of the model and where their states lie; ``sample`` is one of the shards."""
+    """Return the params of the model and the places of their states; ``sample`` is one of the shards."""
     params: dict[str, Param] = {}
     held: dict[State, TensorEntry] = {}
     ranks = [*zip(files.optim, shards, strict=True)]
@@ -326,7 +326,7 @@ def _hold(
 
 
 def _hold_module(model: WholeModel) -> dict[str, TensorEntry]:
-    """Return where what is held elsewhere lies in the module, too: trainable params, tied names, frozen fragments."""
+    """Return the second places of states in the module: trainable params, tied names, frozen fragments."""
     names = {name for shapes in model.param_shapes for name in shapes} | set(model.tied) | set(model.fragments)
     return {name: _whole(tensor) for name, tensor in model.module.items() if name in names}
 
@@ -340,11 +340,11 @@ def _findings(name: str, files: ShardFiles, sample: PartitionShard, world_size: 
     if set(sample.partition_counts) - {world_size}:
         counts = ", ".join(map(str, sorted(set(sample.partition_counts))))
         what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
-        fix = "a resume does not read it, DeepSpeed's tools do; copy the optim_states again"
+        fix = "a resume does not read it, but DeepSpeed's tools do; copy the optim_states again"
         found.append(Finding(where, what, fix, Code.PARTITION_COUNT, WARNING))
     if sample.variant == "elastic" and not sample.has_group_step:
         what = "elastic checkpoints of an optimizer that keeps its step per param can't be resumed by stock DeepSpeed"
-        fix = "train without elastic_checkpoint; states of this one can still be taken by a recipe"
+        fix = "train without elastic_checkpoint; recipes can still use this checkpoint's states"
         found.append(Finding(where, what, fix, Code.ELASTIC, ERROR))
     return tuple(found)
 

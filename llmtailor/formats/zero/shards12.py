@@ -9,8 +9,8 @@
       zero_stage, group_paddings, param_alignment_paddings, partition_count [one per group], param_slice_mappings
 
 Variants: BF16_Optimizer (ZeRO-1 with fp32 gradient accumulation) has neither ``zero_stage`` nor ``loss_scaler``, and
-its masters keep their padding; elastic checkpoints have a list as ``base_optimizer_state``, without param groups, and
-strip the moments too.
+its master weights keep their padding; elastic checkpoints have a list as ``base_optimizer_state``, without param
+groups, and strip the moments too.
 
 ``mp_rank_00_model_states``, one for all ranks: ``module`` holds params and buffers in full.
 """
@@ -39,38 +39,38 @@ Mappings = tuple[dict[str, tuple[Any, Any]], ...]
 
 @dataclass(frozen=True, slots=True)
 class PartitionShard:
-    """What one rank's ``optim_states`` says."""
+    """The content of one rank's ``optim_states``."""
 
     stage: int
-    """1 or 2; BF16_Optimizer counts as 1."""
+    """1 or 2; BF16_Optimizer counts as 1"""
     variant: str
     """``plain``, ``bf16_optimizer`` or ``elastic``"""
     partition_counts: tuple[int, ...]
-    """Per group: ranks."""
+    """Number of ranks per group"""
     parts: tuple[Mapping[str, Tensor], ...]
-    """Per group: kind -> this rank's partition; lengths differ by the padding that some kinds are saved with."""
+    """Per group: kind -> this rank's partition; lengths differ by the padding saved with some kinds"""
     steps: tuple[float, ...]
-    """Per group."""
+    """Per group"""
     step_is_tensor: bool
     hyper: tuple[Mapping[str, Any], ...]
-    """Per group. Empty for elastic checkpoints: hyperparameters are not on disk."""
+    """Per group. Empty for elastic checkpoints, which do not store hyperparameters"""
     gaps: tuple[tuple[int, ...], ...]
-    """Per group and param: elements of alignment behind it (``parameter_alignment``)."""
+    """Per group and param: elements of alignment after it (``parameter_alignment``)"""
     mappings: Mappings
-    """Per group: param -> elements on this rank, and where they begin in the partition, as DeepSpeed has it (wrongly
-    under ``round_robin_gradients``); empty if the file does not tell."""
+    """Per group: param -> its elements on this rank, and their start in the partition, as DeepSpeed saves it (wrong
+    under ``round_robin_gradients``); empty if the file has none"""
     has_group_step: bool
-    """Elastic checkpoints only: whether there is the step that a resume wants. torch's AdamW does not leave it."""
+    """Elastic checkpoints only: whether the step that a resume needs exists. torch's AdamW does not save it"""
     rest: Mapping[str, Any]
     """The tree without the states"""
     ds_config: Mapping[str, Any]
     facts: Mapping[str, object]
-    """What a resume reads beside the states and must be alike on all ranks"""
+    """What a resume reads besides states, and must be alike on all ranks"""
     findings: tuple[Finding, ...]
 
 
 def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
-    """Decode one ``optim_states`` file. Raises SourceError."""
+    """Return the content of one ``optim_states`` file. Raises SourceError."""
     tree = read_shard(trees, path, where)
     outer = get(tree, "optimizer_state_dict", dict, where)
     base = outer.get("base_optimizer_state")
@@ -114,7 +114,7 @@ def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
     counts = outer.get("partition_count")
     gaps = outer.get("param_alignment_paddings") or ()
     if not isinstance(gaps, (list, tuple)):
-        raise SourceError.at(where, "param_alignment_paddings is no list", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, "param_alignment_paddings is not a list", COPY_FILE, Code.FIELD_TYPE)
     return PartitionShard(
         stage=_stage(outer, where),
         variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
@@ -139,10 +139,10 @@ def _stage(outer: Mapping[str, Any], where: str) -> int:
     stage = outer["zero_stage"]
     number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
     if type(number) is not int or number not in (1, 2):
-        told = number if type(number) is int else "no number"
+        stated = number if type(number) is int else "not a number"
         raise SourceError.at(
             where,
-            f"zero_stage is {told} in a file with the layout of ZeRO-1 and ZeRO-2",
+            f"zero_stage is {stated} in a file with the layout of ZeRO-1 and ZeRO-2",
             COPY_FILE,
             Code.FIELD_CONFLICT,
         )
@@ -150,7 +150,7 @@ def _stage(outer: Mapping[str, Any], where: str) -> int:
 
 
 def _mappings(node: Any) -> Mappings:
-    """Read ``param_slice_mappings``, [{param: fragment_address(numel, start)}], as far as it can be read."""
+    """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], as far as they are readable."""
     found: list[dict[str, tuple[Any, Any]]] = []
     for group in node if isinstance(node, list) else ():
         states = {name: getattr(call, "state", None) for name, call in group.items()} if isinstance(group, dict) else {}
@@ -166,5 +166,5 @@ def _mappings(node: Any) -> Mappings:
 
 def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     if not isinstance(node, (list, tuple)) or not all(map(is_count, node)):
-        raise SourceError.at(where, f"{what} is no list of counts", COPY_FILE, Code.FIELD_TYPE)
+        raise SourceError.at(where, f"{what} is not a list of counts", COPY_FILE, Code.FIELD_TYPE)
     return tuple(node)

@@ -44,63 +44,63 @@ from llmtailor.formats.zero.tables import MODEL, ZERO3
 from llmtailor.model.states import MASTER
 
 _EXTRA = "_extra_state"
-"""torch's name for what a module keeps beside tensors"""
+"""torch's name for what a module keeps besides tensors"""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimShard:
-    """What one rank's ``optim_states`` says."""
+    """The content of one rank's ``optim_states``."""
 
     partition_count: int
     flats: tuple[Mapping[str, Tensor], ...]
-    """Per flat id: kind -> flat tensor; ``master`` and every elementwise state of the optimizer."""
+    """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer"""
     steps: tuple[float, ...]
-    """Per flat id."""
+    """Per sub-group"""
     step_is_tensor: bool
-    """Or an int. An empty state tells neither: then it is taken for a tensor."""
+    """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
-    """Of each param group: the sub-groups that it owns, and its hyperparameters"""
+    """For each param group: the sub-groups that it owns, and its hyperparameters"""
     rest: Mapping[str, Any]
     """The tree without the states"""
     ds_config: Mapping[str, Any]
     facts: Mapping[str, object]
-    """What a resume reads beside the states and must be alike on all ranks"""
+    """What a resume reads besides states, and must be alike on all ranks"""
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What ``model_states`` say beside the model, whatever the stage."""
+    """The content of ``model_states`` besides the model, for any stage."""
 
     global_steps: int
     skipped_steps: int
     scheduler: SchedulerFacts | None
-    """Of DeepSpeed's own, or of one that it was handed; None if the Trainer keeps the scheduler to itself."""
+    """DeepSpeed's own, or one handed to it; None if the Trainer keeps the scheduler"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """What one rank's ``model_states`` says."""
+    """The content of one rank's ``model_states``."""
 
     param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
-    """Per flat id, in the order of the flat tensors."""
+    """Per sub-group, in the order of the flat tensors"""
     frozen_shapes: Mapping[str, tuple[int, ...]]
     frozen_fragments: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     module_names: tuple[str, ...]
-    """Of params, frozen params, buffers and tied names, in the order of the model."""
+    """Params, frozen params, buffers and tied names, in the order of the model"""
     tied: Mapping[str, str]
     world_size: int
     counters: Counters
     rest: Mapping[str, Any]
     """The tree without params and buffers"""
     facts: Mapping[str, object]
-    """What a resume reads beside the states and must be alike on all ranks"""
+    """What a resume reads besides states, and must be alike on all ranks"""
     findings: tuple[Finding, ...]
 
 
 def read_optim_shard(trees: Trees, path: str, where: str) -> OptimShard:
-    """Decode one ``optim_states`` file. Raises SourceError, or UnsupportedCheckpoint for other ZeRO stages."""
+    """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = read_shard(trees, path, where)
     outer = get(tree, "optimizer_state_dict", dict, where)
     _check_stage(outer, where)
@@ -128,14 +128,14 @@ def read_optim_shard(trees: Trees, path: str, where: str) -> OptimShard:
         )
     flats, steps, step_is_tensor = [], [], True
     for flat_id, master in enumerate(masters):
-        if not state:  # Adam has not made a step yet; `zero3` checks that this is so
+        if not state:  # Adam has not made a step yet; `zero3` checks this
             flats.append({MASTER: master})
             steps.append(0.0)
             continue
         if flat_id not in state:
             raise SourceError.at(
                 where,
-                f"the optimizer state of flat id {flat_id} is missing; a resume would restart Adam for it",
+                f"the optimizer state of sub-group {flat_id} is missing; a resume would restart Adam for it",
                 COPY_FILE,
                 Code.STATE_MISSING,
             )
@@ -174,7 +174,7 @@ def rest_of_optim(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rest_of_model(tree: Mapping[str, Any], empty: Container[str]) -> dict[str, Any]:
-    """Return decoded ``model_states`` without params and buffers; of those that are ``empty`` the tensors stay.
+    """Return decoded ``model_states`` without params and buffers; tensors named in ``empty`` stay.
 
     ``frozen_param_fragments`` becomes True if there are any, and stays None where the run saved without them.
     """
@@ -188,14 +188,14 @@ def rest_of_model(tree: Mapping[str, Any], empty: Container[str]) -> dict[str, A
 
 def _check_stage(outer: dict[str, Any], where: str) -> None:
     if "base_optimizer_state" in outer:
-        what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, beside model states of ZeRO-3"
+        what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3"
         raise SourceError.at(where, what, "two runs have saved here; remove the files of the wrong one")
     stage = outer.get("zero_stage")
     number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
     if type(number) is not int or number != 3:
-        told = number if type(number) is int else "no number"
+        stated = number if type(number) is int else "not a number"
         raise SourceError.at(
-            where, f"zero_stage is {told} in a file with the name of a ZeRO-3 shard", COPY_FILE, Code.FIELD_CONFLICT
+            where, f"zero_stage is {stated} in a file with the name of a ZeRO-3 shard", COPY_FILE, Code.FIELD_CONFLICT
         )
     if "loss_scaler" not in outer:
         raise SourceError.at(
@@ -204,7 +204,7 @@ def _check_stage(outer: dict[str, Any], where: str) -> None:
 
 
 def read_model_shard(trees: Trees, path: str, where: str) -> ModelShard:
-    """Decode one ``model_states`` file. Raises SourceError, or UnsupportedCheckpoint for other parallelism."""
+    """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = as_dict(read_shard(trees, path, where), "the file", where)
     refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
@@ -274,16 +274,16 @@ def refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
 
 
 def check_alike(flats: Sequence[Mapping[str, Tensor]], where: str) -> tuple[Mapping[str, Tensor], ...]:
-    """Return what was passed. Raises SourceError if not all of them hold the same kinds of state."""
+    """Return ``flats``. Raises SourceError if not all of them hold the same kinds of state."""
     for flat_id, flat in enumerate(flats):
         if flat.keys() != flats[0].keys():
-            what = f"flat id {flat_id} has the states {', '.join(flat)}, but flat id 0 has {', '.join(flats[0])}"
+            what = f"sub-group {flat_id} has the states {', '.join(flat)}, but sub-group 0 has {', '.join(flats[0])}"
             raise SourceError.at(where, what, COPY_FILE, Code.STATE_MISSING)
     return tuple(flats)
 
 
 def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict[str, Tensor]:
-    """The persistent buffers; params are empty placeholders of shape (0,) in ZeRO-3."""
+    """Return the persistent buffers; params are empty placeholders of shape (0,) in ZeRO-3."""
     if lost := sorted(listed - module.keys()):
         raise SourceError.at(
             where, f"module lacks the buffers {some(lost)}; a resume would fail", COPY_FILE, Code.FIELD_MISSING
@@ -294,9 +294,9 @@ def _buffers(module: dict[str, Any], listed: frozenset[str], where: str) -> dict
         if name in listed:
             buffers[name] = read_tensor(node, f"module[{name}]", where)
         elif (view := as_tensor(node)) is None and not name.endswith(_EXTRA):
-            raise SourceError.at(where, f"module[{name}] is no tensor; a resume would fail", COPY_FILE, Code.FIELD_TYPE)
+            raise SourceError.at(where, f"module[{name}] is not a tensor: a resume fails", COPY_FILE, Code.FIELD_TYPE)
         elif view is not None and view.shape != (0,):
             have = "in full" if view.numel else f"with shape {list(view.shape)}"
-            what = f"module holds {name} {have}, where ZeRO-3 leaves a placeholder; a resume would fail"
+            what = f"module holds {name} {have}, but ZeRO-3 leaves a placeholder; a resume would fail"
             raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
     return buffers

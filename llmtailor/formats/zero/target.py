@@ -1,7 +1,7 @@
-"""What the files of a ZeRO checkpoint that is to be written have in common, whatever the stage.
+"""What all files of a ZeRO checkpoint to be written have in common, for any stage.
 
-Everything that is not a state (hyperparameters, loss scaler, counters, ds_config, DeepSpeed's classes by name) is taken
-over from the base. Where the base is a training without DeepSpeed, it is what DeepSpeed 0.19.8 would have written; what
+Everything that is not a state (hyperparameters, loss scaler, counters, ds_config, DeepSpeed's classes by name) is
+copied from the base. If the base was trained without DeepSpeed, it is what DeepSpeed 0.19.8 would have written; what
 a resume takes from its own config is left out rather than invented: ``clip_grad`` and ``global_samples``.
 """
 
@@ -28,12 +28,12 @@ _NOT_MOMENTS = (WEIGHT, MASTER, FROZEN, BUFFER)
 
 @dataclass(frozen=True, slots=True)
 class ZeroTarget:
-    """A ZeRO checkpoint to be written after a base."""
+    """A ZeRO checkpoint to be written, modelled on a base."""
 
     base: CheckpointIndex
     layout: OptimizerLayout
     precision: str
-    """Of the weights in training"""
+    """Dtype of the weights in training"""
     kinds: tuple[str, ...]
     """Elementwise states of the optimizer; none in fp16 while every step so far has overflowed"""
 
@@ -48,7 +48,7 @@ class ZeroTarget:
         return self.base.tag or f"global_step{self.base.global_step}"
 
     def dtype(self, state: State) -> str:
-        """Return the dtype that a state is written in: under DeepSpeed masters and moments are fp32."""
+        """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
         if self.base.has_masters or state.kind == BUFFER:
             return self.base.held[state].dtype
         return self.precision if state.kind == FROZEN else "F32"
@@ -58,16 +58,16 @@ class ZeroTarget:
         return [{**group.hyper, "params": self.layout.of_group(at)} for at, group in enumerate(self.layout.groups)]
 
     def step_node(self, number: int) -> Any:
-        """Return the step of a sub-group, as torch's AdamW keeps it, or as DeepSpeedCPUAdam does."""
+        """Return the step of a sub-group, in the form of torch's AdamW or of DeepSpeedCPUAdam."""
         step = self.layout.sub_groups[number].step
         if not self.base.train.step_is_tensor:
             return int(step)
-        return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of flat id {number}"),))
+        return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))
 
     def optim_tree(self, rest: Mapping[str, Any], stages: Sequence[int], made: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an ``optim_states``: what is ``made`` anew, and the rest of the base's.
+        """Return an ``optim_states``: ``made``, and the rest of the base's.
 
-        Keys that are not known are taken over if the base is of one of ``stages``.
+        Unknown keys are copied if the base is of one of ``stages``.
         """
         around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
         if "ds_config" in around:
@@ -76,7 +76,7 @@ class ZeroTarget:
         return {**around, "optimizer_state_dict": {**(more if self.base.stage in stages else {}), **made}}
 
     def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a ``ds_config`` with the target's stage, and the batch of a step on its ranks."""
+        """Return a ``ds_config`` with the target's stage, and the batch size of a step on its ranks."""
         adapted = dict(config)
         total = adapted.get("train_batch_size")
         if type(total) is int and total % self.base.world_size == 0:
@@ -87,9 +87,9 @@ class ZeroTarget:
         return adapted
 
     def excludes_frozen(self, model_states: Mapping[str, Any]) -> bool:
-        """Whether the run saved without its frozen params, as the Trainer does with PEFT.
+        """Return whether the run saved without its frozen params, as the Trainer does with PEFT.
 
-        A resume demands every frozen param of the model if ``frozen_param_fragments`` is there, even empty, and takes
+        A resume needs every frozen param of the model if ``frozen_param_fragments`` exists, even empty, and loads
         none if it is None. ZeRO-1 always has None.
         """
         lacks = self.base.stage > 1 and model_states.get("frozen_param_fragments") is None
@@ -116,7 +116,7 @@ def stage_node(stage: int) -> Call:
 
 
 def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
-    """Return what DeepSpeed would say of a training that ran without it."""
+    """Return what DeepSpeed would have stored for a training that ran without it."""
     config = {
         "bf16": {"enabled": precision == "BF16"},
         "fp16": {"enabled": False},

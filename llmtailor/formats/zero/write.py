@@ -1,8 +1,8 @@
-"""Lays out a Trainer checkpoint with DeepSpeed shards of any ZeRO stage.
+"""Layout of a Trainer checkpoint with DeepSpeed shards of any ZeRO stage.
 
-Tensors become plain tensors of their own storage; padding is zero. On another number of ranks, rank r takes over what
-the base's rank r modulo its world size says. In a salvage, the files of a rank that can't be read are made after the
-first that can: they differ in nothing but states.
+Tensors become plain tensors with their own storage; padding is zero. On another number of ranks, rank r copies the
+other content of the base's rank r modulo its world size. In a salvage, an unreadable rank's files are modelled on the
+first readable rank's: they differ only in states.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from llmtailor.model.states import MASTER, WEIGHT, State
 
 
 def check(dtype: str | None, allow_split: bool) -> None:
-    """Masters are beside the weights, so these may be in any dtype and of any source."""
+    """Accept any dtype and split: master weights are stored separately from the weights."""
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return the layouts of a composite's files but those of the tokenizer, and notices.
+    """Return the layouts of a composite's files except the tokenizer's, and notices.
 
-    Raises UnsupportedCheckpoint for a base without DeepSpeed that has not all that its shards need.
+    Raises UnsupportedCheckpoint for a base without DeepSpeed that lacks something that its shards need.
     """
     if base.has_masters:
         precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
@@ -60,7 +60,7 @@ def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Ite
 
 
 def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield the rank, the path and the object tree of each shard file, its tensors bound to states."""
+    """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
     layout, write = target.layout, write3 if target.layout.stage == 3 else write12
     for rank in range(layout.world_size):
         name = optim_name(rank, target.precision == "BF16")
@@ -85,19 +85,17 @@ def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
         what = "an fp16 run of DeepSpeed needs the state of its loss scaler, which a checkpoint without DeepSpeed lacks"
         raise UnsupportedCheckpoint.at(base.name, what, "resume in bf16")
     if ADAPTER_CONFIG in base.files:
-        what = "it is an adapter of PEFT, and does not tell in which precision the model below it was trained"
+        what = "it is a PEFT adapter, and does not state the precision in which the model below it was trained"
         raise UnsupportedCheckpoint.at(base.name, what, "stay without DeepSpeed")
     unnamed = [param for group in base.groups for param in group.params if State(param, MASTER) not in base.held]
     if unnamed:
-        what = (
-            f"the weights' files have other names for {some(unnamed)} than the model, so there are no masters of them"
-        )
+        what = f"the weight files have other names for {some(unnamed)} than the model, so they have no master weights"
         fix = "stay without DeepSpeed; or train on with a run that saves the params' own names"
         raise UnsupportedCheckpoint.at(base.name, what, fix)
 
 
 def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
-    """Report weights that can't be rounded to a dtype from their masters, as it is not known which these are."""
+    """Return notices on weights that can't be rounded from their master weights, as it is not known which these are."""
     if not dtype or not base.has_masters:
         return []
     weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
@@ -105,6 +103,6 @@ def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
     unknown = [name for name in weights if name not in known]
     if not unknown:
         return []
-    what = f"{some(unknown)} are rounded a second time, from the weights: which masters are theirs is not known"
+    what = f"{some(unknown)} are rounded a second time, from the weights: their master weights are not known"
     fix = "nothing, to resume; to export the model, call trainer.save_model() after the resume"
     return [Problem("dtype", what, fix)]

@@ -51,7 +51,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 
 
 def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of the ``model_states`` of all ranks. Its params are the rounded masters."""
+    """Return the tree of the ``model_states`` of all ranks. Its params are the rounded master weights."""
     base = target.base
     module = Ordered()
     for name, node in rest["module"].items():
@@ -84,7 +84,7 @@ def _vector(target: ZeroTarget, one: SubGroup) -> Vector:
 
 
 def _runs(target: ZeroTarget, one: SubGroup, vector: Vector, rank: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (param, begin, end, offset in the partition) of the params that meet a rank's partition."""
+    """Yield (param, begin, end, offset in the partition) of the params that overlap a rank's partition."""
     low, high = rank * vector.partition, (rank + 1) * vector.partition
     for param, offset in zip(one.params, vector.offsets, strict=True):
         begin, end = max(low, offset), min(high, offset + target.base.params[param].numel)
@@ -93,7 +93,7 @@ def _runs(target: ZeroTarget, one: SubGroup, vector: Vector, rank: int) -> Itera
 
 
 def _partition(target: ZeroTarget, one: SubGroup, vector: Vector, kind: str, rank: int, strip: bool) -> Any:
-    """One rank's partition of a kind, without the padding at its end if ``strip``."""
+    """Return one rank's partition of a kind, without the padding at its end if ``strip``."""
     length = vector.partition - (vector.padding(rank) if strip else 0)
     dtype = next((target.dtype(State(param, kind)) for param in one.params), "F32")
     content: list[Piece] = []
@@ -109,7 +109,7 @@ def _partition(target: ZeroTarget, one: SubGroup, vector: Vector, kind: str, ran
 
 
 def _mapping(target: ZeroTarget, one: SubGroup, vector: Vector, rank: int) -> Ordered:
-    """Where the params lie in a rank's partition; right also under round_robin_gradients, where stock is wrong."""
+    """Return the places of params in a rank's partition; right even with round_robin_gradients, unlike stock's."""
     return Ordered(
         (param, Call(_FRAGMENT, (), new=True, state={"numel": end - begin, "start": offset}, has_state=True))
         for param, begin, end, offset in _runs(target, one, vector, rank)

@@ -15,7 +15,7 @@ _PADDING = "ZeRO-3 padding"
 
 
 def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of one rank's ``optim_states``; ``rest`` is that of the base's."""
+    """Return the tree of one rank's ``optim_states``; ``rest`` is the base's."""
     cut = target.layout.sub_groups
     state = {
         number: {
@@ -35,12 +35,12 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 
 
 def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of one rank's ``model_states``; ``rest`` is that of the base's."""
+    """Return the tree of one rank's ``model_states``; ``rest`` is the base's."""
     base, world_size = target.base, target.layout.world_size
     module = Ordered()
     for name, node in rest["module"].items():
         param = base.params.get(name)
-        if param is None and name not in base.tied:  # PEFT left out what it is another name of
+        if param is None and name not in base.tied:  # PEFT left out the param that this is another name of
             continue
         if param is None or param.role != "buffer":  # params live in the optimizer's files
             module[name] = make_tensor(target.precision, (0,), ())
@@ -72,7 +72,7 @@ def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 
 
 def _flat_tensor(target: ZeroTarget, params: tuple[str, ...], kind: str, rank: int) -> Any:
-    """The flat tensor of one sub-group on one rank: the slices of its params, one after the other."""
+    """Return the flat tensor of a sub-group on one rank: the slices of its params, one after the other."""
     content: list[Piece] = []
     numel, dtype = 0, "F32"
     for param in params:
@@ -84,7 +84,7 @@ def _flat_tensor(target: ZeroTarget, params: tuple[str, ...], kind: str, rank: i
 
 
 def _slice(target: ZeroTarget, state: State, rank: int) -> Iterator[Piece]:
-    """One rank's slice of a state: its elements, then padding."""
+    """Yield one rank's slice of a state: its elements, then padding."""
     numel, dtype = target.base.held[state].numel, target.dtype(state)
     part = part_size(numel, target.layout.world_size)
     begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
