@@ -149,7 +149,7 @@ def test_shards_of_a_larger_run_beside(run):
         (lambda data: data[:-100], "truncated"),
         (lambda data: data[: len(data) // 2], "truncated"),
         (lambda data: b"", "empty"),
-        (lambda data: b"not a zip at all", "no torch.save file"),
+        (lambda data: b"not a zip at all", "not a torch.save file"),
     ],
 )
 def test_a_damaged_shard(run, which, damage, told):
@@ -204,7 +204,7 @@ def test_a_shard_of_another_stage(run, tmp_path):
     other = tmp_path / "other" / "checkpoint-100"
     llmtailor.merge(Recipe("x", "", run / "checkpoint-100", (), None, None), other, llmtailor.Options(stage=2))
     shutil.copy(optim_states(other, 1), optim_states(run / "checkpoint-100", 1))
-    told = refused(run, 4, "an optimizer shard of ZeRO-1 or ZeRO-2, beside model states of ZeRO-3", "two runs")
+    told = refused(run, 4, "an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3", "two runs")
     assert "only ZeRO-3" not in told
 
 
@@ -215,11 +215,11 @@ def state_of(tree):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda tree: state_of(tree).pop(1), "the optimizer state of flat id 1 is missing"),
+        (lambda tree: state_of(tree).pop(1), "the optimizer state of sub-group 1 is missing"),
         (lambda tree: state_of(tree).clear(), "Adam's step differs"),
         (lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"].pop(), "1 master tensors"),
-        (lambda tree: state_of(tree)[0].update(exp_avg=torch.zeros(3)), "exp_avg of flat id 0 has 3 elements"),
-        (lambda tree: state_of(tree)[0].pop("exp_avg"), "but flat id 0 has master, exp_avg_sq"),
+        (lambda tree: state_of(tree)[0].update(exp_avg=torch.zeros(3)), "exp_avg of sub-group 0 has 3 elements"),
+        (lambda tree: state_of(tree)[0].pop("exp_avg"), "but sub-group 0 has master, exp_avg_sq"),
         (lambda tree: state_of(tree)[0].update(step=torch.tensor(99.0)), "Adam's step differs"),
         (lambda tree: tree["optimizer_state_dict"].pop("loss_scaler"), "loss_scaler is missing"),
         (lambda tree: state_of(tree)[0].update(row_factor=torch.zeros(3, 2)), "row_factor has shape [3, 2]"),
@@ -246,7 +246,7 @@ def test_a_short_flat_tensor_on_every_rank(run):
 
     for rank in (0, 1):
         edit(optim_states(run / "checkpoint-100", rank), shorten)
-    refused(run, 4, "where the params add up to")
+    refused(run, 4, "but its params add up to")
 
 
 class Evil:
@@ -313,7 +313,7 @@ def test_other_parallelism_is_refused_by_name(run, change, told):
         (["optimizer.pt", "model.safetensors"], "optimizer.pt"),  # a plain Trainer's, but no torch file
         (["pytorch_model_fsdp_0/.metadata"], "FSDP"),
         (["model.safetensors"], "weights only"),
-        ([], "this is no checkpoint"),
+        ([], "this is not a checkpoint"),
     ],
 )
 def test_other_kinds_of_checkpoint_are_refused_by_name(run, files, told):

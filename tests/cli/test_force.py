@@ -97,7 +97,7 @@ INTO_A_COMPOSITE = {
 def test_an_old_composite_with_something_in_it_stays(run: Path, name: str) -> None:
     INTO_A_COMPOSITE[name](run / "old")
     said = refused(run, "merge", "recipe.yaml", "old")
-    assert f"was not made by a training: {name}" in said and "fix: move these away" in said
+    assert f"that no training made: {name}" in said and "fix: move these away" in said
 
 
 def test_all_that_is_unknown_is_named_at_once(run: Path) -> None:
@@ -121,7 +121,10 @@ FOLDERS = {
     "another run": (lambda out: (make(out, 7), make(out, 8)), "checkpoint-7/, checkpoint-8/"),
     "documents": (put("thesis.docx", "photos/1.jpg"), "photos/, thesis.docx"),
     "hidden files": (put(".ssh/id", ".bashrc"), ".bashrc, .ssh/"),
-    "a model": (put("model.safetensors", "config.json", "tokenizer.json"), "no checkpoint: it has weights or settings"),
+    "a model": (
+        put("model.safetensors", "config.json", "tokenizer.json"),
+        "not a checkpoint: it has weights or settings",
+    ),
     "a run's partial folder": (put("partial/step-00000100/manifest.json"), "partial/"),
     "only a readme": (put("README.md"), "README.md"),
 }

@@ -140,7 +140,7 @@ def test_inspect_says_what_is_odd(run):
     odd = [line for line in text.splitlines() if line.startswith("odd: ")]
     assert len(odd) == 5
     step = "global_step is 90, but DeepSpeed's is 100"
-    for told in ("no scheduler state", "no weights", "no RNG states", step, "log_history goes on to step 100"):
+    for told in ("no scheduler state", "no weights", "no RNG states", step, "log_history continues to step 100"):
         assert any(told in line for line in odd)
 
 

@@ -152,5 +152,5 @@ def test_a_billion_laughs_are_refused():
     assert len(write_pickle(read_pickle(pickle.dumps(nested, 2), "x"))[0]) < 1000
     for _ in range(20):
         nested = [nested, nested]
-    with pytest.raises(SourceError, match="it unfolds to more than"):
+    with pytest.raises(SourceError, match="it expands to more than"):
         read_pickle(pickle.dumps(nested, 2), "x")

@@ -105,7 +105,7 @@ DAMAGE = {
     ),
     "an id is missing": (
         lambda root: edit_optimizer(root, lambda tree: drop_id(tree, 3, 0)),
-        "the shapes do not tell which",
+        "the shapes do not show which",
     ),
     "an id too many": (
         lambda root: edit_optimizer(root, lambda tree: tree["param_groups"][1]["params"].append(3)),
@@ -149,7 +149,7 @@ DAMAGE = {
     ),
     "config of another model": (
         lambda root: edit_json(root / "config.json", lambda config: config.update(num_hidden_layers=1)),
-        "ids, the model has",
+        "ids, but the model has",
     ),
     "an unknown model": (
         lambda root: edit_json(root / "config.json", lambda config: config.update(architectures=["Nothing"])),
@@ -159,7 +159,7 @@ DAMAGE = {
         lambda root: edit_optimizer(
             root, lambda tree: [state.update(step=torch.tensor(7.0)) for state in tree["state"].values()]
         ),
-        "from step 7, the schedule is at step 1",
+        "from step 7, but the schedule is at step 1",
     ),
 }
 
@@ -167,7 +167,7 @@ UNDECIDED = {
     *(
         "only Adam-like",
         "config.json: the file is missing",
-        "the shapes do not tell which",
+        "the shapes do not show which",
         "not the Trainer's two",
     ),
     *("no model class Nothing",),
@@ -256,7 +256,7 @@ def test_frozen_params_are_told_only_where_the_shapes_leave_no_doubt(shapes, nam
     if names:
         assert derived_names(optimizer, MODEL, "x") == (names, ("norm",))
     else:
-        with pytest.raises(SourceError, match="do not tell which"):
+        with pytest.raises(SourceError, match="do not show which"):
             derived_names(optimizer, MODEL, "x")
 
 

@@ -101,7 +101,7 @@ def test_deepspeeds_own_schedulers_count_and_keep_no_lists():
         ({"base_lrs": [1.0, 2.0, 3.0]}, "base_lrs: there are 3 entries for 2 param groups"),
         ({"_schedulers": [{"_last_lr": [1.0]}]}, "_schedulers: _last_lr: there are 1 entries"),
         ({"warmups": [10, 20]}, "warmups: as many entries as param groups"),
-        ([1.0, 2.0], "no dict but list"),
+        ([1.0, 2.0], "list, not a dict"),
     ],
 )
 def test_what_cannot_be_relaid_is_refused(tree, what):

@@ -140,7 +140,7 @@ def corrupt(path, how):
         (lambda data: data[:-8], "truncated"),
         (lambda data: data[: len(data) // 2], "truncated"),
         (lambda data: b"\x80\x02" + data[2:], "legacy"),
-        (lambda data: b"hello" * 100, "no torch.save file"),
+        (lambda data: b"hello" * 100, "not a torch.save file"),
         (lambda data: data.replace(b"littl", b"biggg"), "big-endian"),
         (lambda data: data.replace(b"weight", b"wEight", 1), "CRC"),
     ],

@@ -228,7 +228,7 @@ def saved_under_no_name(path: Path) -> None:
     [
         ("zero2", "optim_states", "param_slice_mappings are those of rank"),
         ("zero1", "optim_states", "param_slice_mappings are those of rank"),
-        ("tied", "model_states", "it lists shared_params, as only rank 0 does"),
+        ("tied", "model_states", "it lists shared_params, which only rank 0 does"),
     ],
 )
 def test_swapped_shards_that_do_not_know_their_names(runs, sound, copy_of, form, kind, told):

@@ -127,7 +127,7 @@ def test_links_are_followed_and_told_of(copy_of, tmp_path):
         target.symlink_to(os.path.relpath(tmp_path / "blobs" / str(number), target.parent))
     index = index_checkpoint(linked)
     (finding,) = index.findings
-    assert f"{len(index.files)} of its files are symbolic links out of the folder" in finding.what
+    assert f"{len(index.files)} of its files are symbolic links to outside the folder" in finding.what
     first, second = merge(plain, tmp_path / "one"), merge(linked, tmp_path / "two")
     for path in first.rglob("*"):
         other = second / path.relative_to(first)
@@ -149,7 +149,7 @@ def test_a_linked_tag_folder_is_told_of(copy_of, tmp_path):
     (checkpoint / "global_step100").rename(tmp_path / "elsewhere")
     (checkpoint / "global_step100").symlink_to(tmp_path / "elsewhere")
     (finding,) = index_checkpoint(checkpoint).findings
-    assert "1 of its files are symbolic links out of the folder: global_step100" in finding.what
+    assert "1 of its files are symbolic links to outside the folder: global_step100" in finding.what
 
 
 # --- names that lead elsewhere ---------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_latest_can_not_lead_to_shards_above_it(copy_of, tmp_path):
     for path in (checkpoint / "global_step100").iterdir():
         path.rename(checkpoint.parent / path.name)
     (checkpoint / "latest").write_text("..")
-    with pytest.raises(SourceError, match="no folder of this checkpoint"):
+    with pytest.raises(SourceError, match="not a folder of this checkpoint"):
         merge(checkpoint, tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()
 

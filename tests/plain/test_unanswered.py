@@ -66,7 +66,7 @@ COMMANDS = [
 def test_each_command_stops_instead_of_taking_an_older_checkpoint(run, monkeypatch, command):
     before = everything()
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0")
-    with pytest.raises(Unanswered, match="not done after 0 s, which says nothing about the checkpoint") as caught:
+    with pytest.raises(Unanswered, match="no result after 0 s; this says nothing about the checkpoint") as caught:
         invoke(*command)
     (problem,) = caught.value.problems
     assert problem.where == f"{NEWEST}/config.json"
@@ -111,5 +111,5 @@ def test_a_composite_that_could_not_be_verified_in_time_stays_to_be_gone_on_with
 @pytest.mark.parametrize("told", ["soon", "-1", "nan", "inf"])
 def test_a_limit_that_is_none_is_refused(run, monkeypatch, told):
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", told)
-    with pytest.raises(UsageError, match="is no number of seconds"):
+    with pytest.raises(UsageError, match="is not a number of seconds"):
         invoke("latest", ".")

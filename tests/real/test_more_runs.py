@@ -223,7 +223,7 @@ def test_an_adapter_without_deepspeed_has_the_masters(stock: dict[str, Run], nam
     assert (again / ADAPTER).read_bytes() == (out / ADAPTER).read_bytes()
     verdict = verify_checkpoint(out, deep=True)
     assert verdict.is_resumable and not [finding for finding in verdict.findings if finding.severity == "error"]
-    with pytest.raises(UnsupportedCheckpoint, match="does not tell in which precision"):
+    with pytest.raises(UnsupportedCheckpoint, match="does not state the precision"):
         merge(out, tmp_path / "back", stage=2)
 
 
@@ -233,5 +233,5 @@ def test_what_the_trainer_itself_saves_of_an_adapter_without_deepspeed_is_refuse
     plain = copy(stock["ddp"].checkpoint(6), tmp_path / "plain")
     (plain / "model.safetensors").unlink()
     shutil.copy(stock["lora3"].checkpoint(6) / "adapter_config.json", plain)
-    with pytest.raises(UnsupportedCheckpoint, match="a run of PEFT without DeepSpeed"):
+    with pytest.raises(UnsupportedCheckpoint, match="a PEFT run without DeepSpeed"):
         index_checkpoint(plain)

@@ -74,12 +74,12 @@ def test_what_only_the_weights_hold_stays(tmp_path: Path) -> None:
     trained = train(tmp_path / "trained", prepare=add, steps=4)
     told = call("thin", trained.folder, "--strategy", "full")
     assert [row["becomes"] for row in told["checkpoints"]] == ["stays", "stays"]
-    assert "tensors that are no params of the model" in told["checkpoints"][0]["why"]
+    assert "tensors that are not params of the model" in told["checkpoints"][0]["why"]
     assert told["freed_bytes"] == 0
 
 
 def test_weights_that_are_the_only_masters_stay() -> None:
     """transformers saves fused experts by other names than the optimizer knows."""
     index = make_index(Path("run/checkpoint-2"), params={"experts": Param("experts", (2, 3), "trainable")})
-    with pytest.raises(UnsupportedCheckpoint, match="are its only masters"):
+    with pytest.raises(UnsupportedCheckpoint, match="its only master weights"):
         check_can_be_partial(index)

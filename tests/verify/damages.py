@@ -147,7 +147,7 @@ add("trainer_state.json of another step", "error", "global_step is 3", on_json("
 add(
     "trainer_state.json without a step",
     "error",
-    "and no number of steps",
+    "not a number of steps",
     on_json("trainer_state.json", global_step=None),
 )
 
@@ -246,7 +246,7 @@ add(
 )
 
 
-@damage("scheduler.pt without a dict", "error", "and no state of a scheduler")
+@damage("scheduler.pt without a dict", "error", "not a scheduler state")
 def _(checkpoint, _other):
     torch.save([1.0], checkpoint / "scheduler.pt")
 
@@ -260,7 +260,7 @@ add(
 add(
     "log_history beyond global_step",
     "error",
-    "log_history goes on to step 9",
+    "log_history continues to step 9",
     on_json("trainer_state.json", log_history=[{"step": 9, "epoch": 1.0}]),
 )
 add(
@@ -287,7 +287,7 @@ add("RNG state of a rank empty", "error", "python is missing", on_rng(lambda tre
 add(
     "counters of torch's generator out of range",
     "error",
-    "cpu holds no state",
+    "cpu does not hold a state",
     on_rng(lambda tree: tree["cpu"].__setitem__(8, 0)),
 )
 
@@ -384,7 +384,9 @@ add(
     "shard 2 of 3 is missing",
     on_models(lambda tree: tree.update(dp_world_size=3)),
 )
-add("dp_world_size of fewer ranks", "error", "elements where", on_models(lambda tree: tree.update(dp_world_size=1)))
+add(
+    "dp_world_size of fewer ranks", "error", "elements instead of", on_models(lambda tree: tree.update(dp_world_size=1))
+)
 add("no dp_world_size", "error", "dp_world_size is missing", on_models(lambda tree: tree.pop("dp_world_size")))
 add("no mp_world_size", "error", "mp_world_size is missing", on_models(lambda tree: tree.pop("mp_world_size")))
 
@@ -442,7 +444,7 @@ add(
 )
 
 
-@damage("exp_avg without the padding at the end, ZeRO-1/2", "error", "elements where", runs=("zero2",))
+@damage("exp_avg without the padding at the end, ZeRO-1/2", "error", "elements instead of", runs=("zero2",))
 def _(checkpoint, _other):
     def change(tree):
         for group, padding in enumerate(outer(tree)["group_paddings"]):
@@ -494,7 +496,7 @@ def swap_shapes(tree):
 add(
     "full tensors in the module, ZeRO-3",
     "error",
-    "in full, where ZeRO-3 leaves a placeholder",
+    "in full, but ZeRO-3 leaves a placeholder",
     on_models(fill_module),
     runs=("llama",),
 )
@@ -507,7 +509,7 @@ add(
 add(
     "an unknown name in the module, ZeRO-3",
     "error",
-    "of which there is no state",
+    "have no state",
     on_models(lambda tree: tree["module"].update(more=torch.empty(0))),
     runs=("llama",),
 )

@@ -30,13 +30,13 @@ def moment_of_numbers(tree: Tree) -> None:
 
 
 add("param groups in another order", "error", "param groups", on_ranks(swap_groups))
-add("a master in two dimensions", "error", "where a flat tensor belongs", on_ranks(two_dimensions))
+add("a master in two dimensions", "error", "instead of being flat", on_ranks(two_dimensions))
 add("exp_avg in two dimensions", None, "", on_ranks(moment_of_two_dimensions))
-add("exp_avg as a list", "error", "exp_avg of flat id 0 is no tensor", on_ranks(moment_of_numbers))
+add("exp_avg as a list", "error", "exp_avg of sub-group 0 is not a tensor", on_ranks(moment_of_numbers))
 add(
     "no step in Adam's state",
     "error",
-    "the step of flat id 0 is missing",
+    "the step of sub-group 0 is missing",
     on_ranks(lambda tree: inner(tree)["state"][0].pop("step")),
 )
 add(
@@ -66,7 +66,7 @@ def change_placeholder(value: object) -> None:
         tree["module"][next(iter(tree["module"]))] = value
 
     title = "no tensor" if value is None else "a placeholder of two dimensions"
-    told = "is no tensor" if value is None else "where ZeRO-3 leaves a placeholder"
+    told = "is not a tensor" if value is None else "but ZeRO-3 leaves a placeholder"
     add(f"{title} in the module, ZeRO-3", "error", told, on_models(apply), runs=("llama",))
 
 
@@ -160,7 +160,7 @@ def _(checkpoint, _other):
     optim(checkpoint, 1).write_bytes(b"")
 
 
-@damage("optim_states of zeros", "error", "no torch.save file")
+@damage("optim_states of zeros", "error", "not a torch.save file")
 def _(checkpoint, _other):
     path = optim(checkpoint, 1)
     path.write_bytes(bytes(path.stat().st_size))
@@ -175,5 +175,5 @@ def write_latest(title: str, severity: str | None, told: str, text: str) -> None
 
 write_latest("`latest` with a newline and blanks", None, "", " TAG \n")
 write_latest("`latest` without a word", "error", "it points to ''", "\n")
-write_latest("`latest` with a byte-order mark", "error", "no folder of this checkpoint", "\ufeffTAG")
-write_latest("`latest` with two lines", "error", "no folder of this checkpoint", "TAG\nTAG")
+write_latest("`latest` with a byte-order mark", "error", "not a folder of this checkpoint", "\ufeffTAG")
+write_latest("`latest` with two lines", "error", "not a folder of this checkpoint", "TAG\nTAG")

@@ -169,7 +169,7 @@ def test_bundles_of_two_ranks_swapped(copy_of, form, mended):
     if mended:  # they might have been of the same size
         mend_manifest(one)
         mend_manifest(other)
-        check(one.parent, False, one, "it says rank '1', where manifest.json says step 200, world_size 2, rank 0")
+        check(one.parent, False, one, "it states rank '1', but manifest.json states step 200, world_size 2, rank 0")
     else:
         check(one.parent, False, one, "")
 

@@ -163,20 +163,20 @@ CASES = {
     ),
     "plain: lr NaN": ("error", "lr is nan", hyper(lr=float("nan"))),
     "plain: amsgrad without its states": ("error", "max_exp_avg_sq is missing", hyper(amsgrad=True)),
-    "plain: Adam's step of a param beyond the schedule's": ("error", "is 99, the schedule", at_step(99, 0)),
-    "plain: Adam's step of a param 0": ("error", "is 0, the schedule", at_step(0, 0)),
-    "plain: Adam's step of one param alone behind": ("warning", "is 1, the schedule", at_step(1, 0)),
-    "plain: integers for a moment": ("error", "holds no fractions", optimizer(moments_as_ints)),
-    "plain: integers for a weight": ("error", "holds no fractions", as_ints),
+    "plain: Adam's step of a param beyond the schedule's": ("error", "is 99, but the schedule", at_step(99, 0)),
+    "plain: Adam's step of a param 0": ("error", "is 0, but the schedule", at_step(0, 0)),
+    "plain: Adam's step of one param alone behind": ("warning", "is 1, but the schedule", at_step(1, 0)),
+    "plain: integers for a moment": ("error", "not floating-point", optimizer(moments_as_ints)),
+    "plain: integers for a weight": ("error", "not floating-point", as_ints),
     "plain: pytorch_model.bin beside shards of safetensors": (
         "error",
         "two sets of weights",
         lambda root: (add_old_weights(root), split_weights(root)),
     ),
     "plain: pytorch_model.bin beside model.safetensors": (None, "", add_old_weights),
-    "plain: a folder of FSDP": ("error", "one of an FSDP", lambda root: (root / "pytorch_model_fsdp_0").mkdir()),
+    "plain: a folder of FSDP": ("error", "belongs to an FSDP", lambda root: (root / "pytorch_model_fsdp_0").mkdir()),
     "plain: scaler.pt of a run without fp16": ("error", "without a loss scale", save_scale),
-    "plain: no scheduler.pt": ("error", "takes neither the schedule nor the optimizer", unlink("scheduler.pt")),
+    "plain: no scheduler.pt": ("error", "loads neither the schedule nor the optimizer", unlink("scheduler.pt")),
     "plain: no optimizer.pt": ("error", "the file is missing", unlink("optimizer.pt")),
     "plain: neither of them": ("error", "no optimizer state", unlink("optimizer.pt", "scheduler.pt")),
     "plain: no trainer_state.json": ("error", "the file is missing", unlink("trainer_state.json")),
@@ -234,7 +234,7 @@ def test_what_cannot_be_judged_is_not_called_unresumable(trained, tmp_path):
     root = tmp_path / "checkpoint-4"
     shutil.copytree(trained["llama"].checkpoint(4), root)
     (root / "config.json").unlink()  # a stock resume does without, but it alone tells the order of the params
-    with pytest.raises(UnsupportedCheckpoint, match="it alone tells the params' order"):
+    with pytest.raises(UnsupportedCheckpoint, match="nothing else states the params' order"):
         verify_checkpoint(root)
 
 
