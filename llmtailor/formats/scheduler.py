@@ -164,7 +164,7 @@ def _entry(key: Any, value: Any, where: str, num_groups: int, from_group: Sequen
             )
         return type(value)(value[number] for number in from_group)
     if len(value) == num_groups:
-        what = f"an unknown scheduler has as many entries as param groups ({num_groups}): maybe one for each"
+        what = f"as many entries as param groups ({num_groups}) in an unknown scheduler: maybe one for each"
         raise SourceError.at(where, what, _KEEP)
     return value
 

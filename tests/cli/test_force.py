@@ -121,10 +121,7 @@ FOLDERS = {
     "another run": (lambda out: (make(out, 7), make(out, 8)), "checkpoint-7/, checkpoint-8/"),
     "documents": (put("thesis.docx", "photos/1.jpg"), "photos/, thesis.docx"),
     "hidden files": (put(".ssh/id", ".bashrc"), ".bashrc, .ssh/"),
-    "a model": (
-        put("model.safetensors", "config.json", "tokenizer.json"),
-        "not a checkpoint: it has weights or settings",
-    ),
+    "a model": (put("model.safetensors", "config.json", "tokenizer.json"), "not a checkpoint: it has weights"),
     "a run's partial folder": (put("partial/step-00000100/manifest.json"), "partial/"),
     "only a readme": (put("README.md"), "README.md"),
 }
