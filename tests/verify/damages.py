@@ -347,7 +347,7 @@ def _(checkpoint, other):
         shutil.copy(optim(other, rank), optim(checkpoint, rank))
 
 
-@damage("model_states of another step", "error", "the model states are from step 6, the tag folder says 4")
+@damage("model_states of another step", "error", "the model states are from step 6, but the tag folder says 4")
 def _(checkpoint, other):
     for mine, theirs in zip(models(checkpoint), models(other), strict=True):
         shutil.copy(theirs, mine)
