@@ -123,7 +123,7 @@ def _bytes_of(root: Path, node: Any, where: str) -> bytes:
 
 
 def _is_valid(state: bytes) -> bool:
-    """Return whether torch accepts the state. Its counters add up to the number of words, except at the start."""
+    """Return whether torch accepts the state: it checks each counter. They add up to the words, except at first."""
     _, left, seeded, following = _STATE.unpack_from(state)
     words = state[_STATE.size : _STATE.size + 8 * TWISTER_WORDS]
     return (

@@ -4,7 +4,7 @@
 
     optimizer_state_dict
       zero_stage, loss_scaler, dynamic_loss_scale, overflow, partition_count
-      optimizer_state_dict    {state: {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups: [{.., params: [sub-group]}]}
+      optimizer_state_dict    {state: {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups: [{.., params: [..]}]}
       fp32_flat_groups        [flat tensor per sub-group]
     ds_config, ds_version
 
