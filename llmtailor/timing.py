@@ -13,12 +13,12 @@ class Stopwatch:
     """A timer that starts when it is created."""
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
 
     def lap(self) -> str:
         """Return the time since the last lap as text, and start the next lap."""
-        begun, self._begun = self._begun, time.monotonic()
-        return f"{self._begun - begun:.2f} s"
+        started, self._started = self._started, time.monotonic()
+        return f"{self._started - started:.2f} s"
 
 
 TIME_LIMIT = "LLMTAILOR_TIMEOUT"

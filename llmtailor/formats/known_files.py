@@ -91,7 +91,7 @@ class Contents:
 
 
 def survey_contents(root: Path) -> Contents:
-    """Return the sorted entries of a folder; unknown folders are not searched. Raises OSError."""
+    """Return the classified entries of a folder; unknown folders are not searched. Raises OSError."""
     top = list_entries(root)
     recognizer = _Recognizer(root, top)
     known: dict[str, FileFact | None] = {}

@@ -17,7 +17,7 @@ from llmtailor.formats.trainer import MANIFEST
 def read_part_steps(root: Path, name: str) -> dict[str, int]:
     """Return the step of each part of a composite; empty for a checkpoint that is not a composite.
 
-    A part that is split over several sources has the oldest step. Raises SourceError for a damaged manifest.
+    A part that is split over several sources gets the oldest step. Raises SourceError for a damaged manifest.
     """
     if not (root / MANIFEST).is_file():
         return {}

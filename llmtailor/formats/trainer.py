@@ -221,7 +221,7 @@ def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
     return Finding(
         name,
         what,
-        "nothing: a resume does not read them, and they can be rounded from the masters",
+        "nothing: a resume does not read them, and they can be rounded from the master weights",
         Code.WEIGHTS_MISSING,
     )
 

@@ -52,21 +52,21 @@ class RunFacts:
 def read_run_facts(root: Path, where: str) -> RunFacts:
     """Return the run's arguments. A missing or damaged file gives none: no resume needs it."""
     try:
-        said = read_attributes(root, TRAINING_ARGS, where)
+        args = read_attributes(root, TRAINING_ARGS, where)
     except SourceError:
         return RunFacts()
-    fp16 = said.get("fp16")
+    fp16 = args.get("fp16")
     return RunFacts(
-        _by_steps(said, "logging_strategy"),
-        _by_steps(said, "save_strategy"),
-        _by_steps(said, "eval_strategy"),
+        _by_steps(args, "logging_strategy"),
+        _by_steps(args, "save_strategy"),
+        _by_steps(args, "eval_strategy"),
         fp16 if isinstance(fp16, bool) else None,
     )
 
 
-def _by_steps(said: Mapping[str, Any], key: str) -> bool | None:
+def _by_steps(args: Mapping[str, Any], key: str) -> bool | None:
     """Return whether a strategy is by steps; it is an enum, pickled as a call of its class with its value."""
-    node = said.get(key)
+    node = args.get(key)
     value = node.args[0] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
     return value == "steps" if isinstance(value, str) else None
 
@@ -123,7 +123,7 @@ def _bytes_of(root: Path, node: Any, where: str) -> bytes:
 
 
 def _is_valid(state: bytes) -> bool:
-    """Return whether torch accepts the state. Its counters add up to the number of words, except at the start."""
+    """Return whether torch accepts the state: it checks each counter. They add up to the words, except at first."""
     _, left, seeded, following = _STATE.unpack_from(state)
     words = state[_STATE.size : _STATE.size + 8 * TWISTER_WORDS]
     return (

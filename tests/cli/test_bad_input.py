@@ -178,7 +178,7 @@ def test_latest_missing(run):
 def test_model_states_from_another_step(run):
     for rank in (0, 1):
         shutil.copy(model_states(run / "checkpoint-200", rank), model_states(run / "checkpoint-100", rank))
-    refused(run, 4, "the model states are from step 200, the tag folder says 100")
+    refused(run, 4, "the model states are from step 200, but the tag folder says 100")
 
 
 def test_optimizer_states_from_another_step(run):

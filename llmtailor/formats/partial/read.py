@@ -95,8 +95,10 @@ def open_partial(root: Path, name: str) -> Partial:
     tree_of = {
         key.removeprefix(TREE): path for path, file in files.items() for key in file.metadata if key.startswith(TREE)
     }
-    if strange := [path for path in tree_of if not is_path_below(path)]:
-        raise SourceError.at(PathIn(name, tree_of[strange[0]]), f"it contains an unknown file {strange[0]!r:.80}", _FIX)
+    if unexpected := [path for path in tree_of if not is_path_below(path)]:
+        raise SourceError.at(
+            PathIn(name, tree_of[unexpected[0]]), f"it contains an unknown file {unexpected[0]!r:.80}", _FIX
+        )
     return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
 
 

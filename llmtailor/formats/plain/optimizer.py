@@ -201,8 +201,10 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
     if lacking := [number for number in ids if number not in state]:
         what = f"the optimizer state of {_some(lacking)} is missing; a resume would restart Adam there"
         problems.append(Problem(where, what, COPY_FILE))
-    if foreign := [number for number in state if number not in owned]:
-        problems.append(Problem(where, f"it holds the state of {_some(foreign)}, which no param group owns", COPY_FILE))
+    if unexpected := [number for number in state if number not in owned]:
+        problems.append(
+            Problem(where, f"it holds the state of {_some(unexpected)}, which no param group owns", COPY_FILE)
+        )
     if not ids:
         problems.append(Problem(where, "its param groups are empty", COPY_FILE))
     if problems:
@@ -240,8 +242,8 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{number}][{kind}]", where)
     if "step" not in state or not kinds:
         raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
-    if strange := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
-        what = f"{strange[0]} of id {number} is {kinds[strange[0]].dtype}, not floating-point"
+    if integers := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
+        what = f"{integers[0]} of id {number} is {kinds[integers[0]].dtype}, not floating-point"
         raise SourceError.at(where, what, COPY_FILE, Code.STATE_DTYPE)
     if len({tensor.shape for tensor in kinds.values()}) > 1:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())

@@ -244,7 +244,7 @@ def _hold(
 def _check_steps(
     root: Path, groups: tuple[tuple[str, ...], ...], steps: list[float], trainer: TrainerFiles, name: str
 ) -> Iterator[Finding]:
-    """Optimizer and schedule are saved and restored together, so their steps agree; a composite may mix steps.
+    """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
 
     A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises
     SourceError if no state is of the schedule's step.

@@ -102,7 +102,7 @@ def _of_ranks(
 ) -> ShardFiles | None:
     """Return the files of ``count`` ranks, and report those that are not among the names in the tag folder.
 
-    None, with a problem, if most of these ranks have no files: a stray name or number must not cost memory.
+    None, with a problem, if hardly any of these ranks has files: a stray name or number must not cost memory.
     """
     if count > _RANKS_PER_FILE * (len(names) + 1):
         what = f"its files are for {count} ranks, but there are only {len(names)} files"

@@ -107,7 +107,7 @@ class WholeModel:
     buffer_names: frozenset[str]
     tied: Mapping[str, str]
     frozen: frozenset[str]
-    """Named by ZeRO-2; in ZeRO-1, params of the module that are neither trained nor buffers"""
+    """Named by ZeRO-2; in ZeRO-1, everything in the module that has no other role"""
     fragments: Mapping[str, Tensor]
     """ZeRO-2: the frozen params again. A resume uses these after the module's"""
     world_size: int

@@ -88,10 +88,10 @@ def read_partition_shard(trees: Trees, path: str, where: str) -> PartitionShard:
         if [owned for owned, _ in groups] != [(number,) for number in range(len(masters))]:
             what = f"{len(masters)} master partitions, but the param groups do not own one each"
             raise SourceError.at(where, what, COPY_FILE, Code.FIELD_CONFLICT)
-    if foreign := [key for key in states if key not in range(len(masters))]:
+    if unexpected := [key for key in states if key not in range(len(masters))]:
         raise SourceError.at(
             where,
-            f"it holds the optimizer state of {foreign[0]!r}, which no param group owns",
+            f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns",
             COPY_FILE,
             Code.FIELD_UNKNOWN,
         )

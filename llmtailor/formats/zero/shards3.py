@@ -4,11 +4,11 @@
 
     optimizer_state_dict
       zero_stage, loss_scaler, dynamic_loss_scale, overflow, partition_count
-      optimizer_state_dict    {state: {flat id: {step, exp_avg, exp_avg_sq}}, param_groups: [{.., params: [flat id]}]}
-      fp32_flat_groups        [flat tensor per flat id]
+      optimizer_state_dict    {state: {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups: [{.., params: [..]}]}
+      fp32_flat_groups        [flat tensor per sub-group]
     ds_config, ds_version
 
-``model_states``: ``module`` (empty placeholders for params, full buffers), ``param_shapes`` (one dict per flat id, in
+``model_states``: ``module`` (empty placeholders for params, full buffers), ``param_shapes`` (one dict per sub-group, in
 the order of the flat tensors), ``frozen_param_shapes`` and ``frozen_param_fragments``, ``shared_params``, counters.
 """
 
@@ -119,10 +119,10 @@ def read_optim_shard(trees: Trees, path: str, where: str) -> OptimShard:
             Code.FIELD_CONFLICT,
         )
     state = get(inner, "state", dict, where)
-    if foreign := [key for key in state if key not in range(len(masters))]:
+    if unexpected := [key for key in state if key not in range(len(masters))]:
         raise SourceError.at(
             where,
-            f"it holds the optimizer state of {foreign[0]!r}, which no param group owns",
+            f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns",
             COPY_FILE,
             Code.FIELD_UNKNOWN,
         )
