@@ -133,7 +133,7 @@ def test_two_runs_cannot_write_one_output(tmp_path):
 
 def test_whoever_comes_second_finds_the_output(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(TargetError, match="exists already"), Staging(tmp_path / "out"):
+    with pytest.raises(TargetError, match="already exists"), Staging(tmp_path / "out"):
         pass
     assert names(tmp_path) == ["out"]
 
@@ -315,7 +315,7 @@ def test_an_output_that_was_put_aside_comes_back(tmp_path):
     aside = tmp_path / ".out.llmtailor-staging" / "old"
     aside.mkdir(parents=True)
     (aside / "mine").write_text("old")
-    with pytest.raises(TargetError, match="exists already"), Staging(out):
+    with pytest.raises(TargetError, match="already exists"), Staging(out):
         pass
     assert names(out) == ["mine"]
     assert names(tmp_path) == ["out"]
