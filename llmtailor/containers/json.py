@@ -25,7 +25,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise SourceError.at(where, f"the file is no JSON ({error})", COPY_FILE, Code.FILE_DAMAGED) from error
+        raise SourceError.at(where, f"the file is not JSON ({error})", COPY_FILE, Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):
         raise SourceError.at(where, "the file is no JSON object", COPY_FILE, Code.FILE_DAMAGED)
     return content

@@ -277,7 +277,7 @@ add(
 )
 
 
-@damage("trainer_state.json with a byte order mark", "error", "no JSON")
+@damage("trainer_state.json with a byte order mark", "error", "not JSON")
 def _(checkpoint, _other):
     path = checkpoint / "trainer_state.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -309,13 +309,13 @@ add("optim_states cut short", "error", "truncated", lambda checkpoint, _: cut(op
 add("model_states cut short", "error", "truncated", lambda checkpoint, _: cut(models(checkpoint)[-1]))
 add("scheduler.pt cut short", "error", "truncated", lambda checkpoint, _: cut(checkpoint / "scheduler.pt"))
 add("RNG file cut short", "error", "truncated", lambda checkpoint, _: cut(checkpoint / "rng_state_0.pth"))
-add("trainer_state.json cut short", "error", "no JSON", lambda checkpoint, _: cut(checkpoint / "trainer_state.json"))
+add("trainer_state.json cut short", "error", "not JSON", lambda checkpoint, _: cut(checkpoint / "trainer_state.json"))
 add("weights cut short", "warning", "truncated", lambda checkpoint, _: cut(checkpoint / "model.safetensors"))
 add("config.json cut short", "warning", "not JSON", lambda checkpoint, _: cut(checkpoint / "config.json"))
 add(
     "generation_config.json cut short",
     "warning",
-    "no JSON",
+    "not JSON",
     lambda checkpoint, _: cut(checkpoint / "generation_config.json"),
 )
 add("training_args.bin cut short", "warning", "truncated", lambda checkpoint, _: cut(checkpoint / "training_args.bin"))
