@@ -51,7 +51,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
     for name in aside.values():
         if name.exists():
             fix = "move it away, or omit --replace and name the output when you resume"
-            raise TargetError.at(name, "an earlier --replace already used this name", fix)
+            raise TargetError.at(name, "the name is taken by an earlier --replace", fix)
     return Replacement(target if salvage.composition is None else salvage.composition.out, target, aside)
 
 

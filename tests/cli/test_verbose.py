@@ -21,7 +21,7 @@ RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select:
 LINE = re.compile(r"\d\d:\d\d:\d\d (.*)")
 STAGES = [
     "indexed checkpoint-200 in", "indexed checkpoint-100 in", "the base is checkpoint-200, as the recipe says",
-    "planned 13 files", "writing in", "wrote 13 files", "checked that the sources are unchanged", "judged out in",
+    "planned 13 files", "writing in", "wrote 13 files", "checked that the sources are unchanged", "verified out in",
     "verified what was written in", "published",
 ]  # fmt: skip
 

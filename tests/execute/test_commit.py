@@ -133,7 +133,7 @@ def test_two_runs_cannot_write_one_output(tmp_path):
 
 def test_whoever_comes_second_finds_the_output(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(TargetError, match="exists already"), Staging(tmp_path / "out"):
+    with pytest.raises(TargetError, match="already exists"), Staging(tmp_path / "out"):
         pass
     assert names(tmp_path) == ["out"]
 
@@ -315,7 +315,7 @@ def test_an_output_that_was_put_aside_comes_back(tmp_path):
     aside = tmp_path / ".out.llmtailor-staging" / "old"
     aside.mkdir(parents=True)
     (aside / "mine").write_text("old")
-    with pytest.raises(TargetError, match="exists already"), Staging(out):
+    with pytest.raises(TargetError, match="already exists"), Staging(out):
         pass
     assert names(out) == ["mine"]
     assert names(tmp_path) == ["out"]
@@ -347,7 +347,7 @@ def test_replacing_takes_back_the_first_of_two_renames_if_the_second_fails(tmp_p
 def test_the_target_may_not_be_or_hold_or_lie_in_a_source(tmp_path):
     source = tmp_path / "run" / "checkpoint-1"
     source.mkdir(parents=True)
-    for out, told in [(source, "the output is .*read"), (source.parent, "contains"), (source / "x", "lies in")]:
+    for out, told in [(source, "the output is .*source"), (source.parent, "contains"), (source / "x", "lies in")]:
         with pytest.raises(TargetError, match=told):
             check_target(out, [source], replace=True)
     check_target(source.parent / "checkpoint-2", [source], replace=False)
@@ -364,7 +364,7 @@ def test_an_existing_target_is_refused(tmp_path):
         check_target(tmp_path / "out", [], replace=False)
     check_target(tmp_path / "out", [], replace=True)
     for replace in (False, True):
-        with pytest.raises(TargetError, match="no folder"):
+        with pytest.raises(TargetError, match="not a folder"):
             check_target(tmp_path / "file", [], replace=replace)
 
 

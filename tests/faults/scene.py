@@ -87,7 +87,7 @@ class Scene:
         said = self.said.read_text()
         if was_complete and self.kind != "force":
             assert code == 6, said
-            assert "exists already" in said
+            assert "already exists" in said
         else:
             assert code == 0, said
             assert not self.staging.exists(), f"left: {sorted(map(str, self.staging.rglob('*')))}\n{said}"

@@ -167,7 +167,7 @@ def test_replace_takes_what_the_same_salvage_has_written(run: Path) -> None:
         shutil.rmtree(run / folder, ignore_errors=True)
     make(run, 300)
     refused = llmtailor("salvage", damaged(run), "--fragments", "--replace")
-    assert refused.returncode == 6 and "exists already" in refused.stderr
+    assert refused.returncode == 6 and "already exists" in refused.stderr
     assert (run / "salvaged-checkpoint-300" / "llmtailor.json").stat().st_ino == there
 
 
