@@ -105,7 +105,7 @@ Pattern = Callable[[int, int], float]
 """(position of the part, number of parts) -> relative change per save"""
 PATTERNS: Mapping[str, Pattern] = {
     "no part changes": lambda at, num: 0.0,
-    "all parts change alike": lambda at, num: 0.003,
+    "all parts change equally": lambda at, num: 0.003,
     "one part changes": lambda at, num: 0.1 if at == num // 2 else 0.0,
     "later parts change more": lambda at, num: 0.02 * at / num,
     "every part changes without limit": lambda at, num: 1e9,
