@@ -91,6 +91,7 @@ def test_a_bomb_of_aliases_is_refused():
     assert "more than 50,000 values" in problems_of("\n".join(lines))[0].what
 
 
+@pytest.mark.long  # seconds; the bomb above stops at the same count
 def test_a_text_of_far_too_many_values_is_refused():
     assert "more than 50,000 values" in problems_of(("a: [" + "x," * MAX_BYTES)[: MAX_BYTES - 1] + "]")[0].what
 

@@ -18,7 +18,7 @@ from thin.killed import run_and_die
 from thin.scene import compose, contents, folders, make_run, save_partial
 
 STEPS = (100, 200, 300)
-MOMENTS = int(os.environ.get("LLMTAILOR_KILLS", "4"))
+MOMENTS = int(os.environ.get("LLMTAILOR_KILLS", "3"))
 """Of each command; 1000 kills it before every single change."""
 
 
