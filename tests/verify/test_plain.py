@@ -208,7 +208,7 @@ CASES = {
         "1 learning rates for 2 param groups",
         lambda root: edit(root / "scheduler.pt", lambda tree: tree.update(base_lrs=[1.0], _last_lr=[1.0])),
     ),
-    "plain: config.json cut short": ("error", "no JSON", lambda root: (root / "config.json").write_text("{")),
+    "plain: config.json cut short": ("error", "not JSON", lambda root: (root / "config.json").write_text("{")),
     "plain: NaN among the weights (--deep)": ("error", "the master of model.norm.weight is not finite", spoil),
 }
 
