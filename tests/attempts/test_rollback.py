@@ -42,7 +42,7 @@ def lines(world, name="saves.jsonl"):
 def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, steps, caplog):
     with caplog.at_level(logging.WARNING, "llmtailor.saving"):
         roll_back(world, at)
-    [told] = [record.getMessage() for record in caplog.records if "abandoned" in record.getMessage()]
+    [told] = [record.getMessage() for record in caplog.records if "abandoned attempt" in record.getMessage()]
     assert "checkpoint-9" in told and "step-00000009" in told
     for step in steps:
         world.train(step - world.present.step)
@@ -65,7 +65,7 @@ def test_put_back_it_is_known_by_what_it_states(world):
     assert step_of(world.compose()) == 7
     result = call("latest", world.run)
     assert result.exit_code == 0
-    assert result.stdout.strip().endswith("checkpoint-7") and "given up" in result.stderr
+    assert result.stdout.strip().endswith("checkpoint-7") and "abandoned attempt" in result.stderr
 
 
 def test_a_full_checkpoint_of_the_trainers_does_not_win_by_its_number(world):
