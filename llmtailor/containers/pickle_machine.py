@@ -27,6 +27,14 @@ _LOOKED_AT = 10_000
 FindStorage = Callable[[str, str, int, str], Storage]
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
+GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
+"""Python 3.11.0 to 3.11.3 pickled an enum's member as ``getattr(Class, name)``, all others as ``Class(value)``."""
+_MEMBERS = {
+    Global("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
+    },
+}  # fmt: skip
+"""The enums of checkpoints: class -> name of each member -> value"""
 
 
 class Machine:
@@ -204,6 +212,8 @@ class Machine:
             if len(args) != 2 or not isinstance(args[0], str) or args[1] != "latin1":
                 raise ValueError("_codecs.encode of something other than latin1 text")
             self.stack.append(args[0].encode("latin1"))
+        elif func in GETATTR and len(args) == 2 and isinstance(args[1], str) and args[1] in _MEMBERS.get(args[0], ()):
+            self.stack.append(Call(args[0], (_MEMBERS[args[0]][args[1]],)))
         else:
             self.stack.append(Call(func, args))
 

@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.pickle_machine import FindStorage, Machine
+from llmtailor.containers.pickle_machine import GETATTR, FindStorage, Machine
 from llmtailor.containers.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsafePickle
 
@@ -72,6 +72,11 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         damage = error
     refused = [name for name in machine.globals if name.name not in ALLOWED.get(name.module, ())]
+    if damage is None and any(
+        name in GETATTR for name in refused
+    ):  # may stay for a member of an enum, which is decoded
+        named = _named(tree, set())
+        refused = [name for name in refused if name not in GETATTR or name in named]
     if refused and not any_names:
         raise UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]]) from damage
     if damage is not None:
@@ -84,6 +89,16 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
 def check_tree(tree: Any) -> None:
     """Raise ValueError for a tree crafted to exhaust the memory or time of code that walks or loads it."""
     _measure(tree, 0, {})
+
+
+def _named(node: Any, done: set[int]) -> set[Global]:
+    """Return the globals that are left in a decoded tree."""
+    if isinstance(node, Global):
+        return {node}
+    if not isinstance(node, _CONTAINERS) or id(node) in done:
+        return set()
+    done.add(id(node))
+    return set().union(*(_named(child, done) for child in children(node)))
 
 
 def _unsafe(name: Global, where: str) -> Problem:

@@ -65,10 +65,10 @@ def read_run_facts(root: Path, where: str) -> RunFacts:
 
 
 def _by_steps(args: Mapping[str, Any], key: str) -> bool | None:
-    """Return whether a strategy is by steps; it is an enum, pickled as a call of its class with its value."""
+    """Return whether a strategy is by steps. It is an enum: ``Class(value)``, or by `GETATTR` with the member's name."""
     node = args.get(key)
-    value = node.args[0] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
-    return value == "steps" if isinstance(value, str) else None
+    value = node.args[-1] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
+    return value.lower() == "steps" if isinstance(value, str) else None
 
 
 _FIX = "a resume fails: torch.load considers it unsafe; copy the file again, or save it with plain numbers and tensors"

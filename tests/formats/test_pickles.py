@@ -154,3 +154,31 @@ def test_a_billion_laughs_are_refused():
         nested = [nested, nested]
     with pytest.raises(SourceError, match="it expands to more than"):
         read_pickle(pickle.dumps(nested, 2), "x")
+
+
+STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+def test_a_member_of_an_enum_may_be_pickled_as_python_3_11_2_does(module):
+    named = b"c%s\ngetattr\nq\x00cdeepspeed.runtime.zero.config\nZeroStageEnum\nq\x01" % module.encode()
+    data = b"\x80\x02]q\x05(" + named + b"X\x07\x00\x00\x00weights\x86Rh\x00h\x01X\x09\x00\x00\x00gradients\x86Re."
+    tree = read_pickle(data, "x")
+    assert tree == [Call(STAGE, (3,)), Call(STAGE, (2,))]
+    assert b"getattr" not in write_pickle(tree)[0]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"c__builtin__\ngetattr\n.",
+        b"]c__builtin__\ngetattr\na.",
+        b"c__builtin__\ngetattr\nctorch\nSize\nX\x04\x00\x00\x00load\x86R.",
+        b"c__builtin__\ngetattr\ncdeepspeed.runtime.zero.config\nZeroStageEnum\nX\x08\x00\x00\x00__dict__\x86R.",
+        b"c__builtin__\ngetattr\ncdeepspeed.runtime.zero.config\nZeroStageEnum\nX\x07\x00\x00\x00weights\x86\x81.",
+        b"c__builtin__\ngetattr\n]X\x07\x00\x00\x00weights\x86R.",
+    ],
+)
+def test_getattr_for_anything_else_is_refused(data):
+    with pytest.raises(UnsafePickle, match="getattr"):
+        read_pickle(b"\x80\x02" + data, "x")

@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from llmtailor.checkpoint.layout import Copy
@@ -83,7 +84,8 @@ def _name(value: Any, at: str) -> dict[str, Any]:
 
 def _reduced(value: Any, below: Callable[[Any, object], Any], at: str) -> dict[str, Any]:
     """Return an object as the call by which pickle would recreate it."""
-    reduced = value.__reduce_ex__(2)
+    # as Python does, but for 3.11.0 to 3.11.3, which name getattr
+    reduced = (type(value), (value.value,)) if isinstance(value, Enum) else value.__reduce_ex__(2)
     if isinstance(reduced, str):  # the name of a constant in its module, e.g. a torch.dtype
         module = type(value).__module__
         if reduced not in ALLOWED.get(module, ()):
