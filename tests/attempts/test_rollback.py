@@ -52,6 +52,14 @@ def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, ste
     assert set(read_full(out).values()) <= {(world.present.number, step) for step in steps} | {(1, 3), (1, 6)}
 
 
+def test_a_save_of_the_very_next_step_is_given_up_too(world):
+    world.train(1)
+    world.save()
+    world.resume_from(world.run / "checkpoint-9", 9)
+    saves = [path.name for path in (world.run / "partial").glob("step-*")]
+    assert "step-00000010.abandoned" in saves and "step-00000010" not in saves
+
+
 def test_put_back_it_is_known_by_what_it_states(world):
     """Also without the record of attempts, and under the name of a step that the new attempt has not reached."""
     old = world.run / "checkpoint-9"

@@ -200,3 +200,17 @@ def test_thinning_keeps_every_step_that_it_promises(
     assert list(decision.after) == able(there)
     newest = sorted(disk.full)[-keep_full:]
     assert {action.checkpoint.step for action in decision.actions if action.becomes == STAYS} >= set(newest)
+
+
+def test_an_incomplete_save_of_the_present_attempt_keeps_what_it_builds_on():
+    """A later save may complete it, though no step that can be composed now needs the base."""
+    disk = Disk()
+    first, *others = PARTS
+    disk.save(1, PARTS)
+    disk.save(2, [first])
+    disk.save(3, others)
+    disk.resume(2)
+    disk.save(4, [first])
+    disk.partial[4] = replace(disk.partial[4], resumable=False)
+    needed = find_reachable(disk.checkpoints, PARTS, keep=1).needed
+    assert sorted(one.step for one in needed) == [1, 2, 3, 4]
