@@ -73,7 +73,7 @@ def test_put_back_it_is_known_by_what_it_states(world):
     assert step_of(world.compose()) == 7
     result = call("latest", world.run)
     assert result.exit_code == 0
-    assert result.stdout.strip().endswith("checkpoint-7") and "given up" in result.stderr
+    assert result.stdout.strip().endswith("checkpoint-7") and "abandoned attempt" in result.stderr
 
 
 def test_a_full_checkpoint_of_the_trainers_does_not_win_by_its_number(world):
