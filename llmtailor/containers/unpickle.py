@@ -72,9 +72,7 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         damage = error
     refused = [name for name in machine.globals if name.name not in ALLOWED.get(name.module, ())]
-    if damage is None and any(
-        name in GETATTR for name in refused
-    ):  # may stay for a member of an enum, which is decoded
+    if damage is None and any(name in GETATTR for name in refused):  # fine for members of enums, which are decoded
         named = _named(tree, set())
         refused = [name for name in refused if name not in GETATTR or name in named]
     if refused and not any_names:

@@ -65,7 +65,7 @@ def read_run_facts(root: Path, where: str) -> RunFacts:
 
 
 def _by_steps(args: Mapping[str, Any], key: str) -> bool | None:
-    """Return whether a strategy is by steps. It is an enum: ``Class(value)``, or by `GETATTR` with the member's name."""
+    """Return whether a strategy is by steps. It is an enum: ``Class(value)`` or ``getattr(Class, name)``."""
     node = args.get(key)
     value = node.args[-1] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
     return value.lower() == "steps" if isinstance(value, str) else None

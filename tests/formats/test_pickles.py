@@ -16,6 +16,7 @@ from llmtailor.containers.pickle_nodes import Call, Global, Ordered
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import MAX_DEPTH, read_pickle
 from llmtailor.errors import SourceError, UnsafePickle
+from llmtailor.formats.partial.trees import encode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1)
 keys = st.booleans() | st.integers(-(2**59), 2**59) | st.text()
@@ -164,7 +165,7 @@ def test_a_member_of_an_enum_may_be_pickled_as_python_3_11_2_does(module):
     named = b"c%s\ngetattr\nq\x00cdeepspeed.runtime.zero.config\nZeroStageEnum\nq\x01" % module.encode()
     data = b"\x80\x02]q\x05(" + named + b"X\x07\x00\x00\x00weights\x86Rh\x00h\x01X\x09\x00\x00\x00gradients\x86Re."
     tree = read_pickle(data, "x")
-    assert tree == [Call(STAGE, (3,)), Call(STAGE, (2,))]
+    assert [(type(node), node.func, node.args) for node in tree] == [(Call, STAGE, (3,)), (Call, STAGE, (2,))]
     assert b"getattr" not in write_pickle(tree)[0]
 
 
@@ -182,3 +183,10 @@ def test_a_member_of_an_enum_may_be_pickled_as_python_3_11_2_does(module):
 def test_getattr_for_anything_else_is_refused(data):
     with pytest.raises(UnsafePickle, match="getattr"):
         read_pickle(b"\x80\x02" + data, "x")
+
+
+def test_the_saver_writes_a_member_of_an_enum_by_its_value_whatever_the_python(monkeypatch):
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    monkeypatch.setattr(config.ZeroStageEnum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    found = encode(config.ZeroStageEnum(2), lambda value: None)
+    assert found["func"]["name"] == "ZeroStageEnum" and found["args"] == [2]
