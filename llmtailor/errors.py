@@ -7,7 +7,7 @@
     ├── RecipeError                  3  the recipe is malformed or contradicts itself
     ├── SourceError                  4  a checkpoint is missing, damaged or of an unsupported kind
     │   ├── UnsupportedCheckpoint       an intact checkpoint of an unsupported kind
-    │   └── UnsafePickle                a pickle names something that no checkpoint needs
+    │   └── UnsafePickle                a pickle names a global that no checkpoint needs
     ├── MismatchError                5  the sources do not fit together
     ├── TargetError                  6  the output exists, is in use, has another unfinished merge, or overlaps a source
     ├── VerificationError            7  a checkpoint is not resumable, or the output does not read back as planned
@@ -18,7 +18,7 @@
 An error carries *problems*, in the plural: all problems are reported together. Each says where it is, what it is, and
 how to fix it. `docs/errors.md` is generated from this file.
 
-Lists of names, as messages show them.
+The module also formats names and lists of names for messages.
 """
 
 from __future__ import annotations
