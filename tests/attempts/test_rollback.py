@@ -42,7 +42,7 @@ def lines(world, name="saves.jsonl"):
 def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, steps, caplog):
     with caplog.at_level(logging.WARNING, "llmtailor.saving"):
         roll_back(world, at)
-    [told] = [record.getMessage() for record in caplog.records if "abandoned attempt" in record.getMessage()]
+    [told] = [record.getMessage() for record in caplog.records if "moved abandoned checkpoints" in record.getMessage()]
     assert "checkpoint-9" in told and "step-00000009" in told
     for step in steps:
         world.train(step - world.present.step)
