@@ -417,9 +417,7 @@ def test_a_traceback_only_on_demand(run, debug, wanted):
     assert result.returncode == 3
     assert ("Traceback" in result.stderr) is wanted
     assert ("FileNotFoundError: [Errno 2]" in result.stderr) is wanted
-    message = (
-        "the recipe can't be read: No such file or directory\n  fix: give the path of a recipe file that you may read"
-    )
+    message = "the recipe can't be read: No such file or directory\n  fix: give the path of a readable recipe file"
     assert result.stderr.endswith(f"error: nowhere.yaml: {message}\n")
 
 

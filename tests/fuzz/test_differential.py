@@ -60,6 +60,12 @@ def encode(text, codec):
     return text.encode(codec)
 
 
+def member(enum, name):
+    """What ``getattr`` is called for by the pickles of Python 3.11.0 to 3.11.3."""
+    assert enum.name == "deepspeed.runtime.zero.config.ZeroStageEnum"
+    return enum(["disabled", "optimizer_states", "gradients", "weights"].index(name))
+
+
 class Loaded:
     """What a persistent id stands for."""
 
@@ -77,6 +83,8 @@ class CPython(pickle._Unpickler):  # type: ignore[name-defined]
             return collections.OrderedDict
         if (module, name) == ("_codecs", "encode"):
             return encode
+        if (module, name) in [("builtins", "getattr"), ("__builtin__", "getattr")]:
+            return member
         return Made(f"{module}.{name}")
 
     def persistent_load(self, pid):

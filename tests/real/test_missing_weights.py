@@ -100,5 +100,5 @@ def test_no_weights_under_doubtful_names(runs: Runs, tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
     report = compose(base, tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*.safetensors*")]
-    (notice,) = [notice for notice in report.notices if "unheard_of by other names" in notice.what]
+    (notice,) = [notice for notice in report.notices if "saves a unheard_of may differ" in notice.what]
     assert "trainer.save_model()" in notice.fix

@@ -75,7 +75,7 @@ def test_a_plain_run():
     assert disk.needed(99) == [50, 100, 150, 200, 250]
     assert deletable(disk.saves, disk.ledger, 1) == [50, 100]
     assert deletable(disk.saves, disk.ledger, 2) == [100]
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="1 or more"):
         disk.needed(0)
 
 
