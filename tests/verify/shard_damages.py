@@ -145,12 +145,12 @@ def _(checkpoint, _other):
     shutil.copy(optim(checkpoint, 0), optim(checkpoint, 1))
 
 
-@damage("the same, saved anew, ZeRO-1/2", "error", "are those of rank 0", runs=("zero2", "zero1-bf16opt"))
+@damage("the same, saved again, ZeRO-1/2", "error", "are those of rank 0", runs=("zero2", "zero1-bf16opt"))
 def _(checkpoint, _other):
     torch.save(torch.load(optim(checkpoint, 0), weights_only=False), optim(checkpoint, 1))
 
 
-@damage("the same, saved anew, ZeRO-3", "error", "is not the rounded master", deep=True, runs=("llama",))
+@damage("the same, saved again, ZeRO-3", "error", "is not the rounded master", deep=True, runs=("llama",))
 def _(checkpoint, _other):
     torch.save(torch.load(optim(checkpoint, 0), weights_only=False), optim(checkpoint, 1))
 
