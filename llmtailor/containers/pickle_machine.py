@@ -28,7 +28,7 @@ FindStorage = Callable[[str, str, int, str], Storage]
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
 GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
-"""Python 3.11.0 to 3.11.3 pickled an enum's member as ``getattr(Class, name)``, all others as ``Class(value)``."""
+"""Seen with Python 3.11.2: an enum's member is pickled as ``getattr(Class, name)``; 3.11.7 writes ``Class(value)``."""
 _MEMBERS = {
     Global("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
         "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,

@@ -61,7 +61,7 @@ def encode(text, codec):
 
 
 def member(enum, name):
-    """What ``getattr`` is called for by the pickles of Python 3.11.0 to 3.11.3."""
+    """What ``getattr`` is called for by the pickles of Python 3.11.2."""
     assert enum.name == "deepspeed.runtime.zero.config.ZeroStageEnum"
     return enum(["disabled", "optimizer_states", "gradients", "weights"].index(name))
 

@@ -84,7 +84,7 @@ def _name(value: Any, at: str) -> dict[str, Any]:
 
 def _reduced(value: Any, below: Callable[[Any, object], Any], at: str) -> dict[str, Any]:
     """Return an object as the call by which pickle would recreate it."""
-    # as Python does, but for 3.11.0 to 3.11.3, which name getattr
+    # as Python 3.11.7 does; 3.11.2 names getattr
     reduced = (type(value), (value.value,)) if isinstance(value, Enum) else value.__reduce_ex__(2)
     if isinstance(reduced, str):  # the name of a constant in its module, e.g. a torch.dtype
         module = type(value).__module__
