@@ -20,7 +20,7 @@ from threading import BoundedSemaphore
 from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
-from llmtailor.engine.pool import Stop, num_workers, run_all
+from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.casts import cast
@@ -29,8 +29,6 @@ from llmtailor.storage.local import FileFact
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
-STORE_BYTES = 32 << 20
-"""Bytes requested from a store at once; for GPU tensors, the additional CPU memory"""
 MARK_BYTES = 256 << 20
 """A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
 the writing and costs no time: the disk has less to do at the end."""
@@ -88,6 +86,9 @@ class Context:
     stop: Stop = field(default_factory=Stop)
     stores: Mapping[str, Store] = field(default_factory=dict)
     """The plan's sources that are not folders, by name"""
+    inline: bool = False
+    """Whether to write the files one after another in the calling thread. Python waits at its end for the threads of a
+    pool, so a write that never returns must not be in one."""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -107,9 +108,11 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(staging, error) from error
+    turns = BoundedSemaphore(num_workers())
+    if context.inline:
+        return [_write_file(plan, file, facts, staging, context, turns) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
     order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
-    turns = BoundedSemaphore(num_workers())
     jobs = [partial(_write_file, plan, plan.files[number], facts, staging, context, turns) for number in order]
     results = run_all(jobs, 2 * num_workers(), context.stop)
     return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
@@ -129,7 +132,7 @@ def _write_file(
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with turns, ThreadPoolExecutor(1) as beside:
+            with turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
                 watch = Stopwatch()
                 context.stop.check()
                 filled, output = _take_over(file, fd, marks, context)
@@ -233,11 +236,11 @@ def _write_bulk(piece: Zeros | Copy | Cast, output: Output, sources: Sources, st
             crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
             offset += numel * wide
     elif (store := sources.store_of(piece)) is not None:
-        at = piece.extent.start
-        for length in _lengths(left, STORE_BYTES):
+        while left:
             stop.check()
-            crc = output.put(store.read(piece.extent.path, at, at + length), crc)
-            at += length
+            some = store.read(piece.extent.path, piece.extent.stop - left, piece.extent.stop)
+            crc = output.put(some, crc)
+            left -= len(some)
     else:
         while left:
             stop.check()

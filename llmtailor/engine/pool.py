@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -66,6 +66,15 @@ def stoppable() -> Iterator[Stop]:
     finally:
         for restored, handler in previous.items():
             signal.signal(restored, handler)
+
+
+class Inline(Executor):
+    """Makes each call at once, in the calling thread."""
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_result(call(*args, **kwargs))
+        return future
 
 
 def num_workers() -> int:

@@ -29,7 +29,10 @@ class Store(Protocol):
     """A source of bytes that is not a folder."""
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes that stay unchanged at least until the next call. Called from several threads."""
+        """Return the bytes from ``start`` on, at least one and at most up to ``stop``.
+
+        They stay unchanged at least until the next call.
+        """
         ...
 
 

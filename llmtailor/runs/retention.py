@@ -19,14 +19,7 @@ from llmtailor.checkpoint.lineage import (
     present_of,
     sources_at,
 )
-from llmtailor.errors import UsageError, VerificationError
-
-
-def check_keep(keep_composable: int | None) -> None:
-    """Raise UsageError unless a saver can keep this number of steps composable; None keeps all."""
-    if keep_composable is not None and (type(keep_composable) is not int or keep_composable < 1):
-        fix = "give 1 or more, or omit it to keep everything"
-        raise UsageError.at("keep_composable", f"it is {keep_composable!r}", fix)
+from llmtailor.errors import VerificationError
 
 
 def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list[int]:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from llmtailor.policies import Update as Update
     from llmtailor.policies import make_policy as make_policy
     from llmtailor.saving.loop import saver_for as saver_for
+    from llmtailor.saving.options import SavingOptions as SavingOptions
+    from llmtailor.saving.pending import PendingSave as PendingSave
+    from llmtailor.saving.pending import SaveFailed as SaveFailed
     from llmtailor.saving.report import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
-    from llmtailor.saving.saver import SaveFailed as SaveFailed
     from llmtailor.saving.trainer_callback import PartialSaving as PartialSaving
     from llmtailor.saving.trainer_callback import attach as attach
 
@@ -33,7 +35,9 @@ _PUBLIC = {
     "PartialSaving": "llmtailor.saving.trainer_callback",
     "Policy": "llmtailor.policies",
     "RoundRobin": "llmtailor.policies",
-    "SaveFailed": "llmtailor.saving.saver",
+    "PendingSave": "llmtailor.saving.pending",
+    "SaveFailed": "llmtailor.saving.pending",
+    "SavingOptions": "llmtailor.saving.options",
     "SaveReport": "llmtailor.saving.report",
     "Situation": "llmtailor.policies",
     "Update": "llmtailor.policies",

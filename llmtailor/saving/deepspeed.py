@@ -68,6 +68,24 @@ class ZeroTraining:
     def has_state(self) -> bool:
         return bool(self._flats(self.zero.state_dict())[0].keys() - {MASTER})
 
+    def optimizers(self) -> Collection[object]:
+        # ZeRO-3 steps what a partial offload leaves on the GPU with a second optimizer
+        found = (self.zero.optimizer, getattr(self.zero, "backup_optimizer", None))
+        return [one for one in found if one is not None]
+
+    def writes_unseen(self) -> str | None:
+        offload = (self.engine.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+        signs = [
+            (getattr(self.zero, "use_muon", False), "Muon writes its momentum before the optimizer's step"),
+            (getattr(self.zero, "zenflow", False), "ZenFlow updates states in another process"),
+            (offload.get("super_offload"), "SuperOffload updates states in another process"),
+            (
+                not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers()),
+                "the optimizer is not one of torch's kind",
+            ),
+        ]
+        return next((why for is_so, why in signs if is_so), None)
+
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         wanted = set(params)
         yield from (one for one in self._fragments(self._flats(self.zero.state_dict())) if one.param in wanted)

@@ -6,11 +6,10 @@ Every `STRIDE`-th element of each rank's fragment is kept in fp32: 1/16 byte per
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Fragment
 
 STRIDE = 64
@@ -18,33 +17,43 @@ WHOLE = 4096
 """Fragments with at most this number of elements are kept whole: few elements make a poor sample."""
 
 
+Sums = dict[str, tuple[float, float]]
+Samples = dict[tuple[str, int], torch.Tensor]
+
+
+def relative_change(ranks: Sequence[Sums]) -> dict[str, float]:
+    """Return |w - saved| / |saved| of every recorded part from the sums of all ranks."""
+    drift = {}
+    for part in sorted({part for sums in ranks for part in sums}):
+        sums = [one.get(part, (0.0, 0.0)) for one in ranks]
+        moved, size = math.fsum(one[0] for one in sums), math.fsum(one[1] for one in sums)
+        drift[part] = math.sqrt(moved / size) if size else math.inf if moved else 0.0
+    return drift
+
+
 class Drift:
     """Samples of the masters when they were last saved, on the same device."""
 
-    def __init__(self, part_of: Mapping[str, str], ranks: Ranks) -> None:
+    def __init__(self, part_of: Mapping[str, str]) -> None:
         self.part_of = part_of
-        self.ranks = ranks
-        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+        self._kept: Samples = {}
 
-    def remember(self, masters: Iterable[Fragment], parts: Iterable[str]) -> None:
-        """Record the masters of these parts as saved."""
+    def samples(self, masters: Iterable[Fragment], parts: Iterable[str]) -> Samples:
+        """Return samples of the masters of these parts."""
         wanted = set(parts)
-        for one in masters:
-            if self.part_of[one.param] in wanted:
-                self._kept[one.param, one.begin] = _sample(one.tensor).float().clone()
+        return {
+            (one.param, one.begin): _sample(one.tensor).float().clone()
+            for one in masters
+            if self.part_of[one.param] in wanted
+        }
 
-    def measure(self, masters: Iterable[Fragment]) -> dict[str, float]:
-        """Return |w - saved| / |saved| of every recorded part, the same on all ranks."""
-        results = self.ranks.together(lambda: self._sums(masters))
-        drift = {}
-        for part in sorted({part for sums in results for part in sums}):
-            sums = [one.get(part, (0.0, 0.0)) for one in results]
-            moved, size = math.fsum(one[0] for one in sums), math.fsum(one[1] for one in sums)
-            drift[part] = math.sqrt(moved / size) if size else math.inf if moved else 0.0
-        return drift
+    def remember(self, samples: Samples) -> None:
+        """Record what was sampled as saved."""
+        self._kept.update(samples)
 
-    def _sums(self, masters: Iterable[Fragment]) -> dict[str, tuple[float, float]]:
-        mine: dict[str, tuple[float, float]] = {}
+    def sums(self, masters: Iterable[Fragment]) -> Sums:
+        """Return this rank's part of the measurement: for each recorded part, squares of its change and of its size."""
+        mine: Sums = {}
         for part, moved, size in self._squares(masters):
             before = mine.get(part, (0.0, 0.0))
             mine[part] = (before[0] + moved, before[1] + size)

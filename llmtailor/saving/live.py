@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from llmtailor.formats.partial.write import Entry
 
 SOURCE = "live"
 """The name of the source in plans"""
+STORE_BYTES = 32 << 20
+"""Bytes read at once; for GPU tensors, the additional CPU memory"""
 
 DTYPES = {
     torch.float64: "F64",
@@ -31,27 +34,48 @@ DTYPES = {
 """torch dtype -> its name in safetensors files"""
 
 
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A tensor of a save."""
+
+    flat: torch.Tensor
+    """One dimension, on any device"""
+    dtype: torch.dtype
+    """Dtype in the file; elements of another dtype are cast"""
+    written_with: int
+    """Address of the storage of the master weights with which the optimizer writes this tensor; 0 if it never does"""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.numel() * self.dtype.itemsize
+
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Return the elements that become a range of bytes, whose ends are multiples of the item size."""
+        itemsize = self.dtype.itemsize
+        return self.flat[start // itemsize : stop // itemsize]
+
+
 class LiveTensors:
-    """The tensors of a save, on any device. Implements `engine.streams.Store`; paths are numbers."""
+    """The tensors of a save. Implements `engine.streams.Store`; paths are numbers."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[LiveTensor] = []
 
-    def entry(self, key: str, tensor: torch.Tensor) -> Entry:
+    def entry(self, key: str, tensor: torch.Tensor, dtype: torch.dtype | None = None, written_with: int = 0) -> Entry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements."""
         flat = tensor.detach().reshape(-1)
+        live = LiveTensor(flat, dtype or flat.dtype, written_with)
         content: tuple[Copy, ...] = ()
-        if flat.numel():
-            extent = Extent(str(len(self.tensors)), 0, flat.numel() * flat.element_size())
-            self.tensors.append(flat)
-            content = (Copy(extent),)
-        return Entry(key, DTYPES[tensor.dtype], tuple(tensor.shape), content)
+        if live.num_bytes:
+            content = (Copy(Extent(str(len(self.tensors)), 0, live.num_bytes)),)
+            self.tensors.append(live)
+        return Entry(key, DTYPES[live.dtype], tuple(tensor.shape), content)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a tensor, without a copy if it is on the CPU. Both ends are multiples of the item size."""
-        flat = self.tensors[int(path)]
-        itemsize = flat.element_size()
-        return bytes_of(flat[start // itemsize : stop // itemsize].to("cpu").contiguous())
+        """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""
+        live = self.tensors[int(path)]
+        elements = live.elements(start, min(stop, start + STORE_BYTES))
+        return bytes_of(elements.to("cpu", live.dtype).contiguous())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from llmtailor.errors import UsageError
 from llmtailor.policies import Policy
+from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.plain import PlainTraining, unwrap
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.training import HasState, Pretrained, Training
@@ -31,6 +32,11 @@ def saver_for(
     policy: str | Mapping[str, object] | Policy = "parity",
     max_staleness: int | None = None,
     keep_composable: int | None = None,
+    background: bool = True,
+    host_buffer: int | Literal["auto"] = "auto",
+    when_busy: Literal["wait", "skip"] = "wait",
+    write_timeout: float = 300.0,
+    moments: Literal["bf16"] | None = None,
 ) -> PartialSaver:
     """Return a saver for a training loop without a Trainer. Call it, and the saver, on every rank::
 
@@ -38,7 +44,9 @@ def saver_for(
         saver.start(step)                   # 0, or the step that the loop resumed from
         ...
         if step % 50 == 0:                  # between two optimizer steps
-            saver.save(step)                # raises SaveFailed if the disk is full: catch it to continue
+            saver.save(step)                # returns at once; the save is written while training continues
+        ...
+        saver.close()                       # waits for the last save
 
     Args:
         output_dir: the run's folder; partial checkpoints go to ``<output_dir>/partial``.
@@ -48,7 +56,8 @@ def saver_for(
         scheduler: the learning rate scheduler; required without DeepSpeed, and left out if the engine has it.
         scaler: the GradScaler of fp16 training without DeepSpeed.
         tokenizer: anything with ``save_pretrained``, saved with the model's config.
-        policy, max_staleness, keep_composable: see `PartialSaver`.
+        policy: see `PartialSaver`.
+        max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, moments: see `SavingOptions`.
 
     Raises:
         UsageError: neither or both of engine and model with optimizer are given, or a model without a scheduler.
@@ -62,18 +71,8 @@ def saver_for(
         what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
-    return make_saver(
-        output_dir,
-        engine,
-        model,
-        optimizer,
-        scheduler,
-        scaler,
-        tokenizer,
-        policy=policy,
-        max_staleness=max_staleness,
-        keep_composable=keep_composable,
-    )
+    options = SavingOptions(max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, moments)
+    return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, policy, options)
 
 
 def make_saver(
@@ -84,11 +83,10 @@ def make_saver(
     scheduler: HasState | None,
     scaler: HasState | None,
     tokenizer: Pretrained | None,
-    *,
     policy: str | Mapping[str, object] | Policy,
-    max_staleness: int | None,
-    keep_composable: int | None,
+    options: SavingOptions,
 ) -> PartialSaver:
+    """Return a saver for a DeepSpeed engine, or for a model and its optimizer."""
     training: Training
     if engine is not None:
         from llmtailor.saving.deepspeed import ZeroTraining
@@ -100,12 +98,4 @@ def make_saver(
         assert model is not None and optimizer is not None, "without an engine"
         training = PlainTraining(unwrap(model), optimizer, scaler)
     carried = owners_of(training.model, tokenizer)
-    return PartialSaver(
-        output_dir,
-        training,
-        policy,
-        scheduler=scheduler,
-        max_staleness=max_staleness,
-        keep_composable=keep_composable,
-        carried=carried,
-    )
+    return PartialSaver(output_dir, training, policy, scheduler=scheduler, carried=carried, options=options)

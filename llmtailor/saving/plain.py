@@ -73,6 +73,12 @@ class PlainTraining:
             self._state_of(name)
         return True
 
+    def optimizers(self) -> Collection[object]:
+        return [self.optimizer]
+
+    def writes_unseen(self) -> str | None:
+        return None
+
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         mine = share_out({name: self._live(name).numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
         for name in params:

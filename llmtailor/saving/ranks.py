@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from llmtailor.errors import Problem, StorageError, TailorError
+from llmtailor.errors import StorageError, TailorError
 
 _T = TypeVar("_T")
 
@@ -48,18 +48,10 @@ class Ranks:
         result, refusal = None, None
         try:
             result = call()
-        except TailorError as error:
-            refusal = (type(error), error.problems)
-        except OSError as error:
-            what = f"rank {self.rank} can't write: {error.strerror or error}"
-            refusal = (
-                StorageError,
-                (Problem(str(error.filename or "saving"), what, "free some space, or check the disk"),),
-            )
         except Exception as error:
-            bug = error
-            what = f"rank {self.rank} raised {error!r:.500}"
-            refusal = (TailorError, (Problem("llmtailor.saving", what, "see the first error of that rank"),))
+            refused = as_refusal(error, self.rank)
+            refusal = (type(refused), refused.problems)
+            bug = None if isinstance(error, (TailorError, OSError)) else error
         results = self.gather((result, refusal))
         if bug is not None:
             raise bug
@@ -81,3 +73,14 @@ class Ranks:
         values: list[Any] = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]  # type: ignore[no-any-return]
+
+
+def as_refusal(error: Exception, rank: int) -> TailorError:
+    """Return an error of a rank as the other ranks raise it."""
+    if isinstance(error, TailorError):
+        return error
+    if isinstance(error, OSError):
+        what, fix = f"rank {rank} can't write: {error.strerror or error}", "free some space, or check the disk"
+        return StorageError.at(error.filename or "saving", what, fix)
+    fix = "this is a bug in llmtailor, or in what it saves: please report it with that rank's traceback"
+    return TailorError.at("llmtailor.saving", f"rank {rank} raised {error!r:.500}", fix)

@@ -29,13 +29,22 @@ class SaveReport:
     num_bytes: int
     """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
     stall_s: float
-    """Seconds for which the save paused training on this rank"""
+    """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps. This and
+    the following times are those of the slowest rank."""
     drift: Mapping[str, float]
-    """Part -> relative change since its own last save, measured before this one"""
+    """Part -> relative change since its own last save, measured before this one. Empty unless the policy needs it."""
     steps_behind: Mapping[str, int]
     """Part -> optimizer steps since its newest save, after this one"""
     path: Path
     """The partial checkpoint"""
+    copy_s: float = 0.0
+    """Seconds from the start of the save until its states were copied to host memory; 0 without background saves"""
+    write_s: float = 0.0
+    """Seconds until its files were durable"""
+    publish_s: float = 0.0
+    """Seconds until the partial checkpoint was complete"""
+    buffer_bytes: int = 0
+    """The most host memory that the copies occupied at once on one rank, in bytes"""
 
     def to_json(self) -> dict[str, object]:
         """Return the save as a line of ``saves.jsonl``."""
@@ -44,6 +53,10 @@ class SaveReport:
             "parts": dict(self.parts),
             "num_bytes": self.num_bytes,
             "stall_s": round(self.stall_s, 6),
+            "copy_s": round(self.copy_s, 6),
+            "write_s": round(self.write_s, 6),
+            "publish_s": round(self.publish_s, 6),
+            "buffer_bytes": self.buffer_bytes,
             "drift": dict(self.drift),
             "steps_behind": dict(self.steps_behind),
         }
@@ -52,7 +65,12 @@ class SaveReport:
         """Return the values for the Trainer's logger."""
         return {
             "checkpoint/bytes": self.num_bytes,
+            "checkpoint/step": self.step,
             "checkpoint/stall_s": self.stall_s,
+            "checkpoint/copy_s": self.copy_s,
+            "checkpoint/write_s": self.write_s,
+            "checkpoint/publish_s": self.publish_s,
+            "checkpoint/buffer_bytes": self.buffer_bytes,
             "checkpoint/stalest_part_steps": max(self.steps_behind.values(), default=0),
         }
 

@@ -2,11 +2,12 @@
 
 A save takes the same steps on every rank::
 
-    measure drift -> choose parts (rank 0, sent to all) -> each rank writes its bundle, fsynced
-    -> all report success or failure -> rank 0 writes the manifest last, or removes everything
+    exchange what each rank knows, once -> choose parts -> lay out this rank's files
+    -> [training continues] copy the states, before the next optimizer step -> write and fsync the files
+    -> rank 0 writes the manifest last, or removes everything
 
-A save that fails because of a full or faulty disk is abandoned with a warning; training continues, and the record of
-older saves stays valid.
+With ``background=False``, training stops until the end. A save that fails because of a full or faulty disk is abandoned
+with a warning; training continues, and the record of older saves stays valid.
 """
 
 from __future__ import annotations
@@ -15,32 +16,62 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.containers.json import read_json
-from llmtailor.errors import Problem, StorageError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import read_mark, with_mark
-from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.formats.partial.manifest import Manifest
 from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE, rng_file
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
-from llmtailor.runs.retention import check_keep, deletable
-from llmtailor.saving.drift import Drift
+from llmtailor.runs.retention import deletable
+from llmtailor.saving import ending
+from llmtailor.saving.drift import Drift, Samples, Sums, relative_change
+from llmtailor.saving.live import DTYPES
+from llmtailor.saving.memory import auto_bytes
 from llmtailor.saving.model import find_trained_parts, weigh
-from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.pending import BackgroundSave, Board, PendingSave, SaveFailed, Work, check_same, save_now
+from llmtailor.saving.ranks import Ranks, as_refusal
 from llmtailor.saving.report import SaveReport, append
 from llmtailor.saving.resuming import resume
+from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier
 from llmtailor.saving.training import HasState, Training, rng_tree
-from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, publish, write_frozen, write_rank
+from llmtailor.saving.writing import CarriedFiles, Publication, SaveId, check_trees, files_of, lay_out_share
 
 logger = logging.getLogger("llmtailor.saving")
 
 
-class SaveFailed(StorageError):
-    """A save failed; nothing of it remains, and training can continue."""
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """What a rank knows before a save."""
+
+    has_changed: bool
+    """Whether the set of trained params has changed"""
+    has_state: bool
+    sums: Sums
+    previous: str
+    """How the save before is: ``published``, ``failed``, ``busy`` or ``stuck``"""
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """What becomes true once a save is published."""
+
+    ledger: Ledger
+    samples: Samples
+    policy_state: Mapping[str, Any] | None
+    """The policy's state before the save, which is restored if it fails"""
 
 
 class PartialSaver:
@@ -53,11 +84,8 @@ class PartialSaver:
         training: the live model and optimizer.
         policy: which parts each save holds; see `make_policy`.
         scheduler: the learning rate scheduler, unless the engine saves it.
-        max_staleness: the maximum age of a part, in saves. A part that the policy leaves out for longer is added. None
-            means the maximum that the policy promises.
-        keep_composable: after each save, delete partial checkpoints that this number of newest composable steps does
-            not need. None keeps all.
         carried: objects whose ``save_pretrained`` is called at the first save: config, tokenizer.
+        options: how to save.
 
     Raises, the same on every rank:
         UsageError: the policy cannot guarantee that every saved step is composable, or an option is out of range.
@@ -72,29 +100,60 @@ class PartialSaver:
         policy: str | Mapping[str, object] | Policy = "parity",
         *,
         scheduler: HasState | None = None,
-        max_staleness: int | None = None,
-        keep_composable: int | None = None,
         carried: Iterable[object] = (),
+        options: SavingOptions | None = None,
     ) -> None:
-        check_keep(keep_composable)
         self.folder = RunFolder(Path(output_dir).absolute())
         self.training = training
         self.scheduler = scheduler
         self.policy = make_policy(policy)
-        self.keep_composable = keep_composable
+        self.options = options or SavingOptions()
         self.ranks = Ranks.here()
-        self.carried = CarriedFiles(*carried)
+        self.carried = CarriedFiles([*carried])
         self.model = find_trained_parts(training, self.ranks)
-        model = self.model
-        self.max_staleness = check_policy(self.policy, model.structure, model.parts, model.num_bytes, max_staleness)
-        self.drift = Drift(model.part_of, self.ranks)
+        model, given = self.model, self.options.max_staleness
+        self.max_staleness = check_policy(self.policy, model.structure, model.parts, model.num_bytes, given)
+        self.drift = Drift(model.part_of)
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
-        self._begun: int | None = None
+        self._pending: tuple[PendingSave, _Commit] | None = None
+        self._reports: list[SaveReport] = []
         self._is_recorded = False
         self._is_weighed = all(self.ranks.together(training.has_state))
         self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
+        self._arena: Arena | None = None
+        self._barrier: StepBarrier | None = None
+        self._board: Board | None = None
+        if self.options.background:
+            self._prepare_background()
+
+    def _prepare_background(self) -> None:
+        def allocate() -> tuple[str | None, Arena | None]:
+            if why := self.training.writes_unseen():
+                return why, None
+            masters = [one.tensor for one in self.training.masters()]
+            given = self.options.host_buffer
+            num_bytes = auto_bytes(masters, self.options.moments) if given == "auto" else given
+            try:
+                return None, Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
+            except (RuntimeError, MemoryError) as error:
+                return f"there is no host memory of {num_bytes} bytes: {error}", None
+
+        mine: list[Arena | None] = []
+
+        def why_not() -> str | None:
+            why, arena = allocate()
+            mine.append(arena)
+            return why
+
+        reasons = [why for why in self.ranks.together(why_not) if why]
+        if reasons:
+            logger.warning("saves stop training until they are complete: %s", reasons[0])
+            return
+        self._arena = mine[0]
+        self._board, self._barrier = Board(self.ranks), StepBarrier()
+        ending.finish_at_end(self, self._finish_until)
 
     def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
         """Start an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
@@ -119,8 +178,9 @@ class PartialSaver:
         if not self.ledger.held_by:
             return False
         restore_state(self.policy, self.ledger.policy_state)
-        # each part now has the state of its newest save
-        self.drift.remember(self.training.masters(), self.ledger.held_by)
+        if self.policy.needs_drift:
+            # each part now has the state of its newest save
+            self.drift.remember(self.drift.samples(self.training.masters(), self.ledger.held_by))
         return True
 
     def has_state(self) -> bool:
@@ -132,74 +192,216 @@ class PartialSaver:
         return all(self.ranks.together(self._has_state))
 
     def save(
-        self, step: int, write_state: Callable[[Path], None] | None = None, rng: Mapping[str, object] | None = None
-    ) -> SaveReport | None:
+        self,
+        step: int,
+        write_state: Callable[[Path], None] | None = None,
+        rng: Mapping[str, object] | None = None,
+        *,
+        is_last: bool = False,
+    ) -> PendingSave | None:
         """Save the parts that the policy chooses. Call it between two optimizer steps, on every rank.
 
-        Returns None, with a warning, if the optimizer has not made a step yet.
+        In the background, it returns before anything is written. A failure of the writing is logged, and is in the
+        result; what the save should have held is due at the next one. Until the next optimizer step, only that step
+        may change weights and optimizer states.
+
+        Returns None, with a warning, if the optimizer has not made a step yet, or if the previous save is still being
+        written and ``when_busy`` is ``skip``, or its disk is stuck.
 
         Args:
             step: the number of optimizer steps made so far.
-            write_state: called on rank 0 with the folder, to write ``trainer_state.json`` into it.
+            write_state: called on rank 0 with a folder, to write ``trainer_state.json`` into it.
             rng: random number states to save; None takes the current ones of this process.
+            is_last: whether to wait for the previous save, whatever ``when_busy`` says.
 
         Raises:
             SaveFailed: on every rank, whatever went wrong. Nothing of the save remains, and training can continue.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
         try:
-            report = self._save(step, write_state, rng, began)
+            agreed = self._agree(step, is_last)
+            if agreed is None:
+                return None
+            policy_state = state_of(self.policy)
+            return self._save(*agreed, write_state, rng, began)
         except Exception as error:
             restore_state(self.policy, policy_state)
-            problems = error.problems if isinstance(error, TailorError) else [_as_problem(error, self.ranks.rank)]
-            failed = SaveFailed(problems)
+            failed = SaveFailed(as_refusal(error, self.ranks.rank).problems)
             if self.ranks.is_first:
-                if self._begun == step:
-                    remove_partial(self.folder.at(step))
                 append(self.folder.partial, {"step": step, "failed": str(failed)})
             raise failed from error
-        finally:
-            self._begun = None
-        if report is not None and self.ranks.is_first:
-            append(self.folder.partial, report.to_json())
-            self._retire()
-        return report
 
-    def _save(
-        self, step: int, write_state: Callable[[Path], None] | None, rng: Mapping[str, object] | None, began: float
-    ) -> SaveReport | None:
-        if any(self.ranks.together(self.training.look_again)):
+    def reports(self) -> list[SaveReport]:
+        """Return the saves that have finished since the last call, as far as this rank knows."""
+        if self._pending is not None and self._pending[0].is_done:
+            self._settle(self._pending[0].failure is None)
+        reports, self._reports = self._reports, []
+        return reports
+
+    def finish(self) -> None:
+        """Wait until no save is in progress. One whose disk is stuck is given up."""
+        if self._pending is not None and isinstance(save := self._pending[0], BackgroundSave):
+            if self._barrier is not None:
+                self._barrier.settle()
+            if not save.wait_unless_stuck():
+                logger.warning("the save at step %d is given up: its disk is stuck", save.step)
+                save.give_up()
+
+    def close(self) -> None:
+        """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
+        self.finish()
+        ending.release(self)
+        if self._barrier is not None:
+            self._barrier.remove()
+        self._arena = None
+        self.folder.unlock()
+
+    def _finish_until(self, until: float) -> None:
+        """Finish the save in progress, or give it up at this time; without locks, for a signal handler."""
+        if self._pending is None or not isinstance(save := self._pending[0], BackgroundSave):
+            return
+        with suppress(TimeoutError, SaveFailed):
+            save.wait(until - time.monotonic())
+        if not save.is_done:
+            save.give_up()
+            with suppress(TimeoutError, SaveFailed):
+                save.wait(1.0)
+
+    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, dict[str, float]] | None:
+        """Exchange what the ranks know. Return the save to make, with the drift; None if there is none to make."""
+        if self._pending is not None and isinstance(previous := self._pending[0], BackgroundSave):
+            if self._barrier is not None:
+                self._barrier.settle()  # only a save without a step in between is still copied
+            if is_last or self.options.when_busy == "wait":
+                previous.wait_unless_stuck()
+        votes = self.ranks.together(self._vote)
+        first = votes[0]
+        if first.previous in ("busy", "stuck"):
+            what = "is still being written" if first.previous == "busy" else "is stuck: its disk accepts nothing"
+            logger.warning("step %d: nothing was saved: the save before %s", step, what)
+            return None
+        self._settle(first.previous == "published")
+        if any(vote.has_changed for vote in votes):
             self._forget()
-        if not self.has_state():
+        if not all(vote.has_state for vote in votes):
             logger.warning("step %d: nothing was saved: the optimizer has not made a step yet", step)
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
-        masters = list(self.training.masters())
-        drift = self.drift.measure(masters)
-        chosen = self.ranks.on_first(lambda: self._choose(step, drift))
-        save = SaveId(self.ranks.from_first(uuid.uuid4().hex), step)
-        folder = self.folder.at(step)
-        ledger = self.ledger.after(step, chosen, self.model.parts, state_of(self.policy))
-        self.ranks.on_first(lambda: self._begin(step))
-        facts = self.ranks.together(lambda: self._write(folder, save, chosen, rng))
-        flat = [fact for kind in zip(*facts, strict=True) for fact in kind if fact is not None]
-        self.ranks.on_first(lambda: self._publish(folder, save, chosen, flat, ledger, write_state))
-        self.ledger, self._before = ledger, folder
-        self.drift.remember(masters, chosen)
-        return SaveReport(
-            step=step,
-            parts=chosen,
-            num_bytes=sum(fact.num_bytes for fact in flat),
-            stall_s=time.monotonic() - began,
-            drift=drift,
-            steps_behind=ledger.steps_behind(),
-            path=folder,
-        )
+        return SaveId(first.save_id, step), relative_change([vote.sums for vote in votes])
 
-    def close(self) -> None:
-        """Release the lock on the folder, so that another run can save there."""
-        self.folder.unlock()
+    def _vote(self) -> _Vote:
+        previous = "published"
+        if self._pending is not None:
+            save = self._pending[0]
+            if save.is_done:
+                previous = "published" if save.failure is None else "failed"
+            else:
+                previous = "stuck" if isinstance(save, BackgroundSave) and save.is_stuck else "busy"
+        has_changed, has_state = self.training.look_again(), self._has_state()
+        sums = self.drift.sums(self.training.masters()) if self.policy.needs_drift and not has_changed else {}
+        return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
+
+    def _settle(self, is_published: bool) -> None:
+        """Take the outcome of the previous save into account, as rank 0 knows it."""
+        if self._pending is None:
+            return
+        save, commit = self._pending
+        self._pending = None
+        if is_published:
+            self.ledger, self._before = commit.ledger, save.path
+            self.drift.remember(commit.samples)
+        else:
+            restore_state(self.policy, commit.policy_state)
+        if save.report is not None:
+            self._reports.append(save.report)
+
+    def _save(
+        self,
+        save: SaveId,
+        drift: dict[str, float],
+        write_state: Callable[[Path], None] | None,
+        rng: Mapping[str, object] | None,
+        began: float,
+    ) -> PendingSave:
+        laid_out: list[tuple[Work, _Commit]] = []
+
+        def lay_out() -> list[str]:
+            laid_out.append(self._lay_out(save, drift, write_state, rng))
+            return [*laid_out[0][0].report.parts]
+
+        made: PendingSave
+        if self._board is None:
+            check_same(self.ranks.together(lay_out))
+            ((work, commit),) = laid_out
+            made = save_now(self.folder, self.ranks, work, began)
+            self._pending = made, commit
+            self._settle(True)
+        else:
+            try:
+                lay_out()
+            except Exception as error:  # the others learn of it when all have written
+                laid_out = [self._refused(save, error)]
+            ((work, commit),) = laid_out
+            snapshot = self._copy(work, began)
+            timeout = self.options.write_timeout
+            made = BackgroundSave(self.folder, self.ranks, self._board, work, snapshot, began, timeout)
+            self._pending = made, commit
+        self._is_recorded = True
+        return made
+
+    def _refused(self, save: SaveId, error: Exception) -> tuple[Work, _Commit]:
+        """Return the work of a rank that has nothing to write."""
+        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, self.folder.at(save.step))
+        refusal = as_refusal(error, self.ranks.rank)
+        if refusal is not error:
+            logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
+        work = Work(save, None, report, None, None, None, lambda: None, refusal.problems)
+        return work, _Commit(self.ledger, {}, state_of(self.policy))
+
+    def _lay_out(
+        self,
+        save: SaveId,
+        drift: Mapping[str, float],
+        write_state: Callable[[Path], None] | None,
+        rng: Mapping[str, object] | None,
+    ) -> tuple[Work, _Commit]:
+        """Choose parts, and lay out what this rank writes of them."""
+        before, policy_state = self._before, state_of(self.policy)
+        chosen = self._choose(save.step, drift)
+        ledger = self.ledger.after(save.step, chosen, self.model.parts, state_of(self.policy))
+        params = [name for part in chosen for name in self.model.params_of[part]]
+        moments = {None: None, "bf16": torch.bfloat16}[self.options.moments]
+        share = lay_out_share(save, self.training, params, self._trees(rng), self.ranks, before, moments)
+        is_first, past = self.ranks.is_first, Past(save.step, ledger.lineage, ledger.history)
+        work = Work(
+            save=save,
+            share=share,
+            report=SaveReport(
+                step=save.step,
+                parts=chosen,
+                num_bytes=0,
+                stall_s=0.0,
+                drift=drift,
+                steps_behind=ledger.steps_behind(),
+                path=self.folder.at(save.step),
+            ),
+            before=before,
+            publication=self._publication(save, chosen, ledger, write_state) if is_first else None,
+            attempt=None if self._is_recorded or not is_first else past,
+            retire=partial(self._retire, ledger, [*self.carried.contents()]) if is_first else lambda: None,
+        )
+        samples = self.drift.samples(self.training.masters(), chosen) if self.policy.needs_drift else {}
+        return work, _Commit(ledger, samples, policy_state)
+
+    def _copy(self, work: Work, began: float) -> Snapshot | None:
+        """Start copying the states, before the next step of the optimizer; None if there is nothing to copy."""
+        if work.share is None or self._arena is None or self._barrier is None:
+            return None
+        snapshot = Snapshot(work.share.live, work.share.files, self._arena, self.options.write_timeout, began)
+        masters = (one.tensor for one in self.training.masters())
+        self._barrier.arm(snapshot, self.training.optimizers(), masters)
+        return snapshot
 
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
@@ -208,15 +410,8 @@ class PartialSaver:
         """Continue with another set of trained params, which no earlier save covers."""
         logger.warning("the set of trained params has changed; the next save is complete")
         self.model = find_trained_parts(self.training, self.ranks)
-        self.drift = Drift(self.model.part_of, self.ranks)
+        self.drift = Drift(self.model.part_of)
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
-
-    def _begin(self, step: int) -> None:
-        if not self._is_recorded:  # a loop that never called `start`
-            self.folder.record_attempt(Past(step, self.ledger.lineage, self.ledger.history))
-            self._is_recorded = True
-        self.folder.begin(step)
-        self._begun = step
 
     def _has_state(self) -> bool:
         """Return whether this rank has moments to save. Raises UnsupportedCheckpoint if it can't save any."""
@@ -239,7 +434,7 @@ class PartialSaver:
             drift=drift if self.policy.needs_drift else None,
         )
         choice = choose(self.policy, situation, self.max_staleness)
-        for problem in choice.problems:
+        for problem in choice.problems if self.ranks.is_first else ():
             logger.warning("%s", problem)
         return dict(choice.parts)
 
@@ -251,40 +446,40 @@ class PartialSaver:
             trees[SCHEDULER] = self.scheduler.state_dict()
         return trees
 
-    def _write(
-        self, folder: Path, save: SaveId, chosen: Iterable[str], rng: Mapping[str, object] | None
-    ) -> tuple[BundleFact, BundleFact | None]:
-        params = [name for part in chosen for name in self.model.params_of[part]]
-        bundle = write_rank(folder, save, self.training, params, self._trees(rng), self.ranks)
-        return bundle, write_frozen(folder, self.training, self._before)
-
-    def _publish(
-        self,
-        folder: Path,
-        save: SaveId,
-        chosen: Mapping[str, str],
-        facts: Sequence[BundleFact],
-        ledger: Ledger,
-        write_state: Callable[[Path], None] | None,
-    ) -> None:
-        """Write rank 0's files, the manifest last."""
-        self.carried.put(folder)
-        if write_state is not None:
-            write_state(folder)
-        path, attempt = folder / TRAINER_STATE, Past(save.step, ledger.lineage, ledger.history)
-        content = {"global_step": save.step} if write_state is None else read_json(path, str(path))
-        if read_mark(content, save.step) != attempt:
-            path.write_text(json.dumps(with_mark(content, attempt), indent=2, sort_keys=True) + "\n")
+    def _publication(
+        self, save: SaveId, chosen: Mapping[str, str], ledger: Ledger, write_state: Callable[[Path], None] | None
+    ) -> Publication:
+        training, model = self.training, self.model
+        manifest = Manifest(
+            step=save.step,
+            save_id=save.save_id,
+            stage=training.stage,
+            world_size=self.ranks.world_size,
+            precision=DTYPES[training.precision],
+            tag=training.tag,
+            parts=chosen,
+            params_of={part: model.params_of[part] for part in chosen},
+            params=training.params,
+            tied=training.tied,
+            saved_as=model.saved_as,
+            bundles=(),
+            shards=training.shards(),
+            ledger=ledger.to_json(),
+        )
+        files = files_of(write_state) if write_state is not None else {}
+        attempt = Past(save.step, ledger.lineage, ledger.history)
+        state = json.loads(files[TRAINER_STATE]) if files else {"global_step": save.step}
+        if not files or read_mark(state, save.step) != attempt:
+            files[TRAINER_STATE] = (json.dumps(with_mark(state, attempt), indent=2, sort_keys=True) + "\n").encode()
         policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
-        publish(folder, save, self.training, self.model, policy, chosen, facts, ledger, self.ranks.world_size)
+        return Publication(manifest, policy, dict(model.num_bytes), files, self.carried.contents())
 
-    def _retire(self) -> None:
+    def _retire(self, ledger: Ledger, made: Collection[str]) -> None:
         """Delete checkpoints that are no longer needed; the next save retries failed deletions."""
-        if self.keep_composable is None:
+        if self.options.keep_composable is None:
             return
-        made = {path.name for path in self.carried.written}
         try:
-            for step in deletable(self.folder.saves(), self.ledger, self.keep_composable):
+            for step in deletable(self.folder.saves(), ledger, self.options.keep_composable):
                 if holds_unknown(self.folder.at(step), made):
                     logger.warning("%s is kept: it holds files that no save wrote", self.folder.at(step).name)
                 else:
@@ -299,8 +494,3 @@ def _trainer_state(resumed_from: str | Path | Mapping[str, object] | None) -> Ma
         return resumed_from
     path = Path(resumed_from) / TRAINER_STATE
     return read_json(path, str(path)) if path.is_file() else {}
-
-
-def _as_problem(error: Exception, rank: int) -> Problem:
-    fix = "this is a bug in llmtailor, or in what it saves: please report it with the traceback"
-    return Problem("llmtailor.saving", f"rank {rank} raised {error!r:.500}", fix)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -25,11 +25,12 @@ from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 from llmtailor.policies import Policy, make_policy
-from llmtailor.runs.retention import check_keep
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
+from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.pending import SaveFailed
 from llmtailor.saving.plain import unwrap
-from llmtailor.saving.saver import PartialSaver, SaveFailed
+from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.training import rng_tree
 
 logger = logging.getLogger("llmtailor.saving")
@@ -43,6 +44,11 @@ def attach(
     *,
     max_staleness: int | None = None,
     keep_composable: int | None = None,
+    background: bool = True,
+    host_buffer: int | Literal["auto"] = "auto",
+    when_busy: Literal["wait", "skip"] = "wait",
+    write_timeout: float = 300.0,
+    moments: Literal["bf16"] | None = None,
 ) -> PartialSaving:
     """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
 
@@ -52,15 +58,18 @@ def attach(
         trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process or DDP).
         policy: which parts each save holds; see `make_policy`.
         save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``.
-        max_staleness: the maximum age of a part, in saves; see `PartialSaver`.
-        keep_composable: how many steps stay composable; see `PartialSaver`.
+        max_staleness: the maximum age of a part, in saves.
+        keep_composable: how many steps stay composable.
+        background: copy and write a save while training continues.
+        host_buffer, when_busy, write_timeout, moments: see `SavingOptions`, as for the three before.
 
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments
             contradict partial checkpoints. All reasons are reported together.
         UnsupportedCheckpoint: the training uses FSDP.
     """
-    callback = PartialSaving(trainer, policy, save_steps, max_staleness=max_staleness, keep_composable=keep_composable)
+    options = SavingOptions(max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, moments)
+    callback = PartialSaving(trainer, policy, save_steps, options)
     trainer.add_callback(callback)
     return callback
 
@@ -73,17 +82,14 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         trainer: Trainer,
         policy: str | Mapping[str, object] | Policy = "parity",
         save_steps: int | None = None,
-        *,
-        max_staleness: int | None = None,
-        keep_composable: int | None = None,
+        options: SavingOptions | None = None,
     ) -> None:
         _check(trainer, save_steps)
-        check_keep(keep_composable)
         self.trainer = trainer
         self.policy = make_policy(policy)
         self.save_steps = save_steps
-        self.options = {"max_staleness": max_staleness, "keep_composable": keep_composable}
-        check_before_training(unwrap(trainer.model), self.policy, max_staleness)
+        self.options = options or SavingOptions()
+        check_before_training(unwrap(trainer.model), self.policy, self.options.max_staleness)
         self.saver: PartialSaver | None = None
         self._pending_rng: dict[str, Any] | None = None
         self._saved_step = -1
@@ -108,7 +114,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             scaler=getattr(trainer.accelerator, "scaler", None),
             tokenizer=trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None),
             policy=self.policy,
-            **self.options,
+            options=self.options,
         )
         self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})
         self._mark(state)
@@ -155,7 +161,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             return
         if "train_loss" in logs:  # the final entry, after which the best model may be loaded
             self._pending_rng = self._pending_rng or rng_tree()  # any callback may have stopped at any step
-            self._settle()
+            self._settle(is_last=True)
+            self._finish()
         elif "loss" in logs and not control.should_evaluate:
             self._settle()
 
@@ -178,16 +185,30 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._settle()
+        self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
+
+    def _finish(self) -> None:
+        """Wait until no save is in progress, and log the last one: its metrics, or why it failed."""
+        if self.saver is not None:
+            self.saver.finish()
+            self._log()
+
+    def _log(self) -> None:
+        assert self.saver is not None
+        trainer = self.trainer
+        for report in self.saver.reports():
+            is_due = trainer.control.should_log
+            trainer.log(report.metrics())
+            trainer.control.should_log = is_due  # else the Trainer treats this as the step's own log
 
     def _take(self, control: TrainerControl) -> None:
         self._pending_rng = rng_tree()
         if not (control.should_log or control.should_evaluate):
             self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self, *, is_last: bool = False) -> None:
         rng, self._pending_rng = self._pending_rng, None
         if rng is None:
             return
@@ -196,16 +217,14 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             return
         trainer.store_flos()
         try:
-            report = self.saver.save(step, self._write_state, rng)
+            save = self.saver.save(step, self._write_state, rng, is_last=is_last)
         except SaveFailed as error:
             cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
             logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)
-            return
-        if report is not None:
+            save = None
+        if save is not None:
             self._saved_step = step
-            is_due = trainer.control.should_log
-            trainer.log(report.metrics())
-            trainer.control.should_log = is_due  # else the Trainer treats this as the step's own log
+        self._log()
 
     def _write_state(self, folder: Path) -> None:
         """Write ``trainer_state.json`` as the Trainer does, with the states of callbacks that have one."""

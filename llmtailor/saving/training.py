@@ -85,6 +85,14 @@ class Training(Protocol):
         """Return whether the optimizer has made a step since this object was created."""
         ...
 
+    def optimizers(self) -> Collection[object]:
+        """Return torch's optimizers that write the states."""
+        ...
+
+    def writes_unseen(self) -> str | None:
+        """Return why states may be written outside the steps of `optimizers`; None if they are not."""
+        ...
+
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         """Yield this rank's fragments of these params. Without DeepSpeed the params are divided among the ranks."""
         ...

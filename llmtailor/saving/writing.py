@@ -1,12 +1,13 @@
-"""Writes the files of a save: each rank's bundle, its frozen params if they have changed, and the manifest.
+"""The files of a save: each rank's share, and what rank 0 adds to complete the partial checkpoint.
 
-Also small files of a checkpoint that do not change during a run: config, generation config, tokenizer.
+Laying out reads only small states, so it takes little time; the tensors are read when the files are written.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 
 from llmtailor import __version__
-from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
-from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
 from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import Context, execute
+from llmtailor.engine.streams import Store
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
@@ -30,12 +31,13 @@ from llmtailor.formats.partial.manifest import (
     read_manifest,
 )
 from llmtailor.formats.partial.trees import encode, placeholder, stored
-from llmtailor.formats.partial.write import Bundle, lay_out_tensors, to_text
-from llmtailor.model.states import BUFFER
+from llmtailor.formats.partial.write import Bundle, Entry, lay_out_tensors, to_text
+from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
-from llmtailor.saving.model import TrainedModel, is_adapted
+from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.snapshot import storage_of
 from llmtailor.saving.training import Kept, Left, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
@@ -52,18 +54,58 @@ class SaveId:
     step: int
 
 
-def write_rank(
-    folder: Path, save: SaveId, training: Training, params: Collection[str], trees: Mapping[str, Any], ranks: Ranks
-) -> BundleFact:
-    """Write this rank's bundle: its fragments of ``params``, its buffers, and object trees of stock files by path.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes in a save."""
 
-    Raises StorageError, or UnsupportedCheckpoint for an object that a checkpoint must not hold.
+    files: tuple[FileLayout, ...]
+    linked: tuple[BundleFact, ...]
+    """Files that are the same as in the previous save"""
+    live: LiveTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What rank 0 adds to complete a partial checkpoint."""
+
+    manifest: Manifest
+    """Without the files of tensors, which are known when they are written"""
+    policy: Mapping[str, Any]
+    num_bytes: Mapping[str, int]
+    """Part -> bytes of its states"""
+    files: Mapping[str, bytes]
+    """Small files of this step: name -> content"""
+    carried: Mapping[str, bytes]
+    """Small files that are the same at every step"""
+
+
+def lay_out_share(
+    save: SaveId,
+    training: Training,
+    params: Collection[str],
+    trees: Mapping[str, Any],
+    ranks: Ranks,
+    before: Path | None,
+    moments: torch.dtype | None = None,
+) -> Share:
+    """Lay out this rank's files: its fragments of ``params``, its buffers and the object trees of stock files by path,
+    and its frozen params unless they are the same in the previous save, ``before``.
+
+    A sample decides whether frozen params have changed, because training changes all elements of a param. ``moments``
+    is the dtype to store moments in; None keeps theirs. Small tensors are copied at once, because training may change
+    them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
+    written_with: dict[str, int] = {}
     for one in training.fragments(params):
-        bundle.entries.append(live.entry(f"{one.kind}/{one.param}", one.tensor))
+        if one.kind == MASTER:
+            written_with[one.param] = storage_of(one.tensor)
+        dtype = moments if one.kind != MASTER and one.tensor.dtype == torch.float32 else None
+        key = f"{one.kind}/{one.param}"
+        bundle.entries.append(live.entry(key, one.tensor, dtype, written_with[one.param]))
         bundle.begin[one.param] = one.begin
-    bundle.entries += [live.entry(f"{BUFFER}/{name}", tensor) for name, tensor in training.buffers().items()]
+    for name, tensor in training.buffers().items():
+        bundle.entries.append(live.entry(f"{BUFFER}/{name}", tensor.detach().clone()))
     for stock, tree in trees.items():
         bundle.trees[stock] = to_text(_encode(tree, _Special(bundle, live), stock))
     facts = {
@@ -72,81 +114,70 @@ def write_rank(
         "rank": str(ranks.rank),
         "world_size": str(ranks.world_size),
     }
-    return _write(folder, bundle.lay_out(facts), live)
+    files, linked = [bundle.lay_out(facts)], []
+    if frozen := training.frozen():
+        name, fingerprint = training.frozen_file(), _fingerprint(frozen)
+        if before is not None and (fact := _known(before, name, fingerprint)) is not None:
+            linked.append(fact)
+        else:
+            entries: list[Entry] = [live.entry(key, tensor, None, storage_of(tensor)) for key, tensor in frozen.items()]
+            files.append(lay_out_tensors(name, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}))
+    return Share(tuple(_from_live(file) for file in files), tuple(linked), live)
+
+
+def _from_live(file: FileLayout) -> FileLayout:
+    pieces = tuple(replace(piece, source=0) if isinstance(piece, Copy) else piece for piece in file.pieces)
+    return FileLayout(file.path, pieces)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
-    """Raise UnsupportedCheckpoint for object trees that `write_rank` would not write."""
+    """Raise UnsupportedCheckpoint for object trees that `lay_out_share` would refuse."""
     for stock, tree in trees.items():
         _encode(tree, _Special(Bundle(""), LiveTensors()), stock)
 
 
-def write_frozen(folder: Path, training: Training, before: Path | None) -> BundleFact | None:
-    """Write this rank's frozen params, or link the previous save's file if they are the same.
-
-    A sample of each decides, because training changes all elements of a param. Raises OSError, or StorageError.
-    """
-    frozen = training.frozen()
-    if not frozen:
-        return None
-    path = folder / training.frozen_file()
-    fingerprint = _fingerprint(frozen)
-    if before is not None and (fact := _known(before, path.name, fingerprint)) is not None:
-        link_or_copy(before / path.name, path)
-        return fact
-    live = LiveTensors()
-    entries = [live.entry(name, tensor) for name, tensor in frozen.items()]
-    layout = lay_out_tensors(path.name, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint})
-    return _write(folder, layout, live)
-
-
-def _write(folder: Path, layout: FileLayout, live: LiveTensors) -> BundleFact:
-    pieces = tuple(replace(piece, source=0) if isinstance(piece, Copy) else piece for piece in layout.pieces)
-    plan = Plan((SOURCE,), (FileLayout(layout.path, pieces),))
-    (result,) = execute(plan, folder, Context(stores={SOURCE: live}))
-    return BundleFact(result.path, result.num_bytes, result.crc)
-
-
-def publish(
+def write_share(
     folder: Path,
-    save: SaveId,
-    training: Training,
-    model: TrainedModel,
-    policy: Mapping[str, Any],
-    chosen: Mapping[str, str],
-    facts: Sequence[BundleFact],
-    ledger: Ledger,
-    world_size: int,
-) -> None:
+    share: Share,
+    before: Path | None,
+    store: Store | None = None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> list[BundleFact]:
+    """Write one rank's files, fsynced, in the calling thread. The bytes come from ``store``, else from live tensors.
+
+    Raises OSError, or StorageError.
+    """
+    context = Context(stores={SOURCE: store or share.live}, on_progress=on_progress, inline=True)
+    results = execute(Plan((SOURCE,), share.files), folder, context)
+    for fact in share.linked:
+        assert before is not None, "the previous save, which has the file"
+        link_or_copy(before / fact.path, folder / fact.path)
+    return [BundleFact(result.path, result.num_bytes, result.crc) for result in results] + [*share.linked]
+
+
+def publish(folder: Path, publication: Publication, bundles: Sequence[BundleFact], before: Path | None) -> None:
     """Make all files of a folder durable, then complete the checkpoint by writing its manifest.
 
     Raises OSError, or StorageError for a rank's file that is missing or differs from what the rank wrote.
     """
-    for fact in facts:
+    for fact in bundles:
         path = folder / fact.path
         if not path.is_file() or path.stat().st_size != fact.num_bytes:
             fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
             raise StorageError.at(path, "the file is not what its rank wrote", fix)
-    manifest = Manifest(
-        step=save.step,
-        save_id=save.save_id,
-        stage=training.stage,
-        world_size=world_size,
-        precision=DTYPES[training.precision],
-        tag=training.tag,
-        parts=chosen,
-        params_of={part: model.params_of[part] for part in chosen},
-        params=training.params,
-        tied=training.tied,
-        saved_as=model.saved_as,
-        bundles=tuple(facts),
-        shards=training.shards(),
-        ledger=ledger.to_json(),
-    )
+    new = dict(publication.files)
+    for name, content in publication.carried.items():
+        old = before / name if before is not None else None
+        if old is not None and old.is_file() and old.stat().st_size == len(content):
+            link_or_copy(old, folder / name)
+        else:
+            new[name] = content
+    layouts = tuple(FileLayout(name, (Bytes(content, name),) if content else ()) for name, content in new.items())
+    execute(Plan((), layouts), folder, Context(inline=True))
     content = manifest_json(
-        manifest,
-        policy=policy,
-        num_bytes=model.num_bytes,
+        replace(publication.manifest, bundles=tuple(bundles)),
+        policy=publication.policy,
+        num_bytes=publication.num_bytes,
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
@@ -156,6 +187,13 @@ def publish(
     replace_durably(folder / MANIFEST, content)
     fsync_folder(folder)
     fsync_folder(folder.parent)
+
+
+def files_of(write: Callable[[Path], object]) -> dict[str, bytes]:
+    """Return the files that a call writes into the folder it gets. Training waits for a temporary folder only."""
+    with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
+        write(Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 class _Special:
@@ -168,7 +206,7 @@ class _Special:
     def __call__(self, value: Any) -> dict[str, Any] | None:
         if isinstance(value, torch.Tensor):
             key = f"tree/{len(self.bundle.entries)}"
-            self.bundle.entries.append(self.live.entry(key, value))
+            self.bundle.entries.append(self.live.entry(key, value.detach().clone()))
             return stored(self.bundle.path, key)
         if isinstance(value, Kept):
             return stored(value.file, value.key)
@@ -211,21 +249,20 @@ def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class CarriedFiles:
-    """Files written by their owners at the first save, and hard links to the previous save afterwards."""
+    """Small files that do not change during a run: what ``save_pretrained`` of config, tokenizer and others writes."""
 
-    def __init__(self, *owners: Any) -> None:
-        self.owners = [owner for owner in owners if hasattr(owner, "save_pretrained")]
-        self.written: list[Path] = []
+    def __init__(self, owners: Collection[Any]) -> None:
+        self._owners = [owner for owner in owners if hasattr(owner, "save_pretrained")]
+        self._contents: dict[str, bytes] | None = None
 
-    def put(self, folder: Path) -> None:
-        """Put the files into a folder. Raises OSError, or StorageError."""
-        if self.written and all(path.is_file() for path in self.written):
-            for path in self.written:
-                link_or_copy(path, folder / path.name)
-            self.written = [folder / path.name for path in self.written]
-            return
-        before = set(folder.iterdir())
-        for owner in self.owners:
+    def contents(self) -> Mapping[str, bytes]:
+        """Return the content of each file by name. Raises OSError, or StorageError."""
+        if self._contents is None:
+            self._contents = files_of(self._write)
+        return self._contents
+
+    def _write(self, folder: Path) -> None:
+        for owner in self._owners:
             try:
                 owner.save_pretrained(folder)
             except Exception as error:
@@ -233,9 +270,6 @@ class CarriedFiles:
                     raise
                 fix = "free some space, or check the disk"  # tokenizers raises a bare Exception
                 raise StorageError.at(folder, str(error), fix) from error
-        self.written = sorted(path for path in set(folder.iterdir()) - before if path.is_file())
-        for path in self.written:
-            fsync_file(path)
 
 
 def owners_of(model: Any, processing_class: Any = None) -> list[Any]:

@@ -1,0 +1,53 @@
+"""The options of a saver, apart from its policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from llmtailor.errors import Problem, UsageError
+
+MIN_HOST_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SavingOptions:
+    """The options of a saver. Raises UsageError with all problems."""
+
+    max_staleness: int | None = None
+    """The maximum age of a part, in saves. A part that the policy leaves out for longer is added. None means the
+    maximum that the policy promises."""
+    keep_composable: int | None = None
+    """After each save, delete partial checkpoints that this number of newest composable steps does not need. None keeps
+    all."""
+    background: bool = True
+    """Copy the states while training continues and write them in a thread; False stops training until a save is
+    complete."""
+    host_buffer: int | Literal["auto"] = "auto"
+    """Bytes of host memory per rank for copies in the background. ``auto``: this rank's share of the states, but
+    together with the other ranks of the node no more than a quarter of the available memory."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What a save does while the previous one is still being written"""
+    write_timeout: float = 300.0
+    """Seconds without progress after which a write counts as stuck: training no longer waits for it, and saves are
+    skipped until it moves again"""
+    moments: Literal["bf16"] | None = None
+    """``bf16``: store Adam's moments rounded to bf16, 8 instead of 12 bytes per param. None stores them as they are."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.keep_composable is not None and (type(self.keep_composable) is not int or self.keep_composable < 1):
+            fix = "give 1 or more, or omit it to keep everything"
+            problems.append(Problem("keep_composable", f"it is {self.keep_composable!r}", fix))
+        if self.host_buffer != "auto" and (type(self.host_buffer) is not int or self.host_buffer < MIN_HOST_BUFFER):
+            fix = f'give a number of bytes, at least {MIN_HOST_BUFFER}, or "auto"'
+            problems.append(Problem("host_buffer", f"it is {self.host_buffer!r}", fix))
+        if self.when_busy not in ("wait", "skip"):
+            problems.append(Problem("when_busy", f"it is {self.when_busy!r}", 'give "wait" or "skip"'))
+        if type(self.write_timeout) not in (int, float) or not 0 < self.write_timeout < math.inf:
+            problems.append(Problem("write_timeout", f"it is {self.write_timeout!r}", "give a number of seconds"))
+        if self.moments not in (None, "bf16"):
+            problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
+        if problems:
+            raise UsageError(problems)

@@ -1,0 +1,397 @@
+"""Saves in progress: each rank writes its share in a thread, and rank 0 publishes what all ranks have written.
+
+The threads exchange small messages through torch.distributed's key-value store, never by collectives, which would mix
+with those of the training. The messages of a save, by key::
+
+    SAVE_ID/begun    rank 0: the folder is there, or why not
+    SAVE_ID/RANK     each rank: what it has written, or why not
+    SAVE_ID/alive    a number that grows while any rank writes
+    SAVE_ID/result   rank 0: the save is published, or why not
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from llmtailor.checkpoint.lineage import Past
+from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.runs.folder import RunFolder, remove_partial
+from llmtailor.saving.ranks import Ranks, as_refusal
+from llmtailor.saving.report import SaveReport, append
+from llmtailor.saving.snapshot import Snapshot
+from llmtailor.saving.writing import Publication, SaveId, Share, publish, write_share
+
+logger = logging.getLogger("llmtailor.saving")
+_POLL_S = (0.005, 0.25)
+"""Seconds between two looks for a message: first and longest"""
+_ALIVE_S = 5.0
+"""Seconds between two signs of life of a writing rank"""
+
+
+class SaveFailed(StorageError):
+    """A save failed; nothing of it remains, and training can continue."""
+
+
+class Board:
+    """Messages between the threads of all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._alone: dict[str, Any] | None = {} if ranks.world_size == 1 else None
+        if self._alone is None:
+            default = dist.distributed_c10d._get_default_store()
+            self._server = default  # rank 0 serves it as long as it exists
+            # a connection of its own: training may block on the other one
+            own = default.clone() if hasattr(default, "clone") else default
+            self._store = dist.PrefixStore("llmtailor", own)  # type: ignore[attr-defined]
+
+    def post(self, key: str, message: Mapping[str, Any]) -> None:
+        if self._alone is not None:
+            self._alone[key] = message
+        else:
+            self._store.set(key, json.dumps(message))
+
+    def read(self, *keys: str) -> list[Any] | None:
+        """Return the messages if all are there."""
+        if self._alone is not None:
+            return [self._alone[key] for key in keys] if self._alone.keys() >= {*keys} else None
+        return [json.loads(self._store.get(key)) for key in keys] if self._store.check([*keys]) else None
+
+    def count(self, key: str, more: int) -> int:
+        """Add to a number, and return it."""
+        if self._alone is not None:
+            self._alone[key] = self._alone.get(key, 0) + more
+            return int(self._alone[key])
+        return int(self._store.add(key, more))
+
+    def remove(self, *keys: str) -> None:
+        for key in keys:
+            if self._alone is not None:
+                self._alone.pop(key, None)
+            else:
+                with suppress(Exception):  # not every store can
+                    self._store.delete_key(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What this rank does in a save."""
+
+    save: SaveId
+    share: Share | None
+    """None if laying it out failed: then the save fails on all ranks."""
+    report: SaveReport
+    """Without what is known only in the end"""
+    before: Path | None
+    publication: Publication | None
+    """On rank 0"""
+    attempt: Past | None
+    """On rank 0: to be recorded before the first save of a loop that did not call `start`"""
+    retire: Callable[[], None]
+    """On rank 0: deletes what is no longer needed."""
+    problems: tuple[Problem, ...] = ()
+    """Why there is no share"""
+
+
+def save_now(folder: RunFolder, ranks: Ranks, work: Work, began: float) -> PendingSave:
+    """Make a save while training stands still; return it finished. ``began`` is monotonic time.
+
+    Raises what goes wrong on any rank, on all of them. Nothing of the save remains then.
+    """
+    path, share = work.report.path, work.share
+    assert share is not None, "else it would have been refused before"
+    ranks.on_first(lambda: _begin(folder, work))
+    try:
+        facts = ranks.together(lambda: write_share(path, share, work.before))
+        written, bundles = time.monotonic() - began, _in_order(facts)
+        ranks.on_first(lambda: _publish(work, bundles))
+    except Exception:
+        if ranks.is_first:
+            remove_partial(path)
+        raise
+    now = time.monotonic() - began
+    num_bytes = sum(fact.num_bytes for fact in bundles)
+    report = replace(work.report, num_bytes=num_bytes, stall_s=now, write_s=written, publish_s=now)
+    if ranks.is_first:
+        append(folder.partial, report.to_json())
+        work.retire()
+    save = PendingSave(report.step, path, report.parts)
+    save.finish(report)
+    return save
+
+
+def _begin(folder: RunFolder, work: Work) -> None:
+    if work.attempt is not None:
+        folder.record_attempt(work.attempt)
+    folder.begin(work.report.step)
+
+
+def _publish(work: Work, bundles: Sequence[BundleFact]) -> None:
+    assert work.publication is not None, "on rank 0"
+    publish(work.report.path, work.publication, bundles, work.before)
+
+
+def _in_order(ranks: Iterable[Sequence[BundleFact]]) -> list[BundleFact]:
+    """Return the files of all ranks as a manifest lists them: the rank shards, then the files of frozen params."""
+    facts = [*ranks]
+    return [one[0] for one in facts] + [fact for one in facts for fact in one[1:]]
+
+
+def check_same(chosen: Sequence[Sequence[str]]) -> None:
+    """Raise UsageError if the policy chose different parts on different ranks."""
+    if any(parts != chosen[0] for parts in chosen):
+        what = "it chose different parts on different ranks"
+        raise UsageError.at("policy", what, "make choose() depend only on its argument")
+
+
+class PendingSave:
+    """A save that may still be in progress; `PartialSaver.save` returns it."""
+
+    def __init__(self, step: int, path: Path, parts: Mapping[str, str]) -> None:
+        self.step = step
+        self.path = path
+        self.parts = parts
+        """Saved part -> reason"""
+        self.stall_s = 0.0
+        """Seconds for which `PartialSaver.save` stopped training"""
+        self._outcome: SaveReport | SaveFailed | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save is published or has failed."""
+        return self._outcome is not None
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The finished save; None while it is in progress, or if it failed."""
+        return self._outcome if isinstance(self._outcome, SaveReport) else None
+
+    @property
+    def failure(self) -> SaveFailed | None:
+        """Why the save failed; None while it is in progress, or if it was published."""
+        return self._outcome if isinstance(self._outcome, SaveFailed) else None
+
+    def wait(self, timeout: float = float("inf")) -> SaveReport:
+        """Wait until the save is published.
+
+        Raises SaveFailed if it fails, TimeoutError if it is still in progress after this number of seconds.
+        """
+        until = time.monotonic() + timeout
+        for _ in _turns(lambda: self.is_done or time.monotonic() > until):
+            pass
+        if self._outcome is None:
+            raise TimeoutError(f"the save at step {self.step} is still in progress")
+        if isinstance(self._outcome, SaveFailed):
+            raise self._outcome
+        return self._outcome
+
+    def finish(self, outcome: SaveReport | SaveFailed) -> None:
+        self._outcome = outcome
+
+
+class BackgroundSave(PendingSave):
+    """A save whose files are written in a thread of its own.
+
+    Args:
+        work: what to write.
+        snapshot: the tensors; None if there is nothing to write.
+        began: when the save began, in monotonic time.
+        timeout: see ``write_timeout`` of `SavingOptions`.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        ranks: Ranks,
+        board: Board,
+        work: Work,
+        snapshot: Snapshot | None,
+        began: float,
+        timeout: float,
+    ) -> None:
+        super().__init__(work.save.step, work.report.path, work.report.parts)
+        self._run_folder = folder
+        self._ranks = ranks
+        self._board = board
+        self._work = work
+        self._snapshot = snapshot
+        self._timeout = timeout
+        self._began = began
+        self._progress = self._told = time.monotonic()
+        self._is_given_up = False
+        self._has_begun = False
+        self.stall_s = self._progress - began
+        # a daemon: a write that never returns must not keep the process from ending
+        self._thread = threading.Thread(target=self._run, name="llmtailor-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing has moved for too long."""
+        progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
+        return not self.is_done and time.monotonic() - progress > self._timeout
+
+    def wait_unless_stuck(self) -> bool:
+        """Wait until the save is done, but not for a disk that accepts nothing. Return whether it is done."""
+        for _ in _turns(lambda: self.is_done or self.is_stuck):
+            pass
+        return self.is_done
+
+    def give_up(self) -> None:
+        """End the save soon, without publishing it."""
+        self._is_given_up = True
+        if self._snapshot is not None:
+            self._snapshot.give_up()
+
+    def _key(self, name: object) -> str:
+        return f"{self._work.save.save_id}/{name}"
+
+    def _run(self) -> None:
+        try:
+            self._board.post(self._key(self._ranks.rank), self._written())
+            result = self._conclude() if self._ranks.is_first else self._await("result")
+        except Exception as error:  # the other ranks are gone, and the store with them
+            result = _refusal(error, self._ranks.rank)
+        if "problems" in result:
+            self.finish(SaveFailed(_problems(result)))
+        else:
+            self.finish(replace(self._work.report, **result["measured"]))
+
+    def _written(self) -> dict[str, Any]:
+        """Write this rank's share; return its message."""
+        work, snapshot = self._work, self._snapshot
+        try:
+            self._begin()
+            if work.share is None or snapshot is None:
+                return {"problems": _texts(work.problems)}
+            facts = write_share(work.report.path, work.share, work.before, snapshot, self._count)
+            done = time.monotonic()
+            return {
+                "facts": [[fact.path, fact.num_bytes, fact.crc32] for fact in facts],
+                "parts": [*work.report.parts],
+                "measured": {
+                    "stall_s": self.stall_s + snapshot.stall_s,
+                    "copy_s": snapshot.copy_s,
+                    "write_s": done - self._began,
+                    "buffer_bytes": snapshot.high_water,
+                },
+            }
+        except Exception as error:
+            return _refusal(error, self._ranks.rank)
+        finally:
+            if snapshot is not None:
+                snapshot.close()
+
+    def _begin(self) -> None:
+        """Make the folder; the other ranks wait for it."""
+        path = self._work.report.path
+        if self._ranks.is_first:
+            try:
+                _begin(self._run_folder, self._work)
+                self._has_begun = True
+            except Exception as error:
+                self._board.post(self._key("begun"), _refusal(error, 0))
+                raise
+            self._board.post(self._key("begun"), {})
+        else:
+            begun = self._await("begun")
+            if "problems" in begun:
+                raise StorageError(_problems(begun))
+            path.mkdir(exist_ok=True)  # NFS may remember that there was none, unless it is asked to make it
+
+    def _count(self, num_bytes: int) -> None:
+        if self._is_given_up:
+            raise StorageError.at("saving", "the save was given up", "see the log")
+        self._progress = time.monotonic()
+        if self._progress - self._told > _ALIVE_S:
+            self._told = self._progress
+            self._board.count(self._key("alive"), 1)
+
+    def _await(self, *names: object) -> Any:
+        """Return the message of this name once it is there, or those of several names."""
+        alive, asked = 0, time.monotonic()
+        for _ in _turns(lambda: self._is_given_up):
+            if (messages := self._board.read(*map(self._key, names))) is not None:
+                return messages if len(names) > 1 else messages[0]
+            if time.monotonic() - asked > _ALIVE_S:
+                asked = time.monotonic()
+                if (now := self._board.count(self._key("alive"), 0)) != alive:
+                    alive, self._progress = now, asked
+        raise StorageError.at("saving", "another rank's share was not complete in time", "see that rank's log")
+
+    def _conclude(self) -> dict[str, Any]:
+        """Publish the save, or remove it, once no rank writes any more; return rank 0's last message."""
+        work, ranks = self._work, range(self._ranks.world_size)
+        try:
+            found = self._await(*ranks)
+            messages = found if len(ranks) > 1 else [found]
+            result = self._publish(messages)
+        except Exception as error:
+            result = _refusal(error, 0)
+        if "problems" in result:
+            failed = SaveFailed(_problems(result))
+            if self._has_begun:
+                with suppress(OSError):
+                    remove_partial(work.report.path)
+            append(self._run_folder.partial, {"step": self.step, "failed": str(failed)})
+            logger.warning("the save at step %d failed; training continues without it: %s", self.step, failed)
+        else:
+            append(self._run_folder.partial, replace(work.report, **result["measured"]).to_json())
+        self._board.post(self._key("result"), result)
+        self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
+        if "problems" not in result:
+            work.retire()
+        return result
+
+    def _publish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        if problems := [problem for message in messages for problem in message.get("problems", ())]:
+            return {"problems": problems}
+        check_same([message["parts"] for message in messages])
+        bundles = _in_order([BundleFact(*fact) for fact in message["facts"]] for message in messages)
+        _publish(self._work, bundles)
+        measured = [message["measured"] for message in messages]
+        return {
+            "measured": {
+                **{key: max(one[key] for one in measured) for key in measured[0]},
+                "num_bytes": sum(fact.num_bytes for fact in bundles),
+                "publish_s": time.monotonic() - self._began,
+            }
+        }
+
+
+def _turns(is_over: Callable[[], bool]) -> Any:
+    """Yield, with growing pauses, until it is over.
+
+    Without locks, because a signal handler may interrupt the same loop and wait for the same thing.
+    """
+    pause, longest = _POLL_S
+    yield
+    while not is_over():
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+        yield
+
+
+def _refusal(error: Exception, rank: int) -> dict[str, Any]:
+    refusal = as_refusal(error, rank)
+    if not isinstance(error, (TailorError, OSError)):
+        logger.warning("a save failed on rank %d", rank, exc_info=error)
+    return {"problems": _texts(refusal.problems)}
+
+
+def _texts(problems: Any) -> list[list[str]]:
+    return [[one.where, one.what, one.fix] for one in dict.fromkeys(problems)]
+
+
+def _problems(message: Mapping[str, Any]) -> list[Problem]:
+    return list(dict.fromkeys(Problem(*one) for one in message["problems"]))

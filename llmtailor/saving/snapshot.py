@@ -1,0 +1,290 @@
+"""Copies of live tensors in host memory, taken while training continues.
+
+Masters and moments change only in the optimizer's step, so forward and backward may run while they are copied. Two
+threads share a ring of host memory: one copies pieces of tensors into it, and the writer of the file takes them out in
+the same order. If the ring is full, the copying waits for the writer. The optimizer's step waits for what it is about
+to write and what is not copied yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from llmtailor.checkpoint.layout import Copy, FileLayout
+from llmtailor.errors import StorageError
+from llmtailor.saving.live import LiveTensors, bytes_of
+
+PIECE_BYTES = 8 << 20
+ALIGNMENT = 64
+"""Of pieces in the ring, in bytes: a multiple of the size of every dtype"""
+_WAKE_UP_S = 0.5
+
+
+class Arena:
+    """A ring of host memory, allocated once and used by one snapshot after another."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        size = max(num_bytes // ALIGNMENT, 4) * ALIGNMENT
+        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self.memory.zero_()  # the kernel hands out pages when they are first written: not during a save
+        self.num_bytes = size
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    path: str
+    start: int
+    stop: int
+    content: torch.Tensor
+    """A range of the arena"""
+    taken: int
+    """Bytes of the arena that it occupies"""
+    ready: Any
+    """The CUDA event of its copy; None on the CPU"""
+
+
+class Snapshot:
+    """The tensors of a save as they were when it was made. Implements `engine.streams.Store` for one reading thread.
+
+    Args:
+        live: the tensors.
+        files: the layouts of the files, in the order in which they will be written, each from front to back.
+        arena: not in use by another snapshot.
+        stuck_after: seconds without progress of the writer after which a full ring no longer delays training. The save
+            is given up then.
+        began: when the save began, in seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self, live: LiveTensors, files: Iterable[FileLayout], arena: Arena, stuck_after: float, began: float
+    ) -> None:
+        pieces = (piece for file in files for piece in file.pieces if isinstance(piece, Copy))
+        self._order = [int(piece.extent.path) for piece in pieces]
+        self._live = live
+        self._arena = arena
+        self._stuck_after = stuck_after
+        self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
+        self._versions = [_version(one.flat) for one in live.tensors]
+        self._state = threading.Condition()
+        self._ready: deque[_Piece] = deque()
+        self._reading: _Piece | None = None
+        self._head = self._tail = self._copied = 0
+        self._given_up = False
+        self._error: BaseException | None = None
+        self._streams = _Streams()
+        self._began = began
+        self.progress = time.monotonic()
+        """When the last piece was copied or taken out, in seconds of the monotonic clock"""
+        self.copy_s = 0.0
+        """Seconds until everything was copied"""
+        self.stall_s = 0.0
+        """Seconds for which the optimizer's step waited"""
+        self.high_water = 0
+        """The most bytes of the arena that were in use at once"""
+        self._thread = threading.Thread(target=self._run, name="llmtailor-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_copied(self) -> bool:
+        return self._copied == len(self._order)
+
+    def wait(self, written_with: Collection[int] | None = None) -> None:
+        """Wait until the optimizer may write: everything, or what it writes with masters in these storages."""
+        last = len(self._order) - 1
+        if written_with is not None:
+            last = max((self._last.get(storage, -1) for storage in written_with), default=-1)
+        began = time.monotonic()
+        with self._state:
+            while self._copied <= last and self._error is None:
+                self._state.wait(_WAKE_UP_S)
+                if time.monotonic() - self.progress > self._stuck_after:
+                    self._give_up()
+            self._streams.wait_for_copies()
+        self.stall_s += time.monotonic() - began
+
+    def read(self, path: str, start: int, stop: int) -> memoryview:
+        """Return the next bytes, at most up to ``stop``; the previous ones become invalid.
+
+        Raises StorageError if the save was given up, or what the copying raised.
+        """
+        with self._state:
+            self._release()
+            while not self._ready and self._error is None:
+                self._state.wait()
+            if self._error is not None:
+                raise self._error
+            piece = self._reading = self._ready.popleft()
+        assert (piece.path, piece.start) == (path, start) and piece.stop <= stop, "files are written in order"
+        if piece.ready is not None:
+            piece.ready.synchronize()
+        return bytes_of(piece.content)
+
+    def give_up(self) -> None:
+        """Stop copying and reading."""
+        with self._state:
+            self._give_up()
+
+    def close(self) -> None:
+        """Stop copying, and free the arena. Call it when nothing is read any more."""
+        self.give_up()
+        self._thread.join()
+        self._streams.finish()
+
+    def _give_up(self) -> None:
+        if self._error is None and not (self.is_copied and not self._ready):
+            what = "the save was given up: the disk has not accepted anything for too long"
+            self._error = StorageError.at("saving", what, "check the disk, or the network file system")
+        self._given_up = True
+        self._state.notify_all()
+
+    def _release(self) -> None:
+        if self._reading is not None:
+            self._tail += self._reading.taken
+            self._reading = None
+            self.progress = time.monotonic()
+            self._state.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._streams.start(live.flat.device for live in self._live.tensors)
+            for number in self._order:
+                self._copy(number)
+                with self._state:
+                    self._copied += 1
+                    self._state.notify_all()
+            self.copy_s = time.monotonic() - self._began
+        except BaseException as error:
+            with self._state:
+                self._error = self._error or error
+                self._state.notify_all()
+
+    def _copy(self, number: int) -> None:
+        live = self._live.tensors[number]
+        at = 0
+        while at < live.num_bytes:
+            offset, length = self._room(live.num_bytes - at)
+            content = self._arena.memory[offset : offset + length]
+            ready = self._streams.copy(content.view(live.dtype), live.elements(at, at + length))
+            taken = -(-length // ALIGNMENT) * ALIGNMENT
+            with self._state:
+                self._ready.append(_Piece(str(number), at, at + length, content, taken, ready))
+                self._head += taken
+                self.high_water = max(self.high_water, self._head - self._tail)
+                self.progress = time.monotonic()
+                self._state.notify_all()
+            at += length
+        if live.written_with and _version(live.flat) != self._versions[number]:
+            what = "a state was changed before it was copied, and not by the optimizer's step"
+            fix = "change weights and optimizer states only before a save, or set background=False"
+            raise StorageError.at("saving", what, fix)
+
+    def _room(self, left: int) -> tuple[int, int]:
+        """Return (offset, length) of free memory for the next piece, once there is some."""
+        size = self._arena.num_bytes
+        position = self._head % size
+        length = min(left, PIECE_BYTES, size // 4 // ALIGNMENT * ALIGNMENT, size - position)
+        with self._state:
+            while size - (self._head - self._tail) < length and not self._given_up:
+                self._state.wait()
+            if self._given_up:
+                raise self._error or StorageError.at("saving", "the save was given up", "see the log")
+        return position, length
+
+
+class _Streams:
+    """Copies from any device: from a GPU on a stream of their own, which the next optimizer step waits for."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, torch.cuda.Stream] = {}
+        self._begun = dict(_record_all())
+
+    def start(self, devices: Iterable[torch.device]) -> None:
+        for device in {device for device in devices if device.type == "cuda"}:
+            stream = self._of[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if device in self._begun:
+                stream.wait_event(self._begun[device])  # the step before this save may still be running
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy; return an event that is reached when it is done, None if it is done."""
+        stream = self._of.get(source.device)
+        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+            target.copy_(source, non_blocking=stream is not None)
+        return stream.record_event() if stream is not None else None
+
+    def wait_for_copies(self) -> None:
+        """Let what the calling thread starts next on its streams wait for the copies so far."""
+        for device, stream in self._of.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def finish(self) -> None:
+        for stream in self._of.values():
+            stream.synchronize()
+
+
+def _record_all() -> list[tuple[torch.device, Any]]:
+    """Return an event on the calling thread's stream of the current GPU."""
+    if not torch.cuda.is_available():
+        return []
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [(device, torch.cuda.current_stream(device).record_event())]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class StepBarrier:
+    """Makes optimizers wait, before they write, for the snapshot that is being taken.
+
+    torch calls the hook before ``step`` of every optimizer of the process, and so before DeepSpeed's updates too: once
+    per param group (ZeRO-1/2) or sub-group (ZeRO-3), each time with the masters that it is going to write. The Trainer
+    has no callback there: with DeepSpeed its ``on_pre_optimizer_step`` comes after the update.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot: Snapshot | None = None
+        self._optimizers: Collection[object] = ()
+        self._masters: frozenset[int] = frozenset()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: Iterable[torch.Tensor]) -> None:
+        """Delay the next steps of ``optimizers``, and of any other that writes ``masters``, until it is safe."""
+        self._optimizers = optimizers
+        self._masters = frozenset(storage_of(master) for master in masters)
+        self._snapshot = snapshot
+
+    def settle(self) -> None:
+        """Wait until everything is copied."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot = None
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        snapshot = self._snapshot
+        if snapshot is None:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        written = {storage_of(param) for param in params if isinstance(param, torch.Tensor) and param.numel()}
+        is_ours = any(optimizer is one for one in self._optimizers)
+        if written & self._masters or is_ours:
+            # a storage that was not there at the save: the states may have moved, so nothing is known
+            snapshot.wait(written if written <= self._masters else None)
+        if snapshot.is_copied:
+            self._snapshot = None
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
