@@ -181,6 +181,20 @@ class PendingSave:
         """Why the save failed; None while it is in progress, or if it was published."""
         return self._outcome if isinstance(self._outcome, SaveFailed) else None
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it is in progress, but nothing has moved for too long."""
+        return False
+
+    def give_up(self) -> None:
+        """End the save soon, without publishing it."""
+
+    def wait_unless_stuck(self) -> bool:
+        """Wait until the save is done, but not for a disk that accepts nothing. Return whether it is done."""
+        for _ in _turns(lambda: self.is_done or self.is_stuck):
+            pass
+        return self.is_done
+
     def wait(self, timeout: float = float("inf")) -> SaveReport:
         """Wait until the save is published.
 
@@ -237,18 +251,10 @@ class BackgroundSave(PendingSave):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing has moved for too long."""
         progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
         return not self.is_done and time.monotonic() - progress > self._timeout
 
-    def wait_unless_stuck(self) -> bool:
-        """Wait until the save is done, but not for a disk that accepts nothing. Return whether it is done."""
-        for _ in _turns(lambda: self.is_done or self.is_stuck):
-            pass
-        return self.is_done
-
     def give_up(self) -> None:
-        """End the save soon, without publishing it."""
         self._is_given_up = True
         if self._snapshot is not None:
             self._snapshot.give_up()

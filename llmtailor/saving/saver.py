@@ -60,7 +60,7 @@ class _Vote:
     has_state: bool
     sums: Sums
     previous: str
-    """How the save before is: ``published``, ``failed``, ``busy`` or ``stuck``"""
+    """What delays the save before; empty if it is published or has failed"""
     save_id: str
 
 
@@ -233,14 +233,14 @@ class PartialSaver:
 
     def reports(self) -> list[SaveReport]:
         """Return the saves that have finished since the last call, as far as this rank knows."""
-        if self._pending is not None and self._pending[0].is_done:
-            self._settle(self._pending[0].failure is None)
+        self._settle()
         reports, self._reports = self._reports, []
         return reports
 
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
-        if self._pending is not None and isinstance(save := self._pending[0], BackgroundSave):
+        if self._pending is not None:
+            save = self._pending[0]
             if self._barrier is not None:
                 self._barrier.settle()
             if not save.wait_unless_stuck():
@@ -258,8 +258,9 @@ class PartialSaver:
 
     def _finish_until(self, until: float) -> None:
         """Finish the save in progress, or give it up at this time; without locks, for a signal handler."""
-        if self._pending is None or not isinstance(save := self._pending[0], BackgroundSave):
+        if self._pending is None:
             return
+        save = self._pending[0]
         with suppress(TimeoutError, SaveFailed):
             save.wait(until - time.monotonic())
         if not save.is_done:
@@ -269,18 +270,20 @@ class PartialSaver:
 
     def _agree(self, step: int, is_last: bool) -> tuple[SaveId, dict[str, float]] | None:
         """Exchange what the ranks know. Return the save to make, with the drift; None if there is none to make."""
-        if self._pending is not None and isinstance(previous := self._pending[0], BackgroundSave):
+        if self._pending is not None:
             if self._barrier is not None:
                 self._barrier.settle()  # only a save without a step in between is still copied
             if is_last or self.options.when_busy == "wait":
-                previous.wait_unless_stuck()
+                self._pending[0].wait_unless_stuck()
         votes = self.ranks.together(self._vote)
         first = votes[0]
-        if first.previous in ("busy", "stuck"):
-            what = "is still being written" if first.previous == "busy" else "is stuck: its disk accepts nothing"
-            logger.warning("step %d: nothing was saved: the save before %s", step, what)
+        if first.previous:
+            logger.warning("step %d: nothing was saved: the save before %s", step, first.previous)
             return None
-        self._settle(first.previous == "published")
+        if any(vote.previous for vote in votes):  # not everybody has heard yet that it is published
+            if self._pending is not None:
+                self._pending[0].wait_unless_stuck()
+            votes = self.ranks.together(self._vote)
         if any(vote.has_changed for vote in votes):
             self._forget()
         if not all(vote.has_state for vote in votes):
@@ -291,24 +294,22 @@ class PartialSaver:
         return SaveId(first.save_id, step), relative_change([vote.sums for vote in votes])
 
     def _vote(self) -> _Vote:
-        previous = "published"
+        self._settle()
+        previous = ""
         if self._pending is not None:
-            save = self._pending[0]
-            if save.is_done:
-                previous = "published" if save.failure is None else "failed"
-            else:
-                previous = "stuck" if isinstance(save, BackgroundSave) and save.is_stuck else "busy"
+            is_stuck = self._pending[0].is_stuck
+            previous = "is stuck: its disk accepts nothing" if is_stuck else "is still being written"
         has_changed, has_state = self.training.look_again(), self._has_state()
         sums = self.drift.sums(self.training.masters()) if self.policy.needs_drift and not has_changed else {}
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
 
-    def _settle(self, is_published: bool) -> None:
-        """Take the outcome of the previous save into account, as rank 0 knows it."""
-        if self._pending is None:
+    def _settle(self) -> None:
+        """Take the outcome of the previous save into account, if it has one."""
+        if self._pending is None or not self._pending[0].is_done:
             return
         save, commit = self._pending
         self._pending = None
-        if is_published:
+        if save.failure is None:
             self.ledger, self._before = commit.ledger, save.path
             self.drift.remember(commit.samples)
         else:
@@ -336,7 +337,7 @@ class PartialSaver:
             ((work, commit),) = laid_out
             made = save_now(self.folder, self.ranks, work, began)
             self._pending = made, commit
-            self._settle(True)
+            self._settle()
         else:
             try:
                 lay_out()
@@ -398,7 +399,8 @@ class PartialSaver:
         """Start copying the states, before the next step of the optimizer; None if there is nothing to copy."""
         if work.share is None or self._arena is None or self._barrier is None:
             return None
-        snapshot = Snapshot(work.share.live, work.share.files, self._arena, self.options.write_timeout, began)
+        share, timeout = work.share, self.options.write_timeout
+        snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
         masters = (one.tensor for one in self.training.masters())
         self._barrier.arm(snapshot, self.training.optimizers(), masters)
         return snapshot

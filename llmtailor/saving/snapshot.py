@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ PIECE_BYTES = 8 << 20
 ALIGNMENT = 64
 """Of pieces in the ring, in bytes: a multiple of the size of every dtype"""
 _WAKE_UP_S = 0.5
+CHANGED = "a state was changed before it was copied, and not by the optimizer's step"
+CHANGE_EARLIER = "change weights and optimizer states only before a save, or set background=False"
 
 
 class Arena:
@@ -62,16 +64,24 @@ class Snapshot:
         stuck_after: seconds without progress of the writer after which a full ring no longer delays training. The save
             is given up then.
         began: when the save began, in seconds of the monotonic clock.
+        check: called when everything is copied; what it raises makes the save fail.
     """
 
     def __init__(
-        self, live: LiveTensors, files: Iterable[FileLayout], arena: Arena, stuck_after: float, began: float
+        self,
+        live: LiveTensors,
+        files: Iterable[FileLayout],
+        arena: Arena,
+        stuck_after: float,
+        began: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         pieces = (piece for file in files for piece in file.pieces if isinstance(piece, Copy))
         self._order = [int(piece.extent.path) for piece in pieces]
         self._live = live
         self._arena = arena
         self._stuck_after = stuck_after
+        self._check = check
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
         self._versions = [_version(one.flat) for one in live.tensors]
         self._state = threading.Condition()
@@ -156,8 +166,10 @@ class Snapshot:
     def _run(self) -> None:
         try:
             self._streams.start(live.flat.device for live in self._live.tensors)
-            for number in self._order:
+            for at, number in enumerate(self._order):
                 self._copy(number)
+                if at + 1 == len(self._order):
+                    self._check()
                 with self._state:
                     self._copied += 1
                     self._state.notify_all()
@@ -183,9 +195,7 @@ class Snapshot:
                 self._state.notify_all()
             at += length
         if live.written_with and _version(live.flat) != self._versions[number]:
-            what = "a state was changed before it was copied, and not by the optimizer's step"
-            fix = "change weights and optimizer states only before a save, or set background=False"
-            raise StorageError.at("saving", what, fix)
+            raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
     def _room(self, left: int) -> tuple[int, int]:
         """Return (offset, length) of free memory for the next piece, once there is some."""

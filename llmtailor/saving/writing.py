@@ -37,7 +37,7 @@ from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.snapshot import storage_of
+from llmtailor.saving.snapshot import CHANGE_EARLIER, CHANGED, storage_of
 from llmtailor.saving.training import Kept, Left, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
@@ -62,6 +62,8 @@ class Share:
     linked: tuple[BundleFact, ...]
     """Files that are the same as in the previous save"""
     live: LiveTensors
+    check: Callable[[], None]
+    """Called once all tensors are copied; raises StorageError if frozen params have changed since they were laid out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +116,21 @@ def lay_out_share(
         "rank": str(ranks.rank),
         "world_size": str(ranks.world_size),
     }
-    files, linked = [bundle.lay_out(facts)], []
-    if frozen := training.frozen():
-        name, fingerprint = training.frozen_file(), _fingerprint(frozen)
+    files, linked, frozen = [bundle.lay_out(facts)], [], training.frozen()
+    fingerprint = _fingerprint(frozen)
+    if frozen:
+        name = training.frozen_file()
         if before is not None and (fact := _known(before, name, fingerprint)) is not None:
             linked.append(fact)
         else:
-            entries: list[Entry] = [live.entry(key, tensor, None, storage_of(tensor)) for key, tensor in frozen.items()]
+            entries: list[Entry] = [live.entry(key, tensor) for key, tensor in frozen.items()]
             files.append(lay_out_tensors(name, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}))
-    return Share(tuple(_from_live(file) for file in files), tuple(linked), live)
+
+    def check() -> None:
+        if _fingerprint(frozen) != fingerprint:
+            raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
+
+    return Share(tuple(_from_live(file) for file in files), tuple(linked), live, check)
 
 
 def _from_live(file: FileLayout) -> FileLayout:

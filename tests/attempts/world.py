@@ -207,7 +207,8 @@ class World:
             return
         if (self.run / "partial" / f"step-{attempt.step:08}" / "manifest.json").is_file():
             return
-        report = attempt.saver.save(attempt.step, self.write_state if self.random.random() < 0.7 else None)
+        save = attempt.saver.save(attempt.step, self.write_state if self.random.random() < 0.7 else None)
+        report = save.wait()
         self.note("save", f"{attempt.number}@{attempt.step}: {', '.join(report.parts)}")
 
     def save_full(self) -> None:

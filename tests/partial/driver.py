@@ -37,8 +37,10 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from llmtailor.engine import streams
 from llmtailor.errors import TailorError
 from llmtailor.saving import attach
+from llmtailor.saving.snapshot import Snapshot, StepBarrier
 from partial.composing import compose
 from partial.jobs import Job, from_json
 from real.models import add_extras, build, tokenizer
@@ -64,7 +66,8 @@ class Messages(logging.Handler):
 
 class Disturbance(TrainerCallback):  # type: ignore[misc]
     """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
-    ``frozen``: a frozen param changes before a save; ``locked``: another run saves in the same folder."""
+    ``frozen``: a frozen param changes before a save; ``locked``: another run saves in the same folder; ``slow``: the
+    disk is."""
 
     LIMIT_BYTES = 4096
 
@@ -72,6 +75,9 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
         self.what = {"step": -1, **what}
         self.model = model
         self.other_run: subprocess.Popen[str] | None = None
+        self.write_all = streams.write_all
+        if what["what"] == "slow":
+            streams.write_all = self.write_slowly
         if what["what"] == "locked" and rank == 0:
             (folder / "partial").mkdir(parents=True)
             command = [sys.executable, "-c", HOLD_LOCK, str(folder / "partial" / ".lock")]
@@ -92,7 +98,12 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
                         if not zero3 or args.process_index == 0:
                             param.mul_(2)
 
+    def write_slowly(self, fd: int, data: bytes | memoryview) -> None:
+        time.sleep(0.2)
+        self.write_all(fd, data)
+
     def end(self) -> None:
+        streams.write_all = self.write_all
         if self.other_run:
             self.other_run.communicate("")
 
@@ -252,6 +263,9 @@ def train(job: Job, root: Path) -> None:
     logger = logging.getLogger("llmtailor.saving")
     logger.addHandler(messages)
     error = None
+    before_step = StepBarrier._before_step
+    if job.unguarded:
+        StepBarrier._before_step = unguarded  # type: ignore[method-assign]
     try:
         if job.policy is not None:
             attach(trainer, policy=job.policy, save_steps=job.every, **(job.options or {}))
@@ -260,6 +274,7 @@ def train(job: Job, root: Path) -> None:
         if not job.fails:
             raise
         error = {"class": type(caught).__name__, "text": str(caught)}
+    StepBarrier._before_step = before_step  # type: ignore[method-assign]
     logger.removeHandler(messages)
     if trainer.disturbance:
         trainer.disturbance.end()
@@ -270,7 +285,23 @@ def train(job: Job, root: Path) -> None:
         print(f"=== {job.name}: done in {time.monotonic() - began:.1f} s", flush=True)
 
 
+def unguarded(*_: object) -> None:
+    """The optimizer does not wait."""
+
+
+def slow_down_copies() -> None:
+    """Copy so slowly that training would overwrite states before they are copied, if it did not wait."""
+    copy = Snapshot._copy
+
+    def slowly(snapshot: Snapshot, number: int) -> None:
+        time.sleep(0.1 if StepBarrier._before_step is unguarded else 0.005)
+        copy(snapshot, number)
+
+    Snapshot._copy = slowly  # type: ignore[method-assign]
+
+
 def main(jobs_file: Path, root: Path) -> None:
+    slow_down_copies()
     get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
     for job in map(from_json, json.loads(jobs_file.read_text())):
         print(f"=== {job.name}", flush=True)

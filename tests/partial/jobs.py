@@ -34,6 +34,8 @@ class Job(Spec):
     """The step at which to go on: `merge --run` composes it before the training starts."""
     disturb: dict[str, Any] | None = None
     """See `driver.Disturbance`."""
+    unguarded: bool = False
+    """Whether the optimizer does not wait for copies"""
     fails: bool = False
     """Whether the training ends with one of llmtailor's own errors, which is the result then."""
 

@@ -69,10 +69,28 @@ LIVELY = [
 UPDATE = Job("z2-update", stage=2, policy="update:threshold=0.04", options={"max_staleness": 3}, steps=10)
 
 DISTURBED = [
-    Job("full-0", disturb={"what": "full", "step": 4, "rank": 0}),
-    Job("full-1", stage=1, disturb={"what": "full", "step": 4, "rank": 1}),
+    Job("full-0", options={"background": False}, disturb={"what": "full", "step": 4, "rank": 0}),
+    Job("full-1", stage=1, options={"background": False}, disturb={"what": "full", "step": 4, "rank": 1}),
     Job("frozen-2", stage=2, frozen=FROZEN, disturb={"what": "frozen", "step": 6, "param": "*embed_tokens*"}),
     Job("frozen-3", frozen=FROZEN, disturb={"what": "frozen", "step": 6, "param": "*embed_tokens*"}),
+]
+SLOW = [
+    Job("slow-skip", policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "slow"}),
+    Job(
+        "slow-wait",
+        stage=0,
+        dtype="fp32",
+        policy="full",
+        every=1,
+        options={"when_busy": "wait", "host_buffer": 1 << 20},
+        disturb={"what": "slow"},
+    ),
+]
+"""Writing a save takes several steps."""
+UNGUARDED = [
+    Job("torn-z3", unguarded=True),
+    Job("torn-cpu-adam", optimizer="cpu_adam", unguarded=True),
+    Job("torn-ddp", stage=0, dtype="fp32", unguarded=True),
 ]
 REFUSED = [
     Job("locked", disturb={"what": "locked"}, fails=True, truth=False),
@@ -129,7 +147,7 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
     else:
         alone = [without_saver(job) for job in LIVELY]
         resumed = stock_resumes([*CHECKED_2, *LIVELY])
-        jobs = [*CHECKED_2, *LIVELY, *alone, *resumed, *GOING_ON, UPDATE, *DISTURBED, *REFUSED]
+        jobs = [*CHECKED_2, *LIVELY, *alone, *resumed, *GOING_ON, UPDATE, *DISTURBED, *SLOW, *UNGUARDED, *REFUSED]
     return jobs if everything else [job for job in jobs if job.name not in LONG_JOBS]
 
 
@@ -138,6 +156,7 @@ SHORT = {
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3", "z2-rr-w3", "z3-full-on-3"),
     *("lively-0", "lively-0-alone", "lively-2", "lively-2-alone", "z3-again", "z3-full-again", "z2-update"),
     *("full-1", "frozen-2", "frozen-3", "locked", "anew", "sgd-2", "adafactor-3"),
+    *("slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
     *("z3@2", "z3-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-0@2", "lively-2@2", "z3-extras-w3@2"),
 }
 """What is trained without --all"""
