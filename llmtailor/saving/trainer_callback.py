@@ -93,6 +93,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self.saver: PartialSaver | None = None
         self._pending_rng: dict[str, Any] | None = None
         self._saved_step = -1
+        self._is_last = False
         self._has_state = False
 
     def on_train_begin(
@@ -101,7 +102,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
-        self._pending_rng, self._has_state = None, False
+        self._pending_rng, self._has_state, self._is_last = None, False, False
         scheduler = trainer.lr_scheduler
         if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
             scheduler = None  # a scheduler from the DeepSpeed config, which the engine saves
@@ -138,6 +139,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         if args.save_strategy == SaveStrategy.STEPS:
             control.should_save = False
         if by_steps and (state.global_step % every == 0 or is_last):
+            self._is_last = is_last
             self._take(control)
 
     def on_epoch_end(
@@ -217,7 +219,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             return
         trainer.store_flos()
         try:
-            save = self.saver.save(step, self._write_state, rng, is_last=is_last)
+            save = self.saver.save(step, self._write_state, rng, is_last=is_last or self._is_last)
         except SaveFailed as error:
             cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
             logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)

@@ -63,7 +63,7 @@ class Share:
     """Files that are the same as in the previous save"""
     live: LiveTensors
     check: Callable[[], None]
-    """Called once all tensors are copied; raises StorageError if frozen params have changed since they were laid out."""
+    """Called once all tensors are copied; raises StorageError if frozen params have changed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ SLOW = [
 UNGUARDED = [
     Job("torn-z3", unguarded=True),
     Job("torn-cpu-adam", optimizer="cpu_adam", unguarded=True),
-    Job("torn-ddp", stage=0, dtype="fp32", unguarded=True),
+    Job("torn-ddp", stage=0, dtype="fp32", unguarded=True, arguments={"optim": "adamw_torch"}),
 ]
 REFUSED = [
     Job("locked", disturb={"what": "locked"}, fails=True, truth=False),
