@@ -36,6 +36,8 @@ def saver_for(
     host_buffer: int | Literal["auto"] = "auto",
     when_busy: Literal["wait", "skip"] = "wait",
     write_timeout: float = 300.0,
+    staging_dir: str | Path | None = None,
+    mirror: str | None = None,
     moments: Literal["bf16"] | None = None,
 ) -> PartialSaver:
     """Return a saver for a training loop without a Trainer. Call it, and the saver, on every rank::
@@ -57,7 +59,8 @@ def saver_for(
         scaler: the GradScaler of fp16 training without DeepSpeed.
         tokenizer: anything with ``save_pretrained``, saved with the model's config.
         policy: see `PartialSaver`.
-        max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, moments: see `SavingOptions`.
+        max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, staging_dir, mirror, moments:
+            see `SavingOptions`.
 
     Raises:
         UsageError: neither or both of engine and model with optimizer are given, or a model without a scheduler.

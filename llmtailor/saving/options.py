@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from llmtailor.errors import Problem, UsageError
@@ -32,6 +33,11 @@ class SavingOptions:
     write_timeout: float = 300.0
     """Seconds without progress after which a write counts as stuck: training no longer waits for it, and saves are
     skipped until it moves again"""
+    staging_dir: str | Path | None = None
+    """A folder on a disk of the node. Saves are written and published there first, and copied to the run's folder in
+    the background."""
+    mirror: str | None = None
+    """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
     moments: Literal["bf16"] | None = None
     """``bf16``: store Adam's moments rounded to bf16, 8 instead of 12 bytes per param. None stores them as they are."""
 
@@ -47,6 +53,9 @@ class SavingOptions:
             problems.append(Problem("when_busy", f"it is {self.when_busy!r}", 'give "wait" or "skip"'))
         if type(self.write_timeout) not in (int, float) or not 0 < self.write_timeout < math.inf:
             problems.append(Problem("write_timeout", f"it is {self.write_timeout!r}", "give a number of seconds"))
+        if self.staging_dir is not None and self.mirror is not None:
+            what = "saves can be copied to one more level only"
+            problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
         if self.moments not in (None, "bf16"):
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
         if problems:

@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.runs.folder import RunFolder, remove_partial
 from llmtailor.saving.ranks import Ranks, as_refusal
-from llmtailor.saving.report import SaveReport, append
+from llmtailor.saving.report import SaveReport
 from llmtailor.saving.snapshot import Snapshot
 from llmtailor.saving.writing import Publication, SaveId, Share, publish, write_share
 
@@ -88,29 +87,35 @@ class Work:
     """What this rank does in a save."""
 
     save: SaveId
+    first: RunFolder
+    """Where the files are written: the run's folder, or a staging folder on the node"""
     share: Share | None
     """None if laying it out failed: then the save fails on all ranks."""
     report: SaveReport
     """Without what is known only in the end"""
     before: Path | None
-    publication: Publication | None
+    publication: Publication | None = None
     """On rank 0"""
-    attempt: Past | None
-    """On rank 0: to be recorded before the first save of a loop that did not call `start`"""
-    retire: Callable[[], None]
-    """On rank 0: deletes what is no longer needed."""
+    elsewhere: Collection[str] = ()
+    """Files on disks of other nodes"""
+    record: Callable[[], None] = lambda: None
+    """On rank 0: records the attempt of a loop that did not call `start`."""
+    on_published: Callable[[SaveReport], None] = lambda report: None
+    """Called on every rank when the save is published"""
+    log: Callable[[Mapping[str, Any]], None] = lambda line: None
+    """On rank 0: adds a line to the run's log."""
     problems: tuple[Problem, ...] = ()
     """Why there is no share"""
 
 
-def save_now(folder: RunFolder, ranks: Ranks, work: Work, began: float) -> PendingSave:
+def save_now(ranks: Ranks, work: Work, began: float) -> PendingSave:
     """Make a save while training stands still; return it finished. ``began`` is monotonic time.
 
     Raises what goes wrong on any rank, on all of them. Nothing of the save remains then.
     """
     path, share = work.report.path, work.share
     assert share is not None, "else it would have been refused before"
-    ranks.on_first(lambda: _begin(folder, work))
+    ranks.on_first(lambda: _begin(work))
     try:
         facts = ranks.together(lambda: write_share(path, share, work.before))
         written, bundles = time.monotonic() - began, _in_order(facts)
@@ -122,23 +127,20 @@ def save_now(folder: RunFolder, ranks: Ranks, work: Work, began: float) -> Pendi
     now = time.monotonic() - began
     num_bytes = sum(fact.num_bytes for fact in bundles)
     report = replace(work.report, num_bytes=num_bytes, stall_s=now, write_s=written, publish_s=now)
-    if ranks.is_first:
-        append(folder.partial, report.to_json())
-        work.retire()
+    work.on_published(report)
     save = PendingSave(report.step, path, report.parts)
     save.finish(report)
     return save
 
 
-def _begin(folder: RunFolder, work: Work) -> None:
-    if work.attempt is not None:
-        folder.record_attempt(work.attempt)
-    folder.begin(work.report.step)
+def _begin(work: Work) -> None:
+    work.record()
+    work.first.begin(work.report.step)
 
 
 def _publish(work: Work, bundles: Sequence[BundleFact]) -> None:
     assert work.publication is not None, "on rank 0"
-    publish(work.report.path, work.publication, bundles, work.before)
+    publish(work.report.path, work.publication, bundles, work.before, work.elsewhere)
 
 
 def _in_order(ranks: Iterable[Sequence[BundleFact]]) -> list[BundleFact]:
@@ -225,7 +227,6 @@ class BackgroundSave(PendingSave):
 
     def __init__(
         self,
-        folder: RunFolder,
         ranks: Ranks,
         board: Board,
         work: Work,
@@ -234,7 +235,6 @@ class BackgroundSave(PendingSave):
         timeout: float,
     ) -> None:
         super().__init__(work.save.step, work.report.path, work.report.parts)
-        self._run_folder = folder
         self._ranks = ranks
         self._board = board
         self._work = work
@@ -271,7 +271,9 @@ class BackgroundSave(PendingSave):
         if "problems" in result:
             self.finish(SaveFailed(_problems(result)))
         else:
-            self.finish(replace(self._work.report, **result["measured"]))
+            report = replace(self._work.report, **result["measured"])
+            self._work.on_published(report)
+            self.finish(report)
 
     def _written(self) -> dict[str, Any]:
         """Write this rank's share; return its message."""
@@ -303,7 +305,7 @@ class BackgroundSave(PendingSave):
         path = self._work.report.path
         if self._ranks.is_first:
             try:
-                _begin(self._run_folder, self._work)
+                _begin(self._work)
                 self._has_begun = True
             except Exception as error:
                 self._board.post(self._key("begun"), _refusal(error, 0))
@@ -313,7 +315,9 @@ class BackgroundSave(PendingSave):
             begun = self._await("begun")
             if "problems" in begun:
                 raise StorageError(_problems(begun))
-            path.mkdir(exist_ok=True)  # NFS may remember that there was none, unless it is asked to make it
+            path.mkdir(
+                parents=True, exist_ok=True
+            )  # NFS may remember that there was none, unless it is asked to make it
 
     def _count(self, num_bytes: int) -> None:
         if self._is_given_up:
@@ -349,14 +353,10 @@ class BackgroundSave(PendingSave):
             if self._has_begun:
                 with suppress(OSError):
                     remove_partial(work.report.path)
-            append(self._run_folder.partial, {"step": self.step, "failed": str(failed)})
+            work.log({"step": self.step, "failed": str(failed)})
             logger.warning("the save at step %d failed; training continues without it: %s", self.step, failed)
-        else:
-            append(self._run_folder.partial, replace(work.report, **result["measured"]).to_json())
         self._board.post(self._key("result"), result)
         self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
-        if "problems" not in result:
-            work.retire()
         return result
 
     def _publish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:

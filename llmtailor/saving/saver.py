@@ -16,7 +16,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.retention import deletable
 from llmtailor.saving import ending
 from llmtailor.saving.drift import Drift, Samples, Sums, relative_change
+from llmtailor.saving.levels import Copier, Finished, Level, Mirror, Node, SharedFolder, take_over, tensor_files
 from llmtailor.saving.live import DTYPES
 from llmtailor.saving.memory import auto_bytes
 from llmtailor.saving.model import find_trained_parts, weigh
@@ -104,6 +105,8 @@ class PartialSaver:
         options: SavingOptions | None = None,
     ) -> None:
         self.folder = RunFolder(Path(output_dir).absolute())
+        staging = (options or SavingOptions()).staging_dir
+        self.first = self.folder if staging is None else RunFolder(Path(staging).absolute())
         self.training = training
         self.scheduler = scheduler
         self.policy = make_policy(policy)
@@ -125,8 +128,13 @@ class PartialSaver:
         self._arena: Arena | None = None
         self._barrier: StepBarrier | None = None
         self._board: Board | None = None
+        self._copier: Copier | None = None
+        self._node: Node | None = None
+        self._elsewhere: frozenset[str] = frozenset()
         if self.options.background:
             self._prepare_background()
+        if self.options.staging_dir is not None or self.options.mirror is not None:
+            self._prepare_levels()
 
     def _prepare_background(self) -> None:
         def allocate() -> tuple[str | None, Arena | None]:
@@ -155,6 +163,25 @@ class PartialSaver:
         self._board, self._barrier = Board(self.ranks), StepBarrier()
         ending.finish_at_end(self, self._finish_until)
 
+    def _prepare_levels(self) -> None:
+        """Start copying to a second level; see `SavingOptions`."""
+        mirror, node = self.options.mirror, Node.here(self.ranks)
+        is_staging, is_leader = mirror is None, self.ranks.rank == node.ranks[0]
+        last: list[Level] = []
+
+        def prepare() -> None:
+            last.append(SharedFolder(self.folder) if mirror is None else Mirror(mirror))
+            if is_staging and is_leader:
+                self.first.lock()
+                self.first.sweep()
+
+        self.ranks.together(prepare)
+        if is_staging:
+            others = [rank for rank in range(self.ranks.world_size) if rank not in node.ranks]
+            self._elsewhere = frozenset(tensor_files(others, self.ranks.world_size))
+        self._node, board = node, self._board or Board(self.ranks)
+        self._copier = Copier(self.first, last[0], self.ranks, node, board, self._append, is_staging=is_staging)
+
     def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
         """Start an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
 
@@ -171,6 +198,16 @@ class PartialSaver:
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
         lineage = self._new_id()
+        if self._copier is not None and self._node is not None:
+            try:
+                copied = take_over(self._copier, self.folder, self.ranks, self._node)
+            except Exception as error:
+                if self.options.mirror is None:
+                    raise
+                copied = []
+                logger.warning("what the mirror lacks could not be copied: %s", error)
+            if copied and self.ranks.is_first:
+                logger.warning("copied saves that an earlier process had left: %s", ", ".join(map(str, copied)))
         resumed = self.ranks.on_first(
             lambda: resume(self.folder, self.training, step, lineage, _trainer_state(resumed_from))
         )
@@ -228,7 +265,7 @@ class PartialSaver:
             restore_state(self.policy, policy_state)
             failed = SaveFailed(as_refusal(error, self.ranks.rank).problems)
             if self.ranks.is_first:
-                append(self.folder.partial, {"step": step, "failed": str(failed)})
+                self._log({"step": step, "failed": str(failed)})
             raise failed from error
 
     def reports(self) -> list[SaveReport]:
@@ -250,6 +287,11 @@ class PartialSaver:
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
+        if self._copier is not None:
+            self._copier.close(self.options.write_timeout)
+            self._copier = None
+            if self.first is not self.folder:
+                self.first.unlock()
         ending.release(self)
         if self._barrier is not None:
             self._barrier.remove()
@@ -335,7 +377,7 @@ class PartialSaver:
         if self._board is None:
             check_same(self.ranks.together(lay_out))
             ((work, commit),) = laid_out
-            made = save_now(self.folder, self.ranks, work, began)
+            made = save_now(self.ranks, work, began)
             self._pending = made, commit
             self._settle()
         else:
@@ -346,18 +388,17 @@ class PartialSaver:
             ((work, commit),) = laid_out
             snapshot = self._copy(work, began)
             timeout = self.options.write_timeout
-            made = BackgroundSave(self.folder, self.ranks, self._board, work, snapshot, began, timeout)
+            made = BackgroundSave(self.ranks, self._board, work, snapshot, began, timeout)
             self._pending = made, commit
-        self._is_recorded = True
         return made
 
     def _refused(self, save: SaveId, error: Exception) -> tuple[Work, _Commit]:
         """Return the work of a rank that has nothing to write."""
-        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, self.folder.at(save.step))
+        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, self.first.at(save.step))
         refusal = as_refusal(error, self.ranks.rank)
         if refusal is not error:
             logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, None, report, None, None, None, lambda: None, refusal.problems)
+        work = Work(save, self.first, None, report, None, log=self._log, problems=refusal.problems)
         return work, _Commit(self.ledger, {}, state_of(self.policy))
 
     def _lay_out(
@@ -374,7 +415,7 @@ class PartialSaver:
         params = [name for part in chosen for name in self.model.params_of[part]]
         moments = {None: None, "bf16": torch.bfloat16}[self.options.moments]
         share = lay_out_share(save, self.training, params, self._trees(rng), self.ranks, before, moments)
-        is_first, past = self.ranks.is_first, Past(save.step, ledger.lineage, ledger.history)
+        past, is_first = Past(save.step, ledger.lineage, ledger.history), self.ranks.is_first
         work = Work(
             save=save,
             share=share,
@@ -385,12 +426,15 @@ class PartialSaver:
                 stall_s=0.0,
                 drift=drift,
                 steps_behind=ledger.steps_behind(),
-                path=self.folder.at(save.step),
+                path=self.first.at(save.step),
             ),
             before=before,
+            first=self.first,
             publication=self._publication(save, chosen, ledger, write_state) if is_first else None,
-            attempt=None if self._is_recorded or not is_first else past,
-            retire=partial(self._retire, ledger, [*self.carried.contents()]) if is_first else lambda: None,
+            elsewhere=self._elsewhere,
+            record=partial(self._record, past),
+            on_published=partial(self._on_published, save, ledger, time.monotonic()),
+            log=self._log,
         )
         samples = self.drift.samples(self.training.masters(), chosen) if self.policy.needs_drift else {}
         return work, _Commit(ledger, samples, policy_state)
@@ -476,19 +520,46 @@ class PartialSaver:
         policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
         return Publication(manifest, policy, dict(model.num_bytes), files, self.carried.contents())
 
-    def _retire(self, ledger: Ledger, made: Collection[str]) -> None:
-        """Delete checkpoints that are no longer needed; the next save retries failed deletions."""
+    def _record(self, past: Past) -> None:
+        if not self._is_recorded:  # a loop that never called `start`
+            self.folder.record_attempt(past)
+        self._is_recorded = True
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        """Add a line to the run's log, after the lines of saves that are still being copied."""
+        if self._copier is not None:
+            self._copier.add(line)
+        else:
+            self._append(line)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self.ranks.is_first:
+            append(self.folder.partial, line)
+
+    def _on_published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
+        line, retire = report.to_json(), partial(self._retire, ledger)
+        if self._copier is not None:
+            self._copier.add(Finished(save.step, save.save_id, began, line, retire))
+        elif self.ranks.is_first:
+            self._append(line)
+            retire()
+
+    def _retire(self, ledger: Ledger) -> list[int]:
+        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
+        made, deleted = [*self.carried.contents()], []
         if self.options.keep_composable is None:
-            return
+            return []
         try:
             for step in deletable(self.folder.saves(), ledger, self.options.keep_composable):
                 if holds_unknown(self.folder.at(step), made):
                     logger.warning("%s is kept: it holds files that no save wrote", self.folder.at(step).name)
                 else:
                     remove_partial(self.folder.at(step))
+                    deleted.append(step)
             self.folder.remove_abandoned(made)
         except OSError as error:
             logger.warning("old partial checkpoints could not be deleted: %s", error)
+        return deleted
 
 
 def _trainer_state(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:

@@ -48,6 +48,8 @@ def attach(
     host_buffer: int | Literal["auto"] = "auto",
     when_busy: Literal["wait", "skip"] = "wait",
     write_timeout: float = 300.0,
+    staging_dir: str | Path | None = None,
+    mirror: str | None = None,
     moments: Literal["bf16"] | None = None,
 ) -> PartialSaving:
     """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
@@ -61,7 +63,8 @@ def attach(
         max_staleness: the maximum age of a part, in saves.
         keep_composable: how many steps stay composable.
         background: copy and write a save while training continues.
-        host_buffer, when_busy, write_timeout, moments: see `SavingOptions`, as for the three before.
+        host_buffer, when_busy, write_timeout, staging_dir, mirror, moments: see
+            `SavingOptions`, as for the three before.
 
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments

@@ -163,13 +163,22 @@ def write_share(
     return [BundleFact(result.path, result.num_bytes, result.crc) for result in results] + [*share.linked]
 
 
-def publish(folder: Path, publication: Publication, bundles: Sequence[BundleFact], before: Path | None) -> None:
+def publish(
+    folder: Path,
+    publication: Publication,
+    bundles: Sequence[BundleFact],
+    before: Path | None,
+    elsewhere: Collection[str] = (),
+) -> None:
     """Make all files of a folder durable, then complete the checkpoint by writing its manifest.
 
-    Raises OSError, or StorageError for a rank's file that is missing or differs from what the rank wrote.
+    ``elsewhere`` are files on disks of other nodes. Raises OSError, or StorageError for a rank's file that is missing
+    or differs from what the rank wrote.
     """
     for fact in bundles:
         path = folder / fact.path
+        if fact.path in elsewhere:
+            continue
         if not path.is_file() or path.stat().st_size != fact.num_bytes:
             fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
             raise StorageError.at(path, "the file is not what its rank wrote", fix)

@@ -294,7 +294,7 @@ def slow_down_copies() -> None:
     copy = Snapshot._copy
 
     def slowly(snapshot: Snapshot, number: int) -> None:
-        time.sleep(0.1 if StepBarrier._before_step is unguarded else 0.005)
+        time.sleep(0.03 if StepBarrier._before_step is unguarded else 0.005)
         copy(snapshot, number)
 
     Snapshot._copy = slowly  # type: ignore[method-assign]

@@ -1,0 +1,391 @@
+"""Copies finished saves to a second level of storage, in the background: from a disk of the node to a shared folder, or
+from the run's folder to an object store.
+
+The first rank of each node copies the files of that node's ranks. Every copy is read back and compared with the
+checksum in the manifest, and the manifest comes last, so a save exists there completely or not at all. A level that is
+away is tried again, with growing pauses, as long as training runs; saves are copied in their order, so what is there
+never depends on something that is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
+from llmtailor.checkpoint.placement import Extent
+from llmtailor.engine.copy import Context, execute
+from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, bundle_name, frozen_name, read_manifest
+from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
+from llmtailor.saving.pending import Board
+from llmtailor.saving.ranks import Ranks
+from llmtailor.storage.checksums import crc32
+from llmtailor.storage.local import fsync_folder, replace_durably
+
+logger = logging.getLogger("llmtailor.saving")
+CHUNK_BYTES = 8 << 20
+_PAUSE_S = (1.0, 60.0)
+"""Seconds between two attempts: first and longest"""
+_WAKE_UP_S = 0.2
+
+
+class Level(Protocol):
+    """Where saves are copied to. Raises OSError or StorageError; a remote one, whatever its library raises."""
+
+    def has(self, step: int) -> bool:
+        """Return whether a save is there."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Make room for a save, which is not there yet."""
+        ...
+
+    def put(self, step: int, source: Path, fact: BundleFact) -> None:
+        """Copy a file, and read it back."""
+        ...
+
+    def complete(self, step: int, manifest: bytes) -> None:
+        """Make all of the save durable, and then its manifest."""
+        ...
+
+    def remove(self, step: int) -> None:
+        """Remove a save, its manifest first."""
+        ...
+
+
+class SharedFolder:
+    """A run's folder that all nodes see."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def has(self, step: int) -> bool:
+        return step in self.run.complete()
+
+    def begin(self, step: int) -> None:
+        self.run.begin(step)
+
+    def put(self, step: int, source: Path, fact: BundleFact) -> None:
+        folder = self.run.at(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{source.name}.llmtailor-new"
+        beside.unlink(missing_ok=True)
+        pieces = (Copy(Extent(source.name, 0, fact.num_bytes)),) if fact.num_bytes else ()
+        plan = Plan((str(source.parent),), (FileLayout(beside.name, pieces),))
+        (result,) = execute(plan, folder, Context(inline=True))
+        with beside.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            check(beside, fact, result.crc, crc_of(file))
+        beside.rename(folder / source.name)
+
+    def complete(self, step: int, manifest: bytes) -> None:
+        folder = self.run.at(step)
+        fsync_folder(folder)
+        replace_durably(folder / MANIFEST, manifest)
+        fsync_folder(folder)
+        fsync_folder(folder.parent)
+
+    def remove(self, step: int) -> None:
+        """Nothing: this is the run's own folder, from which the saver has removed it."""
+
+
+class Mirror:
+    """A folder of any file system that fsspec knows, by its URL."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+            self.fs, self.root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            fix = "pip install fsspec and the package that it names for this kind of URL, such as s3fs"
+            raise UsageError.at("mirror", f"{url!r} can't be used: {error}", fix) from error
+
+    def has(self, step: int) -> bool:
+        return bool(self.fs.exists(f"{self._at(step)}/{MANIFEST}"))
+
+    def begin(self, step: int) -> None:
+        self.fs.makedirs(self._at(step), exist_ok=True)
+
+    def put(self, step: int, source: Path, fact: BundleFact) -> None:
+        path = f"{self._at(step)}/{source.name}"
+        self.fs.put_file(str(source), path)
+        with self.fs.open(path, "rb") as file:
+            check(path, fact, crc_of(file))
+
+    def complete(self, step: int, manifest: bytes) -> None:
+        self.fs.pipe_file(f"{self._at(step)}/{MANIFEST}", manifest)
+
+    def remove(self, step: int) -> None:
+        if self.fs.exists(path := f"{self._at(step)}/{MANIFEST}"):
+            self.fs.rm_file(path)
+            self.fs.rm(self._at(step), recursive=True)
+
+    def _at(self, step: int) -> str:
+        return f"{self.root}/partial/{RunFolder(Path()).at(step).name}"
+
+
+def crc_of(file: Any) -> int:
+    crc = 0
+    while data := file.read(CHUNK_BYTES):
+        crc = crc32(data, crc)
+    return crc
+
+
+def check(where: object, fact: BundleFact, *crcs: int) -> None:
+    """Raise StorageError unless all checksums are those of the file."""
+    if any(crc != fact.crc32 for crc in crcs):
+        raise StorageError.at(where, "the copy differs from what was saved", "check both disks")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This process's node."""
+
+    number: int
+    count: int
+    ranks: tuple[int, ...]
+    """The ranks on this node; the first copies for all."""
+
+    @classmethod
+    def here(cls, ranks: Ranks) -> Node:
+        """Find the ranks of each node. All ranks call it."""
+        names = ranks.gather((socket.gethostname(), os.environ.get("GROUP_RANK")))
+        nodes = list(dict.fromkeys(names))
+        mine = names[ranks.rank]
+        return cls(nodes.index(mine), len(nodes), tuple(rank for rank, name in enumerate(names) if name == mine))
+
+
+def tensor_files(ranks: Iterable[int], world_size: int) -> set[str]:
+    """Return the names of the tensor files that these ranks write."""
+    return {
+        name
+        for rank in ranks
+        for name in (
+            bundle_name(rank, world_size),
+            frozen_name(rank, world_size if rank else 1),
+            frozen_name(rank, world_size),
+        )
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A save that is complete on the first level."""
+
+    step: int
+    save_id: str
+    began: float
+    """Monotonic time at which it began"""
+    line: Mapping[str, Any]
+    """Its entry for the log"""
+    retire: Callable[[], Collection[int]]
+    """On rank 0: deletes what the run no longer needs; returns the steps."""
+
+
+class Copier:
+    """Copies saves from ``first`` to ``last`` in a thread of each node's first rank.
+
+    Args:
+        first: where saves are written. If ``is_staging``, copies there are removed once a newer save is copied too.
+        log: adds an entry to the run's log.
+    """
+
+    def __init__(
+        self,
+        first: RunFolder,
+        last: Level,
+        ranks: Ranks,
+        node: Node,
+        board: Board,
+        log: Callable[[Mapping[str, Any]], None],
+        *,
+        is_staging: bool,
+    ) -> None:
+        self.first = first
+        self.last = last
+        self._ranks = ranks
+        self._node = node
+        self._board = board
+        self._log = log
+        self._is_staging = is_staging
+        self._queue: deque[Finished | Mapping[str, Any]] = deque()
+        self._progress = time.monotonic()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="llmtailor-copy-level", daemon=True)
+        if ranks.rank == node.ranks[0]:
+            self._thread.start()
+
+    @property
+    def pending(self) -> list[int]:
+        """The steps that are not copied yet."""
+        return [one.step for one in list(self._queue) if isinstance(one, Finished)]
+
+    def add(self, item: Finished | Mapping[str, Any]) -> None:
+        """Copy a save, or add a line to the log, after everything before it."""
+        if self._thread.ident is not None:
+            if isinstance(item, Finished) and self._ranks.is_first and self._node.count > 1:
+                content = (self.first.at(item.step) / MANIFEST).read_text()
+                self._board.post(f"{item.save_id}/manifest", {"content": content})
+            self._queue.append(item)
+
+    def close(self, timeout: float) -> None:
+        """Finish copying; give up after this number of seconds without progress, and say what is left."""
+        while self._queue and time.monotonic() - self._progress < timeout:
+            time.sleep(_WAKE_UP_S)
+        self._is_closing = True
+        if left := self.pending:
+            steps = ", ".join(map(str, left))
+            what = "were not copied; they are copied when the run goes on here, or name the folder with --also"
+            logger.warning("the saves of steps %s in %s %s", steps, self.first.run, what)
+
+    def copy_now(self, step: int) -> None:
+        """Copy a save that an earlier process has left on this level. All ranks call it; raises what any raises."""
+        is_leader = self._ranks.rank == self._node.ranks[0]
+        self._ranks.on_first(lambda: self.last.begin(step))
+        self._ranks.together(lambda: self._put(step) if is_leader else None)
+        self._ranks.on_first(lambda: self._complete(step))
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            if not self._queue:
+                time.sleep(_WAKE_UP_S)
+                continue
+            item = self._queue[0]
+            if isinstance(item, Finished):
+                self._copy_until_done(item)
+            elif self._ranks.is_first:
+                self._log(item)
+            if not self._is_closing:
+                self._queue.popleft()
+                self._progress = time.monotonic()
+
+    def _copy_until_done(self, save: Finished) -> None:
+        pause, longest = _PAUSE_S
+        has_failed = False
+        while not self._is_closing:
+            try:
+                self._copy(save)
+                if has_failed:
+                    logger.warning("step %d is copied after all", save.step)
+                return
+            except Exception as error:
+                if not has_failed:
+                    why = error if isinstance(error, (TailorError, OSError)) else repr(error)
+                    logger.warning("step %d can't be copied, and is tried again: %s", save.step, why)
+                has_failed = True
+                until = time.monotonic() + pause
+                while time.monotonic() < until and not self._is_closing:
+                    time.sleep(_WAKE_UP_S)
+                pause = min(2 * pause, longest)
+
+    def _copy(self, save: Finished) -> None:
+        if self._ranks.is_first:
+            if self._board.read(f"{save.save_id}/open") is None:
+                self.last.begin(save.step)
+                self._board.post(f"{save.save_id}/open", {})
+        else:
+            self._await(f"{save.save_id}/open")
+            folder = self.first.at(save.step)
+            if not (folder / MANIFEST).exists():
+                manifest = self._await(f"{save.save_id}/manifest")
+                replace_durably(folder / MANIFEST, manifest["content"].encode())
+        self._put(save.step)
+        self._board.post(f"{save.save_id}/copied/{self._node.number}", {})
+        if self._ranks.is_first:
+            for number in range(self._node.count):
+                self._await(f"{save.save_id}/copied/{number}")
+            self._complete(save.step)
+            self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
+            self._board.post(f"{save.save_id}/shared", {})
+            for step in save.retire():
+                self.last.remove(step)
+        else:
+            self._await(f"{save.save_id}/shared")
+        if self._is_staging:
+            self._tidy(save.step)
+
+    def _put(self, step: int) -> None:
+        """Copy this node's tensor files."""
+        folder = self.first.at(step)
+        manifest = read_manifest(folder, folder.name)
+        mine = tensor_files(self._node.ranks, manifest.world_size)
+        for fact in manifest.bundles:
+            if fact.path in mine:
+                self.last.put(step, folder / fact.path, fact)
+                self._progress = time.monotonic()
+
+    def _complete(self, step: int) -> None:
+        """Copy the small files, and the manifest last."""
+        folder = self.first.at(step)
+        manifest = (folder / MANIFEST).read_bytes()
+        tensors = {fact.path for fact in read_manifest(folder, folder.name).bundles}
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.name not in (*tensors, MANIFEST):
+                content = path.read_bytes()
+                self.last.put(step, path, BundleFact(path.name, len(content), crc32(content)))
+        self.last.complete(step, manifest)
+
+    def _await(self, key: str) -> Any:
+        while not self._is_closing:
+            if (found := self._board.read(key)) is not None:
+                return found[0]
+            time.sleep(_WAKE_UP_S)
+        raise StorageError.at("saving", "the process ends", "")
+
+    def _tidy(self, step: int) -> None:
+        """Remove the older saves of this level, which are all copied. The newest stays: the next one links to it."""
+        for older, folder in self.first.complete().items():
+            if older < step and not holds_unknown(folder):
+                remove_partial(folder)
+
+
+def take_over(copier: Copier, run: RunFolder, ranks: Ranks, node: Node) -> list[int]:
+    """Copy what an earlier process of this run has finished on the first level but not copied; return the steps.
+
+    What is left on the nodes' disks then is of no use, and is removed. All ranks call it.
+
+    Raises UsageError for saves of another run, and what copying raises.
+    """
+    first = copier.first
+    is_leader = ranks.rank == node.ranks[0]
+
+    def look() -> dict[int, tuple[str, tuple[str, ...], tuple[str, ...], str]]:
+        """Return (save id, all tensor files, those that are here, lineage) of each step on this node."""
+        found = {}
+        for step, folder in first.complete().items() if is_leader else ():
+            manifest = read_manifest(folder, folder.name)
+            every = tuple(fact.path for fact in manifest.bundles)
+            here = tuple(name for name in every if (folder / name).is_file())
+            found[step] = (manifest.save_id, every, here, str(manifest.ledger.get("lineage")))
+        return found
+
+    nodes = ranks.together(look)
+    known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
+    if others := sorted({step for one in nodes for step, (*_, lineage) in one.items() if lineage not in known}):
+        what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
+        raise UsageError(Problem("staging_dir", what, "remove them, or give this run a folder of its own"))
+    steps = sorted({step for one in nodes for step in one})
+    copied = []
+    for step in ranks.on_first(lambda: [at for at in steps if not copier.last.has(at)]):
+        of_step = [one[step] for one in nodes if step in one]
+        here = {name for _, _, names, _ in of_step for name in names}
+        is_one_save = len({save_id for save_id, *_ in of_step}) == 1
+        # the small files are on the first node
+        if is_one_save and set(of_step[0][1]) <= here and step in nodes[0]:
+            copier.copy_now(step)
+            copied.append(step)
+    if is_leader and first is not run:
+        for folder in first.complete().values():
+            if not holds_unknown(folder):
+                remove_partial(folder)
+    return copied

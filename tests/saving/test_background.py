@@ -1,0 +1,298 @@
+"""Saves in the background: nothing is torn, memory is bounded, and a bad disk costs saves, never the training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from llmtailor.errors import UsageError  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions  # noqa: E402
+from llmtailor.saving.live import LiveTensors  # noqa: E402
+from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
+from llmtailor.saving.writing import _from_live, lay_out_tensors  # noqa: E402
+from real.harness import environment  # noqa: E402
+from saving.loop import Disk, Loop  # noqa: E402
+
+TESTS = Path(__file__).parents[1]
+SMALLEST = 1 << 20
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk(monkeypatch)
+    yield made
+    made.recover()
+
+
+@pytest.fixture
+def loop(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Loop(tmp_path / "run", **options).start())
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.saver.close()
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path, disk, loop):
+    run = loop(policy="full")
+    run.train()
+    disk.hang()
+    save = run.save()
+    run.train(5)
+    assert not save.is_done and not run.saves
+    disk.recover()
+    report = save.wait(60)
+    assert run.saves == [1] and report.copy_s <= report.write_s <= report.publish_s
+    assert 0 < report.buffer_bytes <= report.num_bytes
+    run.check(1, tmp_path / "out")
+
+
+def test_the_memory_is_bounded(tmp_path, disk, loop):
+    """The states are several times the buffer, so copying waits for the disk, and training for the copying."""
+    run = loop(policy="full", host_buffer=SMALLEST, hidden=256)
+    for _ in range(3):
+        run.train(2)
+        run.save()
+    run.saver.close()
+    reports = [json.loads(line) for line in (run.run / "partial" / "saves.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in reports] == [2, 4, 6]
+    assert all(line["num_bytes"] > 10 * SMALLEST >= 10 * line["buffer_bytes"] for line in reports)
+    for step in run.saves:
+        run.check(step, tmp_path / f"out-{step}")
+
+
+RESIDENT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from saving.loop import Loop
+
+def resident(key):
+    return int(dict(line.split(":", 1) for line in open("/proc/self/status"))[key].split()[0]) << 10
+
+run = Loop(Path(sys.argv[2]), hidden=1024, layers=3, policy="full", host_buffer=8 << 20)
+run.start()
+run.train(2)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+print(run.save().wait().num_bytes, resident("VmHWM") - before)
+"""
+
+
+def test_a_process_does_not_grow_with_its_states(tmp_path):
+    command = [sys.executable, "-c", RESIDENT, str(TESTS), str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    num_bytes, grown = map(int, done.stdout.split())
+    assert num_bytes > 300 << 20
+    assert grown < 64 << 20
+
+
+def test_a_busy_saver_waits_or_skips(tmp_path, disk, loop, caplog):
+    run = loop(policy="full", when_busy="skip")
+    run.train()
+    disk.hang()
+    first = run.save()
+    run.train()
+    assert run.save() is None
+    assert "step 2: nothing was saved: the save before is still being written" in caplog.text
+    threading.Timer(0.2, disk.recover).start()
+    run.train()
+    last = run.save(is_last=True)
+    assert first.is_done
+    last.wait(60)
+    assert run.saves == [1, 3]
+    run.check(3, tmp_path / "out")
+
+
+def test_what_a_failed_save_held_is_still_due(tmp_path, disk, loop, caplog):
+    run = loop(policy="parity")
+    run.train()
+    run.save().wait(60)
+    run.train()
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    save = run.save()
+    with pytest.raises(SaveFailed, match="No space left"):
+        save.wait(60)
+    assert "the save at step 2 failed; training continues without it" in caplog.text
+    assert not list((run.run / "partial").glob("step-00000002*"))
+    disk.recover()
+    run.train()
+    again = run.save()
+    assert again.parts == save.parts
+    again.wait(60)
+    assert run.saves == [1, 3]
+    lines = [json.loads(line) for line in (run.run / "partial" / "saves.jsonl").read_text().splitlines()]
+    assert [(line["step"], "failed" in line) for line in lines] == [(1, False), (2, True), (3, False)]
+
+
+def test_a_hung_disk_costs_saves_and_not_the_training(tmp_path, disk, loop, caplog):
+    """The buffer is too small, so the optimizer waits for the disk, but not for long."""
+    run = loop(policy="full", host_buffer=SMALLEST, hidden=256, write_timeout=0.5)
+    run.train()
+    disk.hang()
+    hung = run.save()
+    run.train(3)
+    assert run.save() is None
+    assert "nothing was saved: the save before is stuck" in caplog.text
+    disk.recover()
+    with pytest.raises(SaveFailed, match="the disk has not accepted anything"):
+        hung.wait(60)
+    run.train()
+    run.save().wait(60)
+    assert run.saves == [5]
+    run.check(5, tmp_path / "out")
+
+
+def test_a_save_that_hangs_at_the_end_is_given_up(disk, loop, caplog):
+    run = loop(policy="full", write_timeout=0.3)
+    run.train()
+    disk.hang()
+    save = run.save()
+    run.saver.close()
+    assert "the save at step 1 is given up: its disk is stuck" in caplog.text
+    disk.recover()
+    with pytest.raises(SaveFailed):
+        save.wait(60)
+    assert not run.saves and not list((run.run / "partial").glob("step-*"))
+
+
+def test_a_state_that_is_changed_too_early_is_not_saved(loop, disk, monkeypatch):
+    """Nothing but the optimizer's step waits, but torch counts writes."""
+    run = loop(policy="full")
+    run.train()
+    copy, may_copy = Snapshot._copy, threading.Event()
+    monkeypatch.setattr(Snapshot, "_copy", lambda *args: (may_copy.wait(60), copy(*args)))
+    save = run.save()
+    with torch.no_grad():
+        run.model.lm_head.weight.mul_(2)
+    may_copy.set()
+    with pytest.raises(SaveFailed, match="changed before it was copied"):
+        save.wait(60)
+    run.train()
+    run.save().wait(60)
+    assert run.saves == [2]
+
+
+def test_a_policy_that_is_not_deterministic_is_found_out():
+    from llmtailor.saving.pending import check_same
+
+    check_same([["norm"], ["norm"]])
+    with pytest.raises(UsageError, match="different parts on different ranks"):
+        check_same([["norm"], ["lm_head"]])
+
+
+ENDING = """
+import sys, time, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from saving.loop import Loop
+from llmtailor.engine import streams
+
+write_all = streams.write_all
+def slowly(fd, data):
+    time.sleep(0.3)
+    write_all(fd, data)
+streams.write_all = slowly
+run = Loop(Path(sys.argv[2]), policy="full").start()
+run.train()
+run.save()
+print("saving", flush=True)
+if sys.argv[3] == "raise":
+    raise RuntimeError("out of memory")
+if sys.argv[3] == "wait":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "wait"])
+def test_a_save_in_progress_is_finished_when_the_process_ends(tmp_path, how):
+    """Also by an exception, or by SIGTERM."""
+    command = [sys.executable, "-c", ENDING, str(TESTS), str(tmp_path / "run"), how]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"saving\n"
+        if how == "wait":
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == {"return": 0, "raise": 1, "wait": -signal.SIGTERM}[how]
+    assert [path.parent.name for path in tmp_path.glob("run/partial/*/manifest.json")] == ["step-00000001"]
+
+
+def test_a_step_waits_only_for_what_it_writes():
+    """As under ZeRO-3, where each sub-group has a storage of its own, and a step."""
+    live, masters = LiveTensors(), [torch.full((1 << 17,), float(number)) for number in range(4)]
+    entries = [live.entry(f"master/{number}", one, None, storage_of(one)) for number, one in enumerate(masters)]
+    file = _from_live(lay_out_tensors("file", entries, {}))
+    snapshot = Snapshot(live, [file], Arena(1 << 20, pinned=False), 60, time.monotonic())
+    barrier = StepBarrier()
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(one)], lr=1.0) for one in masters]
+    try:
+        barrier.arm(snapshot, optimizers, masters)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(1 << 17)
+        optimizers[0].step()  # two of four fit into the buffer
+        other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        other.step()  # not ours
+        waiting = threading.Thread(target=optimizers[3].step, daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive() and not snapshot.is_copied
+        found, at = b"", 0
+        for piece in file.pieces[1:]:
+            stop = piece.extent.stop
+            at = 0
+            while at < stop:
+                data = snapshot.read(piece.extent.path, at, stop)
+                found, at = found + bytes(data), at + len(data)
+        waiting.join(60)
+        assert snapshot.is_copied
+        held = torch.frombuffer(bytearray(found), dtype=torch.float32).view(4, -1)
+        assert [set(row.tolist()) for row in held] == [{0.0}, {1.0}, {2.0}, {3.0}]
+        assert masters[3][0] == 2.0
+    finally:
+        barrier.remove()
+        snapshot.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host_buffer": 100},
+        {"host_buffer": "4 GB"},
+        {"when_busy": "sometimes"},
+        {"write_timeout": 0},
+        {"moments": "fp8"},
+        {"keep_composable": 0},
+        {"staging_dir": "a", "mirror": "b"},
+    ],
+)
+def test_options_out_of_range_are_refused(wrong):
+    with pytest.raises(UsageError) as caught:
+        SavingOptions(**wrong)
+    [problem] = caught.value.problems
+    assert problem.where in wrong and problem.fix
+
+
+def test_signals_and_hooks_are_given_back(loop):
+    before = signal.getsignal(signal.SIGTERM)
+    run = loop(policy="full")
+    assert signal.getsignal(signal.SIGTERM) is not before
+    run.saver.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert os.getpid() and logging.getLogger("llmtailor.saving").handlers == []
