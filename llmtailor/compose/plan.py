@@ -26,13 +26,12 @@ from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
 from llmtailor.formats.registry import display_name, find_model_order, find_structure, index_checkpoint, writer_of
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.resolve import Choice, resolve
-from llmtailor.recipe.text import condense
 from llmtailor.storage.local import Entries
 from llmtailor.timing import Stopwatch
 

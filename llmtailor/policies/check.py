@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
-from llmtailor.model.parts import ModelStructure
-from llmtailor.policies.policy import Choice, Policy, Situation, Stateful, nearest
+from llmtailor.model.parts import ModelStructure, nearest
+from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
 
 MAX_STALENESS = "max_staleness"
 IN_NO_SAVE = "in no save"

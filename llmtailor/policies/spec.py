@@ -7,7 +7,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.policies.policy import Policy, nearest
+from llmtailor.model.parts import nearest
+from llmtailor.policies.policy import Policy
 from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin, Update
 
 POLICIES: Mapping[str, type[Full | Parity | Filter | RoundRobin | Update]] = {

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense, layer_number
 from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
-from llmtailor.recipe.selectors import numbering, read_selector, select
-from llmtailor.recipe.text import SelectorError, condense, layer_number
+from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.recipe import NamedWeight, Parts, PlaceRule, Recipe, Select
-from llmtailor.recipe.selectors import named_by, select
-from llmtailor.recipe.text import SelectorError, condense
+from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,16 @@ from dataclasses import dataclass
 
 from llmtailor.errors import Problem
 from llmtailor.model.module_paths import is_aside, place_of
-from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_number, layer_part, nearest
 from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
-from llmtailor.recipe.text import SelectorError, layer_number, nearest, quote
 
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
 
 _LAYER = re.compile(r"(?:layer )?([0-9]+)")
 _SPAN = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
 _END = re.compile(r"(first|last)\s*:\s*([0-9]+)")
+_SHOWN = 60
+"""Maximum number of characters of a user's text in a message"""
 _TOO_MANY = 10**6
 """More layers than any model has; a larger number is read as this one, which is out of range too."""
 _TEXT_MODEL = frozenset(
@@ -38,6 +39,21 @@ _TEXT_MODEL = frozenset(
 )
 """Names of the text model; ``default`` is mergekit's name for a model without submodels."""
 _GLOBS = 'parts: can name any tensors with globs, e.g. select: "*visual.blocks.[0-7].*"'
+
+
+class SelectorError(Exception):
+    """A selector or name that is malformed, or that nothing in the model matches. The caller knows its location."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.fix = fix
+
+
+def quote(value: object) -> str:
+    """Return the user's text in Python's quotes, shortened if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...{text[-1]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, ModelStructure
+from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, layer_number, nearest
 from llmtailor.recipe.recipe import Assignment
-from llmtailor.recipe.selectors import select
-from llmtailor.recipe.text import condense, layer_number, nearest, quote
+from llmtailor.recipe.selectors import quote, select
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense, layer_number
 from llmtailor.recipe.recipe import Assignment
-from llmtailor.recipe.selectors import count_layers, numbering
-from llmtailor.recipe.text import condense, layer_number, quote
+from llmtailor.recipe.selectors import count_layers, numbering, quote
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from typing import NoReturn, TypeVar
 import yaml
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.text import nearest, quote
+from llmtailor.model.parts import nearest
+from llmtailor.recipe.selectors import quote
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 50_000
