@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from llmtailor.model.mergekit_data import architecture_hints
-from llmtailor.model.module_paths import Key, Place, place_of, stored_name
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
-from llmtailor.model.roles import LAYER, ArchHints, find_roles, find_stack, undecided
+from llmtailor.model.roles import LAYER, ArchHints, Key, Place, find_roles, find_stack, place_of, stored_name, undecided
 
 # Words with another meaning in selectors, so no part may have one as its name.
 RESERVED = re.compile(r"embed_tokens|norm|lm_head|layer \d+|all|layers|even|odd|first|last|\d+")

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtailor.model.module_paths import place_of
-from llmtailor.model.roles import LAYER, ArchHints
+from llmtailor.model.roles import LAYER, ArchHints, place_of
 
 TEXT_MODULES = ("default", "text_decoder", "text_model", "language_model", "decoder")
 """mergekit's names for the text model; ``default`` if there are no submodels"""

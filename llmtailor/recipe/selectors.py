@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmtailor.errors import Problem
-from llmtailor.model.module_paths import is_aside, place_of
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_number, layer_part, nearest
+from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
