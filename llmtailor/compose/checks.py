@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Slot, Sources
 from llmtailor.compose.adam_step import StepChoice
-from llmtailor.compose.planner import holding
 from llmtailor.errors import MismatchError, Problem, Problems, some
 from llmtailor.model.states import BUFFER, WEIGHT
 
@@ -113,7 +112,7 @@ def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex]
 
 def _can_fill(slot: Slot, index: CheckpointIndex) -> bool:
     try:
-        numel = holding(index, slot.state, slot.dtype).numel
+        numel = index.holding(slot.state, slot.dtype).numel
         return numel >= (slot.end - slot.begin if slot.state.kind == BUFFER else slot.end)
     except KeyError:
         return False

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import chain, count
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Composition, Options, plan_merge
-from llmtailor.compose.report import Report, card, manifest
+from llmtailor.compose.report import Report, card
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.engine.copy import Context, FileResult, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
@@ -31,12 +31,13 @@ from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
 from llmtailor.model.states import MODULE, WEIGHT
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.storage.checksums import DIGEST, combine, part_digest
+from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
+SCHEMA_MANIFEST = "llmtailor.manifest/1"
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -171,6 +172,11 @@ def _manifest(
     readme: bytes,
     merge: str,
 ) -> dict[str, Any]:
+    """Return the content of ``llmtailor.json``.
+
+    ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
+    what was merged, to recognize the same merge.
+    """
     crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
     # Elements may be written more than once (a buffer on every rank): count them once, in order. Skip ZeRO's rounded
     # masters: a digest depends neither on the stage nor on names on disk.
@@ -181,20 +187,27 @@ def _manifest(
         key = (state.param, state.kind)
         _, num_bytes, crc = states.get(key, (state, 0, 0))
         states[key] = (state, num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
-    return manifest(
-        composition.report,
-        tool_version=__version__,
-        created=now(),
-        recipe_text=composition.recipe.text,
-        source_facts=[_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
-        digests={part: part_digest(states.values()) for part, states in crcs.items()},
-        checksums={
-            result.path: {"crc32": f"{result.crc:08x}"} | ({DIGEST: result.digest} if result.digest else {})
-            for result in results
-        },
-        card=readme,
-        merge=merge,
-    )
+    report, digest_of = composition.report, {part: part_digest(states.values()) for part, states in crcs.items()}
+    return {
+        "schema": SCHEMA_MANIFEST,
+        "llmtailor_version": __version__,
+        "merge": merge,
+        "created": now(),
+        "base": report.base,
+        "global_step": report.global_step,
+        "world_size": report.world_size,
+        "recipe": {"name": report.recipe, "text": composition.recipe.text},
+        "sources": [_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
+        "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
+        "optimizer_steps": [asdict(row) for row in report.steps],
+        "files": [
+            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"}
+            | ({DIGEST: one.digest} if one.digest else {})
+            for one in results
+        ],
+        "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
+        "notices": [notice.to_json() for notice in report.notices],
+    }
 
 
 def _source_facts(index: CheckpointIndex, number: int, digests: Mapping[SourceFile, str]) -> dict[str, Any]:
