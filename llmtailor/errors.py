@@ -140,6 +140,11 @@ class SourceError(TailorError):
     )
 
 
+def damaged(where: object, what: str, code: Code = Code.DAMAGED) -> SourceError:
+    """Build the error for a file with damage that another copy of it may lack."""
+    return SourceError.at(where, what, COPY_FILE, code)
+
+
 class UnsupportedCheckpoint(SourceError):
     code = Code.UNSUPPORTED
     meaning = "an intact checkpoint of an unsupported kind"

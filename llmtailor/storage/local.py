@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtailor.codes import Code
-from llmtailor.errors import COPY_FILE, SourceError, StorageError
+from llmtailor.errors import SourceError, StorageError, damaged
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
 """Names of files that `replace_durably` was writing when it was killed"""
@@ -272,9 +272,9 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
         check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise SourceError.at(where, "the file is missing", COPY_FILE, Code.FILE_MISSING) from error
+        raise damaged(where, "the file is missing", Code.FILE_MISSING) from error
     except ValueError as error:
-        raise SourceError.at(where, f"the file name is invalid ({error})", COPY_FILE, Code.FILE_UNREADABLE) from error
+        raise damaged(where, f"the file name is invalid ({error})", Code.FILE_UNREADABLE) from error
     except OSError as error:
         raise _unreadable(where, error) from error
     try:
@@ -290,7 +290,7 @@ def read_source(path: Path, where: str, max_bytes: int) -> bytes:
     with open_source(path, where) as file:
         if file.num_bytes > max_bytes:
             what = f"the file has {file.num_bytes:,} bytes, but should never need more than {max_bytes:,}"
-            raise SourceError.at(where, what, COPY_FILE)
+            raise damaged(where, what)
         return file.read(0, file.num_bytes)
 
 
@@ -298,7 +298,7 @@ def check_regular(mode: int, where: str) -> None:
     """Raise SourceError, with the kind of file, unless the mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
-        raise SourceError.at(where, f"expected a file, but this is {kind}", COPY_FILE, Code.NOT_A_FILE)
+        raise damaged(where, f"expected a file, but this is {kind}", Code.NOT_A_FILE)
 
 
 def _unreadable(where: str, error: OSError) -> SourceError:
