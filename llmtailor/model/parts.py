@@ -54,6 +54,19 @@ class ModelStructure:
     """Submodels by mergekit's names (``text_decoder``, ``vision_tower``), and the parts of each. Empty if mergekit's
     data was not consulted or lacks the model."""
 
+    @property
+    def layers(self) -> dict[str, int]:
+        """The layers' parts, and their numbers"""
+        return {part: number for part in self.parts if (number := layer_number(part)) is not None}
+
+    def divide(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the parts that are among the names as a whole, and those of which only some tensors are."""
+        taken = set(names)
+        touched = {self.part_of[name] for name in taken}
+        rest = {part for name, part in self.part_of.items() if name not in taken}
+        in_order = [part for part in self.parts if part in touched]
+        return [part for part in in_order if part not in rest], [part for part in in_order if part in rest]
+
     def names(self, part: str) -> list[str]:
         """Return the tensor names that belong to a part."""
         return [name for name, owner in self.part_of.items() if owner == part]

@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.model.parts import ModelStructure, layer_part
+from llmtailor.model.parts import ModelStructure
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,6 @@ class Choice:
     """The parts that the policy left out"""
     problems: tuple[Problem, ...] = ()
     """The invalid parts of the policy's answer, which were ignored"""
-
-
-def layer_numbers(structure: ModelStructure) -> dict[str, int]:
-    """Return the number of each layer's part; all other parts are auxiliary."""
-    return {layer_part(number): number for number in range(structure.num_layers)}
 
 
 def whole(least: int, default: Any = MISSING) -> Any:

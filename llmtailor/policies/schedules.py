@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.model.parts import EMBED, NORM, ModelStructure, nearest
-from llmtailor.policies.policy import Configured, Policy, Situation, layer_numbers, number, whole
+from llmtailor.policies.policy import Configured, Policy, Situation, number, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Parity(Configured):
 
     def choose(self, situation: Situation) -> dict[str, str]:
         half = situation.save % 2
-        numbers = layer_numbers(situation.structure)
+        numbers = situation.structure.layers
         evens = {part for part, number in numbers.items() if number % 2 == 0} | {NORM, EMBED}
         why = "odd half" if half else "even half"
         return {part: why for part in situation.parts if (part in evens) != bool(half)}
@@ -87,7 +87,7 @@ class Filter(Configured):
 
     def _sort(self, structure: ModelStructure, parts: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
         """Return the layers of every save with their reasons, the other layers, and the auxiliary parts."""
-        numbers = layer_numbers(structure)
+        numbers = structure.layers
         tail = structure.num_layers - self.last
         ends = {
             part: f"first {self.first}" if numbers[part] < self.first else f"last {self.last}"

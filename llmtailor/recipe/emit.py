@@ -223,11 +223,7 @@ def _age(step: int, base_step: int | None) -> str:
 
 def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
     """Return the parts taken whole and those taken in part, as comments."""
-    taken = set(names)
-    rest = {part for name, part in structure.part_of.items() if name not in taken}
-    touched = {structure.part_of[name] for name in taken}
-    whole = [part for part in structure.parts if part in touched and part not in rest]
-    split = [part for part in structure.parts if part in touched and part in rest]
+    whole, split = structure.divide(names)
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
 
 
@@ -259,17 +255,15 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
 
 def _sum_of(wanted: frozenset[str], structure: ModelStructure, *, negating: bool = True) -> list[str]:
     """Return selectors for layers, other parts, and tensors of split parts; without ``!`` unless `negating`."""
-    incomplete = {part for name, part in structure.part_of.items() if name not in wanted}
-    touched = {structure.part_of[name] for name in wanted}
-    whole = [part for part in structure.parts if part in touched - incomplete]
-    numbers = {part: number for part in structure.parts if (number := layer_number(part)) is not None}
+    whole, split = structure.divide(wanted)
+    numbers = structure.layers
     texts = _spell_layers({numbers[part] for part in whole if part in numbers}, sorted(numbers.values()), negating)
     for part in whole:
         if part not in numbers:
             own = structure.names(part)
             is_selector = select([part], structure) == (frozenset(own), ())
             texts += [part] if is_selector else [_exactly(name) for name in own]
-    pieces = {name for name in wanted if structure.part_of[name] in incomplete}
+    pieces = {name for name in wanted if structure.part_of[name] in split}
     return texts + (_spell_pieces(pieces, wanted, structure, negating) if pieces else [])
 
 

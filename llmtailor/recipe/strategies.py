@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, layer_number, nearest
+from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, nearest
 from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import quote, select
 
@@ -67,8 +67,8 @@ class _Task:
     def for_layers(self, wish: Callable[[int], _Wish]) -> _Wishes:
         """Return a wish for each layer, and the newest step for every other part."""
         newest = _Wish(self.steps[-1], "newest")
-        numbers = {part: layer_number(part) for part in self.structure.parts}
-        return {part: newest if number is None else wish(number) for part, number in numbers.items()}
+        numbers = self.structure.layers
+        return {part: wish(numbers[part]) if part in numbers else newest for part in self.structure.parts}
 
 
 def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, options: StrategyOptions) -> Assignment:
@@ -122,7 +122,8 @@ def _parity(task: _Task) -> _Wishes:
 
 def _filter(task: _Task) -> _Wishes:
     options, structure = task.options, task.structure
-    others = [part for part in structure.parts if layer_number(part) is None]
+    layers = structure.layers
+    others = [part for part in structure.parts if part not in layers]
     # The tied head is another name for the embeddings, as everywhere in a recipe.
     named = [EMBED if structure.tied and part == HEAD else part for part in options.aux]
     for part in dict.fromkeys(named):
@@ -196,13 +197,12 @@ def _explicit(task: _Task) -> _Wishes:
 def _whole_parts(task: _Task, key: str) -> list[str]:
     names, problems = select([key], task.structure, f"--map {quote(key)}")
     task.problems.extend(problems)
-    touched = dict.fromkeys(part for name, part in task.structure.part_of.items() if name in names)
-    split = [part for part in touched if not names.issuperset(task.structure.names(part))]
+    whole, split = task.structure.divide(names)
     if split:
         what = f"it selects only some of the tensors of {condense(split)}"
         fix = "select whole parts; to split them, use globs under parts: in a recipe"
         task.refuse(f"--map {quote(key)}", what, fix)
-    return [part for part in touched if part not in split]
+    return whole
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, condense, layer_number
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering, quote
 
@@ -138,8 +138,8 @@ def assign_flags(
 
 def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) -> list[Problem]:
     """Return the problems of numbers without a part, even after the failure: the log may be of another model."""
-    valid = numbering(structure)
-    layers = [number for number, part in valid.items() if layer_number(part) is not None]
+    valid, parts = numbering(structure), structure.layers
+    layers = [number for number, part in valid.items() if part in parts]
     meanings = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
     meanings += [f"{number} is {part}" for number, part in valid.items() if number not in layers]
     fix = f"{count_layers(structure.num_layers)}; {', '.join(meanings) or 'none of its parts has a number'}"
