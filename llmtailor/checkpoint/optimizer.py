@@ -80,9 +80,9 @@ def lay_out_optimizer(
     settings: ZeroSettings,
     precision: str,
     *,
-    world_size: int | None = None,
-    stage: int | None = None,
-    groups: Sequence[ParamGroup] | None = None,
+    world_size: int | None,
+    stage: int | None,
+    groups: Sequence[ParamGroup] | None,
 ) -> OptimizerLayout:
     """Return the optimizer layout of a composite; None keeps what the base has.
 
@@ -98,14 +98,16 @@ def lay_out_optimizer(
     elif stage == 3:
         cut = _cut_sub_groups(wanted, numels, world_size, settings.sub_group_size)
     else:
-        in_order = stage == 1 and settings.fp32_gradients  # BF16_Optimizer
-        itemsize = ITEMSIZE[precision]
-        cut = [
-            SubGroup(number, group.params)
-            if in_order
-            else _vector(number, group.params, numels, world_size, settings, itemsize)
-            for number, group in enumerate(wanted)
-        ]
+        if stage == 1 and settings.fp32_gradients:  # BF16_Optimizer supports neither of these settings
+            settings = ZeroSettings()
+        cut = []
+        for number, group in enumerate(wanted):
+            params, gaps = group.params, tuple[int, ...]()
+            if settings.round_robin:
+                params = tuple(params[at] for at in round_robin(len(params), world_size))
+            if settings.parameter_alignment:
+                gaps = alignment_gaps([numels[param] for param in params], ITEMSIZE[precision])
+            cut.append(SubGroup(number, params, gaps=gaps))
     return OptimizerLayout(stage, world_size, wanted, tuple(cut))
 
 
@@ -129,21 +131,6 @@ def _cut_sub_groups(
         if collected:
             cut.append(SubGroup(number, tuple(collected)))
     return cut
-
-
-def _vector(
-    number: int,
-    params: tuple[str, ...],
-    numels: Mapping[str, int],
-    world_size: int,
-    settings: ZeroSettings,
-    itemsize: int,
-) -> SubGroup:
-    """Return the ZeRO-1/2 vector of a group, in the optimizer's order or distributed in turn over the ranks."""
-    if settings.round_robin:
-        params = tuple(params[at] for at in round_robin(len(params), world_size))
-    gaps = alignment_gaps([numels[param] for param in params], itemsize) if settings.parameter_alignment else ()
-    return SubGroup(number, params, gaps=gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +159,10 @@ def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) 
     return Vector(tuple(offsets), at, partition)
 
 
-def alignment_gaps(numels: Sequence[int], itemsize: int, boundary: int = 16) -> tuple[int, ...]:
+def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the gaps of ``parameter_alignment``: each param but the last is followed by the number of elements that
-    aligns the next one to ``boundary`` bytes in the model's dtype."""
-    unit, at, gaps = boundary // itemsize, 0, []
+    aligns the next one to 16 bytes in the model's dtype."""
+    unit, at, gaps = 16 // itemsize, 0, []
     for number, numel in enumerate(numels):
         gap = -(at + numel) % unit if number < len(numels) - 1 else 0
         gaps.append(gap)
