@@ -12,7 +12,6 @@ from typing import Any
 
 from llmtailor.containers.pickle_nodes import STORAGE_CLASSES, Call, Global, Ordered, Storage
 
-
 _PROTO, _STOP = b"\x80\x02", b"."
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -290,12 +291,9 @@ def _runs(taken: Collection[int], every: Sequence[int]) -> list[str]:
 
 def _exactly(name: str) -> str:
     """Return a selector for one tensor: its name, or a glob if the name would be read as something else."""
-    try:
-        selector = read_selector(name)
-    except SelectorError:
-        selector = None
-    if selector is not None and selector.form == "name" and selector.word == name:
-        return name
+    with suppress(SelectorError):
+        if read_selector(name).name == name:
+            return name
     escaped = glob.escape(name)
     return escaped if escaped != name else f"[{name[:1]}]{name[1:]}"
 
