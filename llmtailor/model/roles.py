@@ -117,14 +117,10 @@ def undecided(structure: ModelStructure) -> bool:
     outside the text model: what each stack is, and what belongs to it, is then a guess from names.
     """
     wanted = {EMBED, NORM, layer_part(0)} | (set() if structure.tied else {HEAD})
-    return not wanted <= set(structure.parts) or has_other_stacks(structure)
-
-
-def has_other_stacks(structure: ModelStructure) -> bool:
-    """Return whether the model has layers outside the text model."""
     numbered = {part for part in structure.parts if part.rpartition(".")[2].isdecimal()}
     # An nn.Sequential has numbers too, but its items are plain modules.
-    return any(part in numbered and place_of(name).depth > 1 for name, part in structure.part_of.items())
+    has_other_stacks = any(part in numbered and place_of(name).depth > 1 for name, part in structure.part_of.items())
+    return not wanted <= set(structure.parts) or has_other_stacks
 
 
 # Names of the modules, the most specific first.
@@ -138,15 +134,6 @@ NORM_WORDS = (
 )  # fmt: skip
 RENAMED_HEAD = ("lm_head", "embed_out")
 HEAD_WORDS = ("lm_head", "embed_out", "output_layer", "output", "head")
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """Modules with a role, and whether input and output embeddings are one tensor."""
-
-    part_of: Mapping[Key, str]
-    """Path of the module (`Place.path`) -> part"""
-    tied: bool
 
 
 def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHints | None) -> Key | None:
@@ -168,8 +155,10 @@ def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHi
     return min(candidates, key=lambda key: (-elements[key], key))
 
 
-def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None) -> Roles:
-    """Return the modules with a role.
+def find_roles(
+    stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None
+) -> tuple[dict[Key, str], bool]:
+    """Return the part of each module with a role, by `Place.path`, and whether input and output embeddings are tied.
 
     `stored` maps names to the names that values are stored under, `places` has the places of both, and `around` is the
     path to the main stack. Hints decide the roles that they name and the model has; names decide the others.
@@ -192,7 +181,7 @@ def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: K
         if key[-1] in RENAMED_HEAD:
             roles.update({other: roles[key] for other in every if other[-1] in RENAMED_HEAD and other[:-1] == key[:-1]})
     roles.update(dict.fromkeys(embed, EMBED))
-    return Roles(roles, tied)
+    return roles, tied
 
 
 def _hinted(stored: Mapping[str, str], places: Mapping[str, Place], hints: ArchHints) -> dict[str, list[Key]]:
@@ -236,9 +225,5 @@ def _are_tied(
     embed: Sequence[Key], head: Sequence[Key], stored: Mapping[str, str], places: Mapping[str, Place]
 ) -> bool:
     """Return whether a tensor of one is stored under the same name as a tensor of the other."""
-    holders: dict[str, set[str]] = {EMBED: set(), HEAD: set()}
-    for name, holder in stored.items():
-        for role, keys in ((EMBED, embed), (HEAD, head)):
-            if places[name].path in keys:
-                holders[role].add(holder)
-    return not holders[EMBED].isdisjoint(holders[HEAD])
+    holders = [{holder for name, holder in stored.items() if places[name].path in keys} for keys in (embed, head)]
+    return not holders[0].isdisjoint(holders[1])
