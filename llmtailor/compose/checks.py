@@ -41,11 +41,9 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         differ(f"it lacks {some(lacking)} of the base {base.name}")
     if extra := [name for name in index.params if name not in base.params]:
         differ(f"it has {some(extra)}, which the base {base.name} lacks")
-    both = [(own, base.params[name]) for name, own in index.params.items() if name in base.params]
-    shapes = [
-        f"{own.name} {list(own.shape)} instead of {list(one.shape)}" for own, one in both if own.shape != one.shape
-    ]
-    if shapes:
+    both = [(index.params[name], one) for name, one in base.params.items() if name in index.params]
+    unlike = [(own, one) for own, one in both if own.shape != one.shape]
+    if shapes := [f"{own.name} {list(own.shape)} instead of {list(one.shape)}" for own, one in unlike]:
         differ(f"shapes differ from the base's: {some(shapes)}")
     if roles := [f"{own.name} is {own.role} instead of {one.role}" for own, one in both if own.role != one.role]:
         differ(f"params differ in what is trained: {some(roles)}", "use checkpoints with the same frozen params")
