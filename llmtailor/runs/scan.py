@@ -22,8 +22,7 @@ from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
-from llmtailor.recipe.strategies import StrategyOptions, assign
-from llmtailor.recipe.update_log import assign_flags, read_flags
+from llmtailor.recipe.strategies import StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.verify.verify import verify_checkpoint
