@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.torch_zip import list_records
@@ -29,7 +28,7 @@ from llmtailor.formats.manifest import read_manifest, read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.model.states import MODULE, WEIGHT
+from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, write_durably
@@ -177,17 +176,17 @@ def _manifest(
     ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
     what was merged, to recognize the same merge.
     """
-    crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
+    crcs: dict[str, dict[State, tuple[int, int]]] = defaultdict(dict)
     # Elements may be written more than once (a buffer on every rank): count them once, in order. Skip ZeRO's rounded
     # masters: a digest depends neither on the stage nor on names on disk.
     rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
     runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
     for (state, _), run in sorted(runs.items()):
-        states = crcs[composition.structure.part_of[state.param]]
-        key = (state.param, state.kind)
-        _, num_bytes, crc = states.get(key, (state, 0, 0))
-        states[key] = (state, num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
-    report, digest_of = composition.report, {part: part_digest(states.values()) for part, states in crcs.items()}
+        known = crcs[composition.structure.part_of[state.param]]
+        num_bytes, crc = known.get(state, (0, 0))
+        known[state] = (num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
+    digest_of = {part: part_digest((state, *found[state]) for state in found) for part, found in crcs.items()}
+    report = composition.report
     return {
         "schema": SCHEMA_MANIFEST,
         "llmtailor_version": __version__,
@@ -197,12 +196,22 @@ def _manifest(
         "global_step": report.global_step,
         "world_size": report.world_size,
         "recipe": {"name": report.recipe, "text": composition.recipe.text},
-        "sources": [_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
+        "sources": [
+            {
+                "name": index.name,
+                "path": str(index.root.absolute()),
+                "global_step": index.global_step,
+                "files": [
+                    {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))
+                    for path, fact in index.files.items()
+                ],
+            }
+            for number, index in enumerate(composition.indexes)
+        ],
         "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
         "optimizer_steps": [asdict(row) for row in report.steps],
         "files": [
-            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"}
-            | ({DIGEST: one.digest} if one.digest else {})
+            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)
             for one in results
         ],
         "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
@@ -210,17 +219,8 @@ def _manifest(
     }
 
 
-def _source_facts(index: CheckpointIndex, number: int, digests: Mapping[SourceFile, str]) -> dict[str, Any]:
-    return {
-        "name": index.name,
-        "path": str(index.root.absolute()),
-        "global_step": index.global_step,
-        "files": [
-            {"path": path, "num_bytes": fact.num_bytes}
-            | ({DIGEST: digests[(number, path)]} if (number, path) in digests else {})
-            for path, fact in index.files.items()
-        ],
-    }
+def _digest(digest: str | None) -> dict[str, str]:
+    return {DIGEST: digest} if digest else {}
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:
