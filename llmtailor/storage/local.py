@@ -37,10 +37,12 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file and fsync it. Raises StorageError."""
     try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise StorageError.at(path, f"can't write: {error.strerror}", "check the disk") from error
 
