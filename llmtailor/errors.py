@@ -140,8 +140,8 @@ class SourceError(TailorError):
     )
 
 
-def damaged(where: object, what: str, code: Code = Code.DAMAGED) -> SourceError:
-    """Build the error for a file with damage that another copy of it may lack."""
+def damaged(where: str, what: str, code: Code = Code.DAMAGED) -> SourceError:
+    """Return an error on a file that is to be copied again."""
     return SourceError.at(where, what, COPY_FILE, code)
 
 
