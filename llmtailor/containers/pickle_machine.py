@@ -142,7 +142,7 @@ class Machine:
 
     def named_in_lines(self) -> None:
         module, attribute = self.file.readline(), self.file.readline()  # pickletools would resolve escapes in them
-        if not (module + attribute).endswith(b"\n"):
+        if not attribute.endswith(b"\n"):
             raise ValueError("it ends in the middle of a name")
         self.name(module[:-1].decode(), attribute[:-1].decode())
 
