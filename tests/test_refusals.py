@@ -20,8 +20,8 @@ def modules() -> list[Path]:
 
 
 def refusals(source: str) -> Iterator[tuple[int, dict[str, ast.expr]]]:
-    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at`` and `SelectorError` (whose place its caller
-    knows) that is made."""
+    """Yield line and fields of each `Problem`, `Finding`, ``SomeError.at``, `damaged` (which knows the fix) and
+    `SelectorError` (whose place its caller knows) that is made."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -31,6 +31,8 @@ def refusals(source: str) -> Iterator[tuple[int, dict[str, ast.expr]]]:
                 pass
             case ast.Name(id="SelectorError"):
                 fields = ("what", "fix")
+            case ast.Name(id="damaged"):
+                fields = ("where", "what")
             case ast.Attribute(attr="at", value=ast.Name(id=name)) if name[0].isupper() or name == "cls":
                 pass
             case _:
@@ -62,4 +64,5 @@ def test_the_test_sees_them():
     assert lacking("Problem(where='x', what=f'{x}', fix=' ')") == [(1, "fix")]
     assert lacking("Finding('', what, fix, ERROR)") == [(1, "where")]
     assert lacking("SelectorError(what)") == [(1, "fix")]
+    assert lacking("damaged('', what, Code.TIED)") == [(1, "where")]
     assert not lacking("folder.at(step); Problem(where, what, fix)")

@@ -13,7 +13,7 @@ from llmtailor.checkpoint.placement import Absent, Placement
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.states import ITEMSIZE, State
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import FileFact
 
 
@@ -138,6 +138,23 @@ class CheckpointIndex:
     def is_partial(self) -> bool:
         """Whether the training-side saver wrote it, with or without every part."""
         return bool(self.inside)
+
+    def holding(self, state: State, dtype: str) -> TensorEntry:
+        """Return the entry that supplies a state in a dtype.
+
+        A weight that no safetensors file holds in this dtype is rounded from the master, or is the frozen param or
+        buffer of the model states: rounding a weight twice would give another result. Raises KeyError if there is none
+        of these.
+        """
+        kinds = {WEIGHT: (MASTER, FROZEN, BUFFER), MODULE: (MASTER,)}.get(state.kind, (state.kind,))
+        names = [name for name in (state.param, self.tied.get(state.param)) if name]
+        copies = [self.held.get(State(name, WEIGHT)) for name in names] if state.kind == WEIGHT else []
+        originals = [self.held.get(State(name, kind)) for name in names for kind in kinds]
+        alike = [held for held in copies if held and held.dtype == dtype]
+        for held in (*alike, *originals, *copies):
+            if held is not None and held.is_here:
+                return held
+        raise KeyError(state)
 
     def steps(self) -> dict[str, float]:
         """Return the optimizer's ``step`` of every trainable param."""

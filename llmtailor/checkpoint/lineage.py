@@ -7,7 +7,6 @@ steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -81,7 +80,7 @@ class Ledger:
     """State that a custom policy keeps between saves, as JSON data"""
 
     def __post_init__(self) -> None:
-        if problems := _problems({one.name: getattr(self, one.name) for one in fields(self)}):
+        if problems := _problems(self.to_json()):
             raise ValueError("; ".join(problems))
 
     @property
@@ -129,23 +128,13 @@ class Ledger:
         """Return the ledger without some parts, so that the next save must hold them (see `lost_parts`)."""
         return replace(self, held_by={part: held for part, held in self.held_by.items() if part not in parts})
 
-    def staleness(self) -> dict[str, int]:
-        """Return the age of each part in saves, as of the newest save."""
-        return {part: self.saves - 1 - save for part, (save, _) in self.held_by.items()}
-
     def steps_behind(self) -> dict[str, int]:
         """Return the age of each part in training steps, as of the newest save."""
         newest = self.step or 0
         return {part: newest - step for part, step in self.steps.items()}
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "lineage": self.lineage,
-            "history": dict(self.history),
-            "saves": self.saves,
-            "held_by": {part: list(held) for part, held in self.held_by.items()},
-            "policy_state": None if self.policy_state is None else dict(self.policy_state),
-        }
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def from_json(cls, data: object, where: str) -> Ledger:
@@ -162,26 +151,24 @@ class Ledger:
 
 def _problems(data: Mapping[str, Any]) -> list[str]:
     """Return what is invalid; the values may be of any type."""
-    problems = []
     lineage, saves, state = data["lineage"], data["saves"], data["policy_state"]
-    if not isinstance(lineage, str) or not lineage:
-        problems.append(f"lineage is {lineage!r}")
-    if not _is_count(saves):
-        problems.append(f"saves is {saves!r}")
-        saves = math.inf
-    if not isinstance(state, Mapping | None):
-        problems.append(f"policy_state is {state!r}")
-    for name, is_right in (("history", _is_count), ("held_by", _is_held)):
-        if isinstance(data[name], Mapping):
-            wrong = {key: value for key, value in data[name].items() if not is_right(value)}
+    is_right = {
+        "lineage": isinstance(lineage, str) and lineage != "",
+        "saves": _is_count(saves),
+        "policy_state": isinstance(state, Mapping | None),
+        "history": isinstance(data["history"], Mapping),
+        "held_by": isinstance(data["held_by"], Mapping),
+    }
+    problems = [f"{name} is {data[name]!r}" for name in is_right if not is_right[name]]
+    for name, is_valid in (("history", _is_count), ("held_by", _is_held)):
+        if is_right[name]:
+            wrong = {key: value for key, value in data[name].items() if not is_valid(value)}
             problems += [f"{name} maps {key!r} to {value!r}" for key, value in wrong.items()]
-        else:
-            problems.append(f"{name} is {data[name]!r}")
     if not problems and lineage in data["history"]:
-        problems.append(f"lineage {lineage!r} continues itself")
+        problems = [f"lineage {lineage!r} continues itself"]
     if not problems:
         late = [part for part, (save, _) in data["held_by"].items() if save >= saves]
-        problems += [f"{part!r} is held by a save that does not exist" for part in late]
+        problems = [f"{part!r} is held by a save that does not exist" for part in late]
     return problems
 
 

@@ -2,6 +2,10 @@
 
 A composite with the stage, world size and groups of its base has the base's own layout. Any other layout is what stock
 DeepSpeed would create on that number of ranks from the settings of the base's run.
+
+ZeRO-1/2, checked against DeepSpeed 0.19.8: a group's params are flattened and concatenated, with an optional gap after
+each but the last (``parameter_alignment``). The vector is padded at its end to a multiple of twice the world size and
+cut into equal partitions.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.checkpoint.sharding import alignment_gaps, part_size, round_robin
 from llmtailor.model.states import ITEMSIZE
 
 
@@ -77,9 +80,9 @@ def lay_out_optimizer(
     settings: ZeroSettings,
     precision: str,
     *,
-    world_size: int | None = None,
-    stage: int | None = None,
-    groups: Sequence[ParamGroup] | None = None,
+    world_size: int | None,
+    stage: int | None,
+    groups: Sequence[ParamGroup] | None,
 ) -> OptimizerLayout:
     """Return the optimizer layout of a composite; None keeps what the base has.
 
@@ -95,14 +98,16 @@ def lay_out_optimizer(
     elif stage == 3:
         cut = _cut_sub_groups(wanted, numels, world_size, settings.sub_group_size)
     else:
-        in_order = stage == 1 and settings.fp32_gradients  # BF16_Optimizer
-        itemsize = ITEMSIZE[precision]
-        cut = [
-            SubGroup(number, group.params)
-            if in_order
-            else _vector(number, group.params, numels, world_size, settings, itemsize)
-            for number, group in enumerate(wanted)
-        ]
+        if stage == 1 and settings.fp32_gradients:  # BF16_Optimizer supports neither of these settings
+            settings = ZeroSettings()
+        cut = []
+        for number, group in enumerate(wanted):
+            params, gaps = group.params, tuple[int, ...]()
+            if settings.round_robin:
+                params = tuple(params[at] for at in round_robin(len(params), world_size))
+            if settings.parameter_alignment:
+                gaps = alignment_gaps([numels[param] for param in params], ITEMSIZE[precision])
+            cut.append(SubGroup(number, params, gaps=gaps))
     return OptimizerLayout(stage, world_size, wanted, tuple(cut))
 
 
@@ -128,16 +133,48 @@ def _cut_sub_groups(
     return cut
 
 
-def _vector(
-    number: int,
-    params: tuple[str, ...],
-    numels: Mapping[str, int],
-    world_size: int,
-    settings: ZeroSettings,
-    itemsize: int,
-) -> SubGroup:
-    """Return the ZeRO-1/2 vector of a group, in the optimizer's order or distributed in turn over the ranks."""
-    if settings.round_robin:
-        params = tuple(params[at] for at in round_robin(len(params), world_size))
-    gaps = alignment_gaps([numels[param] for param in params], itemsize) if settings.parameter_alignment else ()
-    return SubGroup(number, params, gaps=gaps)
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One group's vector of elements."""
+
+    offsets: tuple[int, ...]
+    """Where each param begins."""
+    total: int
+    """Elements of params and gaps, without the padding at the end."""
+    partition: int
+    """Elements per rank, the same on all; the last ranks may hold padding."""
+
+    def padding(self, rank: int) -> int:
+        """Return the number of padding elements at the end of a rank's partition."""
+        return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
+
+
+def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) -> Vector:
+    """Return the vector of a group's params, given in the order of the vector; empty ``gaps`` means none."""
+    offsets, at = [], 0
+    for number, numel in enumerate(numels):
+        offsets.append(at)
+        at += numel + (gaps[number] if gaps else 0)
+    partition = -(-at // (2 * world_size)) * 2
+    return Vector(tuple(offsets), at, partition)
+
+
+def alignment_gaps(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the gaps of ``parameter_alignment``: each param but the last is followed by the number of elements that
+    aligns the next one to 16 bytes in the model's dtype."""
+    unit, at, gaps = 16 // itemsize, 0, []
+    for number, numel in enumerate(numels):
+        gap = -(at + numel) % unit if number < len(numels) - 1 else 0
+        gaps.append(gap)
+        at += numel + gap
+    return tuple(gaps)
+
+
+def round_robin(count: int, world_size: int) -> list[int]:
+    """Return the order of a group's params under ``round_robin_gradients``: 0, W, 2W, .. then 1, W+1, .."""
+    return [number for start in range(world_size) for number in range(start, count, world_size)]
+
+
+def part_size(numel: int, world_size: int) -> int:
+    """Return the size of each rank's slice of a ZeRO-3 param, in elements, padding included."""
+    return -(-numel // world_size)

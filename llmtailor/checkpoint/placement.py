@@ -8,7 +8,7 @@ ranks. Sets of elements are ascending runs that do not touch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,21 @@ class Placement(Protocol):
         ...
 
 
+def _cut(
+    shards: Sequence[Extent], part: int, before: int, skipped: int, itemsize: int, begin: int, end: int
+) -> Iterator[Fragment]:
+    """Yield the fragments of elements that are cut into ``part`` per shard.
+
+    ``before`` elements of others are cut with them; ``skipped`` ones precede them in every shard.
+    """
+    while begin < end:
+        rank, inside = divmod(before + begin, part)
+        until = min(end, (rank + 1) * part - before)
+        start = shards[rank].start + (skipped + inside) * itemsize
+        yield Fragment(begin, until, Extent(shards[rank].path, start, start + (until - begin) * itemsize))
+        begin = until
+
+
 @dataclass(frozen=True, slots=True)
 class Contiguous:
     """All elements in one run: a safetensors tensor, a buffer."""
@@ -55,11 +70,7 @@ class Contiguous:
     itemsize: int
 
     def cover(self, begin: int, end: int) -> Iterator[Fragment]:
-        if begin < end:
-            start = self.extent.start
-            yield Fragment(
-                begin, end, Extent(self.extent.path, start + begin * self.itemsize, start + end * self.itemsize)
-            )
+        return _cut((self.extent,), max(end, 1), 0, 0, self.itemsize, begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +92,7 @@ class Partitioned:
     itemsize: int
 
     def cover(self, begin: int, end: int) -> Iterator[Fragment]:
-        while begin < end:
-            rank, inside = divmod(self.offset + begin, self.partition)
-            until = min(end, (rank + 1) * self.partition - self.offset)
-            shard = self.shards[rank]
-            start = shard.start + inside * self.itemsize
-            yield Fragment(begin, until, Extent(shard.path, start, start + (until - begin) * self.itemsize))
-            begin = until
+        return _cut(self.shards, self.partition, self.offset, 0, self.itemsize, begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +115,7 @@ class Sliced:
     itemsize: int
 
     def cover(self, begin: int, end: int) -> Iterator[Fragment]:
-        while begin < end:
-            rank, inside = divmod(begin, self.part)
-            until = min(end, (rank + 1) * self.part)
-            shard = self.shards[rank]
-            start = shard.start + (self.offset + inside) * self.itemsize
-            yield Fragment(begin, until, Extent(shard.path, start, start + (until - begin) * self.itemsize))
-            begin = until
+        return _cut(self.shards, self.part, 0, self.offset, self.itemsize, begin, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.errors import MismatchError, Problem, SourceError
-from llmtailor.model.parts import ModelStructure, layer_part
+from llmtailor.model.parts import ModelStructure
 
 KEEP, LAYER, DEFAULT = "keep", "layer", "default"
 CHOICES = (KEEP, LAYER, DEFAULT)
@@ -88,7 +88,7 @@ def arrange(
     if how == DEFAULT:
         halves = ([name for name in names if name in decays], [name for name in names if name not in decays])
         return [tuple(half) for half in halves if half]
-    numbers = {layer_part(number): number for number in range(structure.num_layers)}
+    numbers = structure.layers
     groups: dict[tuple[bool, str], list[str]] = {}
     for name in names:
         groups.setdefault((name in decays, structure.part_of[name]), []).append(name)

@@ -15,8 +15,7 @@ import click
 from llmtailor.cli.tables import parts_text, plan_text
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import to_json
-from llmtailor.compose.resume import preview, settle_output
-from llmtailor.compose.write import bytes_to_move, check_room, write
+from llmtailor.compose.write import bytes_to_move, check_room, preview, settle_output, write
 from llmtailor.recipe.recipe import Recipe
 
 _STAGES = {"keep": None, "none": 0, "1": 1, "2": 2, "3": 3}

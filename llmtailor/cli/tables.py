@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llmtailor.compose.report import Report, fold_layers
 from llmtailor.errors import printable, ranges
 from llmtailor.formats.trainer import ADAPTER
-from llmtailor.recipe.text import condense
+from llmtailor.model.parts import condense
 
 if TYPE_CHECKING:
     from llmtailor.runs.retention import Age, StepAge

@@ -172,7 +172,7 @@ def _to_text(plan: ThinPlan) -> str:
 
 def _words(action: PruneAction) -> tuple[str, str]:
     """Return the outcome for a checkpoint, and the parts it keeps."""
-    from llmtailor.recipe.text import condense
+    from llmtailor.model.parts import condense
     from llmtailor.runs.pruning import STAYS
 
     if action.becomes == STAYS:

@@ -90,9 +90,7 @@ def bias_factor(own: float, used: float, beta1: float, beta2: float) -> float:
 
 
 def _betas(hyper: Mapping[str, Any]) -> tuple[float, float] | None:
-    betas = hyper.get("betas")
-    if isinstance(betas, (tuple, list)) and len(betas) == 2:
-        first, second = betas
-        if isinstance(first, (int, float)) and isinstance(second, (int, float)) and 0 <= first < 1 and 0 <= second < 1:
+    match hyper.get("betas"):
+        case [int() | float() as first, int() | float() as second] if 0 <= first < 1 and 0 <= second < 1:
             return float(first), float(second)
     return None

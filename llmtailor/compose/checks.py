@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Slot, Sources
 from llmtailor.compose.adam_step import StepChoice
-from llmtailor.compose.planner import holding
-from llmtailor.errors import MismatchError, Problem, Problems, some
+from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.model.states import BUFFER, WEIGHT
 
 _PARTIAL = (
@@ -23,16 +22,14 @@ def check_fit(indexes: Sequence[CheckpointIndex], base: int, any_groups: bool = 
 
     With ``any_groups`` their param groups may differ: states are matched by name, and the target gets new groups.
     """
-    problems = Problems()
-    reference = indexes[base]
-    for index in indexes:
-        if index is not reference:
-            for problem in differences(index, reference, any_groups):
-                problems.add(MismatchError(problem))
-    problems.raise_if_any()
+    base_index = indexes[base]
+    others = [index for index in indexes if index is not base_index]
+    if problems := [problem for index in others for problem in differences(index, base_index, any_groups)]:
+        raise MismatchError(dict.fromkeys(problems))
 
 
 def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool = False) -> list[Problem]:
+    """Return what differs. Weights may differ in dtype, because they can be made from masters."""
     found: list[Problem] = []
 
     def differ(what: str, fix: str = _OTHER_MODEL) -> None:
@@ -40,53 +37,41 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
 
     if index.precision != base.precision:
         differ(f"it was trained in {index.precision}, the base in {base.precision}")
-    _compare_params(index, base, differ)
+    if lacking := [name for name in base.params if name not in index.params]:
+        differ(f"it lacks {some(lacking)} of the base {base.name}")
+    if extra := [name for name in index.params if name not in base.params]:
+        differ(f"it has {some(extra)}, which the base {base.name} lacks")
+    both = [(index.params[name], one) for name, one in base.params.items() if name in index.params]
+    unlike = [(own, one) for own, one in both if own.shape != one.shape]
+    if shapes := [f"{own.name} {list(own.shape)} instead of {list(one.shape)}" for own, one in unlike]:
+        differ(f"shapes differ from the base's: {some(shapes)}")
+    if roles := [f"{own.name} is {own.role} instead of {one.role}" for own, one in both if own.role != one.role]:
+        differ(f"params differ in what is trained: {some(roles)}", "use checkpoints with the same frozen params")
     if dict(index.tied) != dict(base.tied):
-        differ(f"its tied weights are {_tied(index.tied)}, the base's are {_tied(base.tied)}")
+        own, one = (", ".join(f"{name} = {stored}" for name, stored in each.tied.items()) for each in (index, base))
+        differ(f"its tied weights are {own or 'none'}, the base's are {one or 'none'}")
     if not found and not any_groups and index.group_params != base.group_params:
         differ(
             f"its param groups do not match: {_groups(index)}, but the base has {_groups(base)}",
             "use --groups layer or --groups default to rebuild them, or use checkpoints with the same groups",
         )
-    if not found:
-        found += _compare_states(index, base)
-    return found
-
-
-def _compare_params(index: CheckpointIndex, base: CheckpointIndex, differ: Callable[..., None]) -> None:
-    lacking = [name for name in base.params if name not in index.params]
-    extra = [name for name in index.params if name not in base.params]
-    if lacking:
-        differ(f"it lacks {some(lacking)} of the base {base.name}")
-    if extra:
-        differ(f"it has {some(extra)}, which the base {base.name} lacks")
-    both = [(param, index.params[name]) for name, param in base.params.items() if name in index.params]
-    shapes = [
-        f"{own.name} {list(own.shape)} instead of {list(param.shape)}"
-        for param, own in both
-        if own.shape != param.shape
-    ]
-    roles = [f"{own.name} is {own.role} instead of {param.role}" for param, own in both if own.role != param.role]
-    if shapes:
-        differ(f"shapes differ from the base's: {some(shapes)}")
-    if roles:
-        differ(f"params differ in what is trained: {some(roles)}", "use checkpoints with the same frozen params")
-
-
-def _compare_states(index: CheckpointIndex, base: CheckpointIndex) -> list[Problem]:
-    """Compare kinds and dtypes of the states, except weights, which can be made from masters."""
-    mine = {state: held for state, held in index.held.items() if state.kind != WEIGHT}
-    theirs = {state: held for state, held in base.held.items() if state.kind != WEIGHT}
-    kinds = ({state.kind for state in mine}, {state.kind for state in theirs})
-    if kinds[0] != kinds[1]:
-        what = f"it holds {', '.join(sorted(kinds[0]))}, the base {', '.join(sorted(kinds[1]))}"
-        return [Problem(index.name, f"the kinds of state differ: {what}", "use checkpoints of the same optimizer")]
+    if found:
+        return found
+    mine, theirs = (
+        {state: held for state, held in each.held.items() if state.kind != WEIGHT} for each in (index, base)
+    )
+    kinds, wanted = ({state.kind for state in each} for each in (mine, theirs))
     dtypes = [
         f"{state.kind} of {state.param} is {mine[state].dtype} instead of {held.dtype}"
         for state, held in theirs.items()
         if state in mine and mine[state].dtype != held.dtype
     ]
-    return [Problem(index.name, f"dtypes differ from the base's: {some(dtypes)}", _OTHER_MODEL)] if dtypes else []
+    if kinds != wanted:
+        what = f"it holds {', '.join(sorted(kinds))}, the base {', '.join(sorted(wanted))}"
+        differ(f"the kinds of state differ: {what}", "use checkpoints of the same optimizer")
+    elif dtypes:
+        differ(f"dtypes differ from the base's: {some(dtypes)}")
+    return found
 
 
 def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex], sources: Sources) -> None:
@@ -113,7 +98,7 @@ def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex]
 
 def _can_fill(slot: Slot, index: CheckpointIndex) -> bool:
     try:
-        numel = holding(index, slot.state, slot.dtype).numel
+        numel = index.holding(slot.state, slot.dtype).numel
         return numel >= (slot.end - slot.begin if slot.state.kind == BUFFER else slot.end)
     except KeyError:
         return False
@@ -144,7 +129,3 @@ def differing_hyperparameters(index: CheckpointIndex, base: CheckpointIndex) -> 
 def _groups(index: CheckpointIndex) -> str:
     sizes = [len(params) for params in index.group_params]
     return f"{len(sizes)} param groups of {', '.join(map(str, sizes[:6]))}{' ...' if len(sizes) > 6 else ''} params"
-
-
-def _tied(tied: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} = {stored}" for name, stored in tied.items()) or "none"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Cut, FileLayout, Plan, Sources
+from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
 from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
-from llmtailor.compose.planner import plan_composite
-from llmtailor.compose.report import Report, file_rows, part_rows, source_rows, step_notices, step_rows
+from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
@@ -26,13 +27,12 @@ from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
 from llmtailor.formats.registry import display_name, find_model_order, find_structure, index_checkpoint, writer_of
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import State
+from llmtailor.model.parts import ModelStructure, condense
+from llmtailor.model.states import BUFFER, State
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.resolve import Choice, resolve
-from llmtailor.recipe.text import condense
 from llmtailor.storage.local import Entries
 from llmtailor.timing import Stopwatch
 
@@ -54,18 +54,13 @@ class Opened:
         roots = dict.fromkeys([*named, *(root for cuts in self.cuts.values() for *_, root in cuts)])
         return tuple(self.indexes[root] for root in roots)
 
-    def number_cuts(self, indexes: Sequence[CheckpointIndex], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
-        """Return the cuts with sources as positions in ``indexes``; a tied name has the cuts of its stored name."""
-        number_of = {index.root: number for number, index in enumerate(indexes)}
-        cuts = {
-            state: tuple(Cut(begin, end, number_of[root]) for begin, end, root in runs)
+    def number_cuts(self, number_of: Mapping[Path, int], tied: Mapping[str, str]) -> dict[State, tuple[Cut, ...]]:
+        """Return the cuts with the numbers of the roots; a tied name has the cuts of its stored name."""
+        return {
+            State(name, state.kind): tuple(Cut(begin, end, number_of[root]) for begin, end, root in runs)
             for state, runs in self.cuts.items()
+            for name in (state.param, *(name for name, stored in tied.items() if stored == state.param))
         }
-        names_of: dict[str, list[str]] = {}
-        for name, stored in tied.items():
-            names_of.setdefault(stored, []).append(name)
-        more = {State(name, state.kind): runs for state, runs in cuts.items() for name in names_of.get(state.param, ())}
-        return cuts | more
 
 
 logger = logging.getLogger(__name__)
@@ -163,14 +158,20 @@ def plan_merge(
     )
     stage = reference.stage if options.stage is None else options.stage
     _attempt(problems, lambda: writer_of(stage).check(recipe.dtype, options.allow_split))
-    regrouping: Regrouping | None = _attempt(problems, lambda: _regroup(reference, structure, options.groups))
+    regrouping: Regrouping | None = None
+    if options.groups != "keep":
+        regrouping = _attempt(
+            problems, lambda: regroup(reference, structure, options.groups, find_model_order(reference))
+        )
     problems.raise_if_any()
     assert choice is not None
 
-    sources = _number(choice, indexes)
-    if opened is not None:
-        sources = replace(sources, cuts=opened.number_cuts(indexes, reference.tied))
-    groups = regrouping.groups if regrouping else None
+    number_of = {index.root: number for number, index in enumerate(indexes)}
+    sources = Sources(
+        {name: number_of[root] for name, root in choice.source_of.items()},
+        {name: number_of[root] for name, root in choice.weights_of.items()},
+        opened.number_cuts(number_of, reference.tied) if opened else {},
+    )
     target = lay_out_optimizer(
         reference.layout,
         {name: param.numel for name, param in reference.params.items()},
@@ -178,12 +179,11 @@ def plan_merge(
         reference.precision,
         world_size=options.world_size,
         stage=options.stage,
-        groups=groups,
+        groups=regrouping.groups if regrouping else None,
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
-    from_group = regrouping.from_group if regrouping else None
-    wanted = Wanted(target, recipe.dtype, from_group, is_alone=len(indexes) == 1)
+    wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, is_alone=len(indexes) == 1)
     layouts, about_weights = writer_of(stage).lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
@@ -208,14 +208,49 @@ def plan_merge(
         world_size=target.world_size,
         parts=part_rows(plan, structure, indexes, sources, base),
         sources=source_rows(plan, indexes, base),
-        steps=step_rows(steps),
-        files=file_rows(plan),
+        steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
+        files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
         needed_bytes=plan.num_bytes + SPARE_BYTES,
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
     return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, replaces)
+
+
+def plan_composite(
+    layouts: Iterable[FileLayout],
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    base: int,
+    scales: Mapping[State, float] = MappingProxyType({}),
+) -> Plan:
+    """Return the plan with every slot of every file filled by the bytes of sources. Pure: no byte is read.
+
+    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales`` are
+    multiplied by a factor. Raises KeyError for a slot that its source does not hold; `checks` refuses those first.
+    """
+
+    def fill(piece: Piece) -> Iterator[Piece]:
+        if not isinstance(piece, Slot):
+            yield replace(piece, source=base) if isinstance(piece, Copy) else piece
+            return
+        scale = scales.get(piece.state, 1.0)
+        for cut in sources.spans(piece.state, piece.begin, piece.end):
+            held = indexes[cut.source].holding(piece.state, piece.dtype)
+            # Each rank has its own buffers; a rank beyond the source's takes those of the source's ranks in turn.
+            begin = cut.begin % held.numel if piece.state.kind == BUFFER else cut.begin
+            for have in held.place.cover(begin, begin + cut.end - cut.begin):
+                if held.dtype == piece.dtype and scale == 1:
+                    yield Copy(have.extent, cut.source, piece.state, have.begin)
+                else:
+                    yield Cast(have.extent, held.dtype, piece.dtype, cut.source, piece.state, have.begin, scale)
+
+    planned = (
+        FileLayout(layout.path, tuple(filled for piece in layout.pieces for filled in fill(piece)))
+        for layout in layouts
+    )
+    return Plan(tuple(str(index.root) for index in indexes), tuple(planned))
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
@@ -237,23 +272,20 @@ def open_sources(
 ) -> tuple[tuple[CheckpointIndex, ...], int]:
     """Return the indexes of a recipe's checkpoints, and which of them is the base.
 
-    Unreadable checkpoints are added to ``problems`` and left out. Raises at once if the base is unreadable, because
-    nothing else can be checked without it.
+    The base is the recipe's, or the newest source if it names none. Unreadable checkpoints are added to ``problems``
+    and left out. Raises at once if the base is unreadable, because nothing else can be checked without it.
     """
     if opened is None:
-        indexes = _index_all(recipe.sources(), problems)
+        found = [_attempt(problems, partial(index_checkpoint, root)) for root in recipe.sources()]
+        indexes = tuple(index for index in found if index is not None)
     else:
         indexes = opened.sources(recipe.sources())
-    base = _choose_base(recipe, indexes) if indexes else None
+    numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
+    base = max(numbers, key=lambda number: indexes[number].global_step, default=None)
     if base is None:
         problems.raise_if_any()
         raise AssertionError("a recipe without readable base has problems")
     return indexes, base
-
-
-def _index_all(roots: Sequence[Path], problems: Problems) -> tuple[CheckpointIndex, ...]:
-    found = (_attempt(problems, lambda root=root: index_checkpoint(root)) for root in roots)  # type: ignore[misc]
-    return tuple(index for index in found if index is not None)
 
 
 def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
@@ -263,13 +295,6 @@ def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
     except TailorError as error:
         problems.add(error)
         return None
-
-
-def _choose_base(recipe: Recipe, indexes: Sequence[CheckpointIndex]) -> int | None:
-    """Return the recipe's base, or the newest source if it names none."""
-    if recipe.base is None:
-        return max(range(len(indexes)), key=lambda number: indexes[number].global_step)
-    return next((number for number, index in enumerate(indexes) if index.root == recipe.base), None)
 
 
 def _check_base(base: CheckpointIndex) -> None:
@@ -285,20 +310,6 @@ def _check_base(base: CheckpointIndex) -> None:
             "the file is missing, and the Trainer can't resume without it",
             "copy it back, or use another base_model",
         )
-
-
-def _number(choice: Choice, indexes: Sequence[CheckpointIndex]) -> Sources:
-    number_of = {index.root: number for number, index in enumerate(indexes)}
-    return Sources(
-        {name: number_of[root] for name, root in choice.source_of.items()},
-        {name: number_of[root] for name, root in choice.weights_of.items()},
-    )
-
-
-def _regroup(base: CheckpointIndex, structure: ModelStructure, how: str) -> Regrouping | None:
-    if how == "keep":
-        return None
-    return regroup(base, structure, how, find_model_order(base))
 
 
 def _notices(

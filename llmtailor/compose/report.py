@@ -1,23 +1,20 @@
-"""Reports what a composite is made of: tables, JSON, the manifest and the model card."""
+"""Reports what a composite is made of: tables, JSON and the model card."""
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Plan, Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.errors import Problem
-from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.model.parts import ModelStructure
+from llmtailor.formats.trainer import MANIFEST
+from llmtailor.model.parts import ModelStructure, layer_number
 
 SCHEMA_PLAN = "llmtailor.plan/1"
-SCHEMA_MANIFEST = "llmtailor.manifest/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +84,32 @@ def part_rows(
 ) -> tuple[PartRow, ...]:
     """Return the source, age and size of every part."""
     num_bytes: dict[tuple[str, int], int] = defaultdict(int)
-    for file in plan.files:
-        for piece in file.pieces:
-            if isinstance(piece, (Copy, Cast)) and piece.state is not None:
-                num_bytes[structure.part_of[piece.state.param], piece.source] += piece.num_bytes
+    for piece in _moved(plan):
+        if piece.state is not None:
+            num_bytes[structure.part_of[piece.state.param], piece.source] += piece.num_bytes
     rows = []
     for part in structure.parts:
-        counts: dict[int, int] = defaultdict(int)
-        for name in structure.names(part):
-            for source in sources.of_any(name):
-                counts[source] += 1
+        counts = Counter(source for name in structure.names(part) for source in sources.of_any(name))
         for source, count in sorted(counts.items()):
-            index = indexes[source]
-            step = index.part_steps.get(part, index.global_step)
+            name, step = indexes[source].name, indexes[source].part_steps.get(part, indexes[source].global_step)
             staleness = indexes[base].global_step - step
-            rows.append(
-                PartRow(part, index.name, step, staleness, num_bytes[part, source], count, is_whole=len(counts) == 1)
-            )
+            rows.append(PartRow(part, name, step, staleness, num_bytes[part, source], count, len(counts) == 1))
     return tuple(rows)
 
 
 def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tuple[SourceRow, ...]:
     """Return the sources and how many bytes of the output each supplies."""
     num_bytes: dict[int, int] = defaultdict(int)
-    for file in plan.files:
-        for piece in file.pieces:
-            if isinstance(piece, (Copy, Cast)):
-                num_bytes[piece.source] += piece.num_bytes
+    for piece in _moved(plan):
+        num_bytes[piece.source] += piece.num_bytes
     return tuple(
         SourceRow(index.name, index.global_step, number == base, num_bytes[number])
         for number, index in enumerate(indexes)
     )
 
 
-def step_rows(choices: Sequence[StepChoice]) -> tuple[StepRow, ...]:
-    return tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in choices)
-
-
-def file_rows(plan: Plan) -> tuple[FileRow, ...]:
-    return tuple(FileRow(file.path, file.num_bytes) for file in plan.files)
+def _moved(plan: Plan) -> Iterator[Copy | Cast]:
+    return (piece for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Cast)))
 
 
 def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = False) -> list[Problem]:
@@ -152,63 +136,9 @@ def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = 
 
 def to_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON data; the keys are stable within a schema version."""
-    return {
-        "schema": SCHEMA_PLAN,
-        "recipe": report.recipe,
-        "out": report.out,
-        "base": report.base,
-        "global_step": report.global_step,
-        "world_size": report.world_size,
-        "parts": [asdict(row) for row in report.parts],
-        "sources": [asdict(row) for row in report.sources],
-        "optimizer_steps": [asdict(row) for row in report.steps],
-        "files": [asdict(row) for row in report.files],
-        "num_bytes": report.num_bytes,
-        "needed_bytes": report.needed_bytes,
-        "free_bytes": report.free_bytes,
-        "notices": [notice.to_json() for notice in report.notices],
-    }
-
-
-_LAYER = re.compile(r"layer ([0-9]+)")
-
-"""Location of the notice that weights and optimizer states of a part come from different sources"""
-
-
-def manifest(
-    report: Report,
-    *,
-    tool_version: str,
-    created: str,
-    recipe_text: str,
-    source_facts: Sequence[Mapping[str, Any]],
-    digests: Mapping[str, str],
-    checksums: Mapping[str, Mapping[str, str]],
-    card: bytes,
-    merge: str,
-) -> dict[str, Any]:
-    """Return the content of ``llmtailor.json``.
-
-    ``digests`` are those of the parts (see `storage.checksums.part_digest`); ``checksums`` are the CRC-32 and any other
-    checksums of every file, by name; ``card`` is the README, to detect later edits; ``merge`` is a digest of what was
-    merged, to recognize the same merge.
-    """
-    return {
-        "schema": SCHEMA_MANIFEST,
-        "llmtailor_version": tool_version,
-        "merge": merge,
-        "created": created,
-        "base": report.base,
-        "global_step": report.global_step,
-        "world_size": report.world_size,
-        "recipe": {"name": report.recipe, "text": recipe_text},
-        "sources": list(source_facts),
-        "parts": [{**asdict(row), "digest": digests.get(row.part)} for row in report.parts],
-        "optimizer_steps": [asdict(row) for row in report.steps],
-        "files": [{"path": row.path, "num_bytes": row.num_bytes, **checksums[row.path]} for row in report.files],
-        "card": {"path": CARD, "num_bytes": len(card), "crc32": f"{zlib.crc32(card):08x}"},
-        "notices": [notice.to_json() for notice in report.notices],
-    }
+    content = asdict(replace(report, notices=()))
+    content["notices"] = [notice.to_json() for notice in report.notices]
+    return {"schema": SCHEMA_PLAN} | {"optimizer_steps" if key == "steps" else key: content[key] for key in content}
 
 
 def card(report: Report, tool_version: str, stage: int) -> str:
@@ -255,27 +185,16 @@ def fold_layers(rows: Sequence[PartRow]) -> list[PartRow]:
     folded: list[PartRow] = []
     first = last = 0
     for row in rows:
-        match = _LAYER.fullmatch(row.part)
-        number = int(match[1]) if match else None
-        if folded and number is not None and row.is_whole and number == last + 1 and _alike(folded[-1], row):
-            last = number
-            above = folded.pop()
-            folded.append(
-                PartRow(
-                    f"layer {first}-{last}",
-                    row.source,
-                    row.step,
-                    row.staleness,
-                    above.num_bytes + row.num_bytes,
-                    above.num_tensors + row.num_tensors,
-                    is_whole=True,
-                )
-            )
-            continue
-        folded.append(row)
-        first = last = number if number is not None else -2
+        number = layer_number(row.part)
+        if folded and number is not None and number == last + 1 and _alike(folded[-1], row):
+            above, last = folded[-1], number
+            num_bytes, num_tensors = above.num_bytes + row.num_bytes, above.num_tensors + row.num_tensors
+            folded[-1] = replace(row, part=f"layer {first}-{last}", num_bytes=num_bytes, num_tensors=num_tensors)
+        else:
+            folded.append(row)
+            first = last = -2 if number is None else number
     return folded
 
 
 def _alike(above: PartRow, row: PartRow) -> bool:
-    return (above.is_whole, above.source, above.step) == (True, row.source, row.step)
+    return above.is_whole and row.is_whole and (above.source, above.step) == (row.source, row.step)

@@ -1,4 +1,4 @@
-"""Writes a planned composite: execute -> read back -> rename."""
+"""Writes a planned composite: resume or start over -> execute -> read back -> rename."""
 
 from __future__ import annotations
 
@@ -6,34 +6,37 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Composition, Options, plan_merge
-from llmtailor.compose.report import Report, card, manifest
-from llmtailor.compose.resume import identify_merge, now, resume, with_what_is_kept
+from llmtailor.compose.report import Report, card
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.engine.copy import Context, FileResult, execute
+from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
-from llmtailor.engine.staging import Staging, check_space, occupied_bytes
-from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, VerificationError
+from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
+from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.known_files import is_resumed_from
-from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.manifest import read_manifest, read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.model.states import MODULE, WEIGHT
+from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.storage.checksums import DIGEST, combine, part_digest
+from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
+SCHEMA_MANIFEST = "llmtailor.manifest/1"
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -168,43 +171,56 @@ def _manifest(
     readme: bytes,
     merge: str,
 ) -> dict[str, Any]:
-    crcs: dict[str, dict[tuple[str, str], tuple[Any, int, int]]] = defaultdict(dict)
+    """Return the content of ``llmtailor.json``.
+
+    ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
+    what was merged, to recognize the same merge.
+    """
+    crcs: dict[str, dict[State, tuple[int, int]]] = defaultdict(dict)
     # Elements may be written more than once (a buffer on every rank): count them once, in order. Skip ZeRO's rounded
     # masters: a digest depends neither on the stage nor on names on disk.
     rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
     runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
     for (state, _), run in sorted(runs.items()):
-        states = crcs[composition.structure.part_of[state.param]]
-        key = (state.param, state.kind)
-        _, num_bytes, crc = states.get(key, (state, 0, 0))
-        states[key] = (state, num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
-    return manifest(
-        composition.report,
-        tool_version=__version__,
-        created=now(),
-        recipe_text=composition.recipe.text,
-        source_facts=[_source_facts(index, number, digests) for number, index in enumerate(composition.indexes)],
-        digests={part: part_digest(states.values()) for part, states in crcs.items()},
-        checksums={
-            result.path: {"crc32": f"{result.crc:08x}"} | ({DIGEST: result.digest} if result.digest else {})
-            for result in results
-        },
-        card=readme,
-        merge=merge,
-    )
-
-
-def _source_facts(index: CheckpointIndex, number: int, digests: Mapping[SourceFile, str]) -> dict[str, Any]:
+        known = crcs[composition.structure.part_of[state.param]]
+        num_bytes, crc = known.get(state, (0, 0))
+        known[state] = (num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
+    digest_of = {part: part_digest((state, *found[state]) for state in found) for part, found in crcs.items()}
+    report = composition.report
     return {
-        "name": index.name,
-        "path": str(index.root.absolute()),
-        "global_step": index.global_step,
-        "files": [
-            {"path": path, "num_bytes": fact.num_bytes}
-            | ({DIGEST: digests[(number, path)]} if (number, path) in digests else {})
-            for path, fact in index.files.items()
+        "schema": SCHEMA_MANIFEST,
+        "llmtailor_version": __version__,
+        "merge": merge,
+        "created": now(),
+        "base": report.base,
+        "global_step": report.global_step,
+        "world_size": report.world_size,
+        "recipe": {"name": report.recipe, "text": composition.recipe.text},
+        "sources": [
+            {
+                "name": index.name,
+                "path": str(index.root.absolute()),
+                "global_step": index.global_step,
+                "files": [
+                    {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))
+                    for path, fact in index.files.items()
+                ],
+            }
+            for number, index in enumerate(composition.indexes)
         ],
+        "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
+        "optimizer_steps": [asdict(row) for row in report.steps],
+        "files": [
+            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)
+            for one in results
+        ],
+        "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
+        "notices": [notice.to_json() for notice in report.notices],
     }
+
+
+def _digest(digest: str | None) -> dict[str, str]:
+    return {DIGEST: digest} if digest else {}
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:
@@ -243,3 +259,107 @@ def _check_written(composition: Composition, staging: Path) -> None:
         raise VerificationError.at(
             out, "what was written does not read back as planned", "this is a bug in llmtailor: please report it"
         )
+
+
+def identify_merge(composition: Composition) -> Identity:
+    """Return the identity of a merge, for its journal."""
+    recipe, options = composition.recipe, composition.options
+    asked = (recipe.base, recipe.rules, recipe.dtype, recipe.tokenizer, recipe.chat_template)
+    return identify(
+        composition.plan,
+        [index.files for index in composition.indexes],
+        tool_version=__version__,
+        recipe=recipe.name,
+        request=(asked, replace(options, replace=False, restart=False, checksum=False)),
+        begun=now(),
+    )
+
+
+def settle_output(composition: Composition) -> tuple[Composition, str | None]:
+    """Return the merge under a free name, and what makes it unnecessary: its base, or an output of the same merge.
+
+    If something else has the name of the output, a number is added to it.
+    """
+    if composition.is_copy:
+        return composition, composition.report.base
+    if composition.options.replace:
+        return composition, None
+    first = composition.out
+    numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    for out in chain([first], numbered):
+        named = replace(composition, out=out, report=replace(composition.report, out=display_name(out)))
+        if not out.exists():
+            return named, None
+        if is_written(named):
+            return named, named.report.out
+    raise AssertionError("numbers never run out")
+
+
+def is_written(composition: Composition) -> bool:
+    """Whether the output exists, written by the same merge of the same sources."""
+    return read_merge(composition.out) == identify_merge(composition).digest()
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def preview(composition: Composition) -> str:
+    """Return a sentence on what a merge will do with an unfinished one in its output; empty if there is none.
+
+    Raises TargetError if the merge will refuse.
+    """
+    unfinished = peek(composition.out)
+    if unfinished is None or not unfinished.num_bytes:
+        return ""
+    return _judge(unfinished, identify_merge(composition), composition)[1]
+
+
+def resume(
+    composition: Composition, identity: Identity, staging: Staging, notify: Callable[[str], None]
+) -> tuple[Mapping[str, tuple[Mark, ...]], Mapping[str, FileFact]]:
+    """Resume the unfinished merge or start over; return the marks of its files, and the facts of its sources.
+
+    Raises TargetError if the unfinished merge is of another recipe, and StorageError.
+    """
+    if unfinished := staging.unfinished:
+        resumes, sentence = _judge(unfinished, identity, composition)
+        if unfinished.num_bytes:
+            notify(sentence)
+        else:
+            logger.info("an earlier merge into %s was interrupted before anything was durable", composition.out)
+        if resumes:
+            staging.resume()
+            return unfinished.marks, unfinished.identity.sources
+    staging.reset(identity)
+    return {}, identity.sources
+
+
+def _judge(unfinished: Unfinished, identity: Identity, composition: Composition) -> tuple[bool, str]:
+    """Return whether to resume the unfinished merge, and a sentence about it."""
+    there, options = unfinished.identity, composition.options
+    share = f"{unfinished.num_bytes:,} of {there.num_bytes:,} bytes"
+    reason = "--restart was given" if options.restart else why_not(there, identity)
+    if not reason:
+        return True, f"resuming the merge begun at {there.begun}: {share} are written and will be checked"
+    what = f"the output holds an unfinished merge ({there.recipe}, begun at {there.begun}, {share})"
+    # whoever allows replacing a complete output does not want to keep an incomplete one
+    if is_another(there, identity) and unfinished.num_bytes and not (options.restart or options.replace):
+        fix = (
+            f"rerun that merge to resume it; use --restart, or remove {staging_folder(composition.out)}, to discard it"
+        )
+        raise TargetError.at(composition.out, f"{what}, but {reason}", fix)
+    return False, f"{what}; it is discarded, because {reason}"
+
+
+def with_what_is_kept(
+    error: Interrupted | StorageError, composition: Composition, staging: Staging
+) -> Interrupted | StorageError:
+    """Return the error with the bytes that a resume will keep."""
+    if not (kept := staging.kept_bytes):
+        return error
+    there = f"{kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
+    return type(error)(
+        replace(problem, fix=f"{problem.fix}; rerun the same command to resume with {there}")
+        for problem in error.problems
+    )

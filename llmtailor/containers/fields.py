@@ -12,7 +12,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT, check_name, is_count
 from llmtailor.containers.pickle_nodes import TensorView, as_shape, as_tensor
-from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import UnsupportedCheckpoint, damaged
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
 from llmtailor.storage.local import open_source
 
@@ -40,7 +40,7 @@ def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:
     for name, size in as_dict(node, what, where).items():
         shape = as_shape(size)
         if shape is None:
-            raise SourceError.at(where, f"{what} gives no shape for {name}", COPY_FILE, Code.FIELD_TYPE)
+            raise damaged(where, f"{what} gives no shape for {name}", Code.FIELD_TYPE)
         shapes[check_name(name, what, where)] = shape
     return shapes
 
@@ -51,13 +51,13 @@ def read_tied(node: Any, where: str) -> dict[str, str]:
     for name in (*tied, *tied.values()):
         check_name(name, "shared_params", where)
     if both := tied.keys() & set(tied.values()):
-        raise SourceError.at(where, f"shared_params ties {min(both)}, and ties others to it", COPY_FILE, Code.TIED)
+        raise damaged(where, f"shared_params ties {min(both)}, and ties others to it", Code.TIED)
     return tied
 
 
 def read_names(node: Any, what: str, where: str) -> frozenset[str]:
     if not isinstance(node or [], (list, tuple)):
-        raise SourceError.at(where, f"{what} is a {type(node).__name__}, not a list", COPY_FILE, Code.FIELD_TYPE)
+        raise damaged(where, f"{what} is a {type(node).__name__}, not a list", Code.FIELD_TYPE)
     return frozenset(check_name(name, what, where) for name in node or ())
 
 
@@ -68,7 +68,7 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
         fix = "save it again with contiguous tensors"
         raise UnsupportedCheckpoint.at(where, f"{what} is not contiguous", fix, Code.STATE_LAYOUT)
     if not isinstance(carried, Copy) or view.offset + view.numel > view.storage.numel:
-        raise SourceError.at(where, f"{what} extends beyond its storage", COPY_FILE, Code.STATE_SIZE)
+        raise damaged(where, f"{what} extends beyond its storage", Code.STATE_SIZE)
     itemsize = ITEMSIZE[view.storage.dtype]
     start = carried.extent.start + view.offset * itemsize
     return Extent(carried.extent.path, start, start + view.numel * itemsize)
@@ -77,7 +77,7 @@ def extent_of(view: TensorView, what: str, where: str) -> Extent:
 def read_tensor(node: Any, what: str, where: str) -> Tensor:
     view = as_tensor(node)
     if view is None:
-        raise SourceError.at(where, f"{what} is not a tensor", COPY_FILE, Code.FIELD_TYPE)
+        raise damaged(where, f"{what} is not a tensor", Code.FIELD_TYPE)
     return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
 
 
@@ -86,8 +86,8 @@ def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
     masters = [read_tensor(node, f"{what}[{number}]", where) for number, node in enumerate(nodes)]
     for number, master in enumerate(masters):
         if len(master.shape) != 1:
-            text = f"{what}[{number}] has shape {list(master.shape)} instead of being flat"
-            raise SourceError.at(where, text, COPY_FILE, Code.STATE_SIZE)
+            shape = list(master.shape)
+            raise damaged(where, f"{what}[{number}] has shape {shape} instead of being flat", Code.STATE_SIZE)
     return masters
 
 
@@ -95,9 +95,8 @@ def get(tree: Any, key: str, kind: type, where: str) -> Any:
     value = as_dict(tree, "the file", where).get(key)
     if not isinstance(value, kind):
         if value is None:
-            raise SourceError.at(where, f"{key} is missing", COPY_FILE, Code.FIELD_MISSING)
-        what = f"{key} is a {type(value).__name__}, not a {kind.__name__}"
-        raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
+            raise damaged(where, f"{key} is missing", Code.FIELD_MISSING)
+        raise damaged(where, f"{key} is a {type(value).__name__}, not a {kind.__name__}", Code.FIELD_TYPE)
     return value
 
 
@@ -105,13 +104,13 @@ def get_count(tree: Any, key: str, where: str) -> int:
     """Return a counter, a non-negative int. Raises SourceError for anything else."""
     value: int = get(tree, key, int, where)
     if not is_count(value):
-        raise SourceError.at(where, f"{key} is {value}, not a valid count", COPY_FILE, Code.FIELD_RANGE)
+        raise damaged(where, f"{key} is {value}, not a valid count", Code.FIELD_RANGE)
     return value
 
 
 def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise SourceError.at(where, f"{what} is a {type(value).__name__}, not a dict", COPY_FILE, Code.FIELD_TYPE)
+        raise damaged(where, f"{what} is a {type(value).__name__}, not a dict", Code.FIELD_TYPE)
     return value
 
 
@@ -123,45 +122,32 @@ def read_elementwise(
     for kind, node in state.items():
         if kind == "step":
             continue
-        view = as_tensor(node)
-        if kind in _OF_ADAM:  # always elementwise; in more dimensions the elements are the same
-            if view is None:
-                what = f"{kind} of sub-group {flat_id} is not a tensor"
-                raise SourceError.at(where, what, COPY_FILE, Code.FIELD_TYPE)
-            if numel not in (None, view.numel):
-                what = f"{kind} of sub-group {flat_id} has {view.numel} elements instead of {numel}"
-                raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
-        elif view is None or len(view.shape) != 1 or numel not in (None, view.numel):
+        name, view = f"{kind} of sub-group {flat_id}", as_tensor(node)
+        is_flat = view is not None and len(view.shape) == 1
+        if not is_flat and kind not in _OF_ADAM:  # those are elementwise whatever their shape
             have = f"has shape {list(view.shape)}" if view else "is not a tensor"
-            if view is not None and len(view.shape) == 1:
-                what = f"{kind} of sub-group {flat_id} has {view.numel} elements instead of {numel}"
-                raise SourceError.at(where, what, COPY_FILE, Code.STATE_SIZE)
             raise UnsupportedCheckpoint.at(
                 where,
                 f"optimizer state {kind} {have}; only states with one element per element of the params are supported",
                 "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state",
             )
+        if view is None:
+            raise damaged(where, f"{name} is not a tensor", Code.FIELD_TYPE)
+        if numel not in (None, view.numel):
+            raise damaged(where, f"{name} has {view.numel} elements instead of {numel}", Code.STATE_SIZE)
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{flat_id}][{kind}]", where)
     if "step" not in state and _OF_ADAM & kinds.keys():
-        raise SourceError.at(where, f"the step of sub-group {flat_id} is missing", COPY_FILE, Code.FIELD_MISSING)
+        raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
     if "step" not in state:
-        raise UnsupportedCheckpoint.at(
-            where,
-            f"sub-group {flat_id} has no step; Adam-like optimizers keep one",
-            "leave this checkpoint out",
-        )
+        what = f"sub-group {flat_id} has no step; Adam-like optimizers keep one"
+        raise UnsupportedCheckpoint.at(where, what, "leave this checkpoint out")
     return kinds, state["step"]
 
 
 def check_kind(kind: Any, where: str) -> str:
     """Return the name of an elementwise state. Raises SourceError for a name that is reserved here."""
     if kind in _OUR_KINDS:
-        raise SourceError.at(
-            where,
-            f"an optimizer state is called {kind!r}, which no optimizer uses",
-            COPY_FILE,
-            Code.FIELD_UNKNOWN,
-        )
+        raise damaged(where, f"an optimizer state is called {kind!r}, which no optimizer uses", Code.FIELD_UNKNOWN)
     return check_name(kind, "an optimizer state", where)
 
 
@@ -172,11 +158,9 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
     else:
         tensor = read_tensor(node, f"state[{flat_id}][step]", where)
         if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
-            raise SourceError.at(where, f"the step of sub-group {flat_id} is not a number", COPY_FILE, Code.FIELD_TYPE)
+            raise damaged(where, f"the step of sub-group {flat_id} is not a number", Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:
             step = struct.unpack(_STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
     if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
-        raise SourceError.at(
-            where, f"the step of sub-group {flat_id} is {step}, not a number of steps", COPY_FILE, Code.FIELD_RANGE
-        )
+        raise damaged(where, f"the step of sub-group {flat_id} is {step}, not a number of steps", Code.FIELD_RANGE)
     return float(step)

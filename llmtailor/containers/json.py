@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.errors import COPY_FILE, SourceError
+from llmtailor.errors import damaged
 from llmtailor.storage.local import read_source
 
 MAX_BYTES = 64 << 20
@@ -25,9 +25,9 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise SourceError.at(where, f"the file is not JSON ({error})", COPY_FILE, Code.FILE_DAMAGED) from error
+        raise damaged(where, f"the file is not JSON ({error})", Code.FILE_DAMAGED) from error
     if not isinstance(content, dict):
-        raise SourceError.at(where, "the file is not a JSON object", COPY_FILE, Code.FILE_DAMAGED)
+        raise damaged(where, "the file is not a JSON object", Code.FILE_DAMAGED)
     return content
 
 
@@ -63,9 +63,9 @@ def check_name(name: Any, what: str, where: str) -> str:
     unpaired surrogates.
     """
     if not isinstance(name, str):
-        raise SourceError.at(where, f"{what} has a {type(name).__name__} as its name", COPY_FILE)
+        raise damaged(where, f"{what} has a {type(name).__name__} as its name")
     if not is_name(name):
-        raise SourceError.at(where, f"{what} has the invalid name {name[:60]!r}", COPY_FILE)
+        raise damaged(where, f"{what} has the invalid name {name[:60]!r}")
     return name
 
 

@@ -1,15 +1,16 @@
 """A safe pickle machine: opcodes build plain values and symbolic nodes, nothing else.
 
-It understands a closed set of opcodes, those that ``torch.save`` and pickle's protocols 2 to 5 write for data. No bytes
-can make it import, access an attribute or call anything. The number of bytes and `MAX_OPCODES` bound time and memory.
+It understands a closed set of opcodes, those that ``torch.save`` and pickle's protocols 2 to 5 write for data;
+``pickletools`` reads their arguments. No bytes can make it import, access an attribute or call anything. The number of
+bytes and `MAX_OPCODES` bound time and memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import pickletools
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,7 @@ class Machine:
     """A decoder of one pickle; afterwards ``globals`` holds every global that the pickle names, in order."""
 
     def __init__(self, data: bytes, find_storage: FindStorage | None):
-        self.data = data
-        self.at = 0
+        self.file = io.BytesIO(data)
         self.find_storage = find_storage
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
@@ -52,96 +52,29 @@ class Machine:
 
     def run(self) -> Any:
         """Return the object. Raises ValueError and the like for anything but a complete pickle of data."""
-        data = self.data
         for _ in range(MAX_OPCODES):
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
+            code = self.file.read(1)
+            if code == _CODES["STOP"]:
                 if len(self.stack) != 1 or self.marked:
                     raise ValueError("it ends in the middle of an object")
                 return self.stack[0]
-            do = _OPCODES.get(code)
-            if do is None:
+            if code not in _OPCODES:
                 self.refuse(code)
-            else:
-                do(self)
+            _OPCODES[code](self)
         raise ValueError(f"it has more than {MAX_OPCODES:,} opcodes")
 
-    def refuse(self, code: int) -> None:
-        """Raise ValueError after recording the names in the rest; pickletools splits opcodes unknown here."""
+    def refuse(self, code: bytes) -> None:
+        """Raise ValueError after recording the names in the rest, as far as it is a pickle."""
+        if not code:
+            raise ValueError("it ends in the middle of an object")
         with contextlib.suppress(ValueError, AttributeError, OverflowError):  # the rest may be damaged as well
-            for opcode, arg, _ in itertools.islice(pickletools.genops(self.data[self.at - 1 :]), _LOOKED_AT):
+            for opcode, arg, _ in itertools.islice(pickletools.genops(code + self.file.read()), _LOOKED_AT):
                 if opcode.name in ("GLOBAL", "INST"):
                     self.name(*str(arg).split(" ", 1))
-        raise ValueError(f"opcode {code:#04x} does not belong in a checkpoint")
+        raise ValueError(f"opcode {code[0]:#04x} does not belong in a checkpoint")
 
-    # --- bytes ---
-
-    def take(self, length: int) -> bytes:
-        at = self.at
-        self.at = at + length
-        chunk = self.data[at : self.at]
-        if len(chunk) != length:
-            raise ValueError("it ends in the middle of a value")
-        return chunk
-
-    def number(self, length: int) -> int:
-        return int.from_bytes(self.take(length), "little")
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        text = self.data[self.at : end].decode()
-        self.at = end + 1
-        return text
-
-    def proto(self) -> None:
-        if (version := self.number(1)) > 5:
-            raise ValueError(f"protocol {version} is unknown")
-
-    def int1(self) -> None:
-        self.stack.append(self.data[self.at])
-        self.at += 1
-
-    def int4(self) -> None:
-        self.stack.append(int.from_bytes(self.take(4), "little", signed=True))
-
-    def long(self, length_bytes: int) -> None:
-        length = self.number(length_bytes)
-        if length > MAX_INT_BYTES:
-            raise ValueError(f"an integer of {length} bytes")
-        self.stack.append(int.from_bytes(self.take(length), "little", signed=True))
-
-    def real(self) -> None:
-        self.stack.append(struct.unpack(">d", self.take(8))[0])
-
-    def text(self, length_bytes: int) -> None:
-        self.stack.append(self.take(self.number(length_bytes)).decode())  # strict: refuses unpaired surrogates
-
-    def raw(self, length_bytes: int) -> None:
-        self.stack.append(self.take(self.number(length_bytes)))
-
-    # --- memo and marks ---
-
-    def put1(self) -> None:
-        self.memo[self.data[self.at]] = self.stack[-1]
-        self.at += 1
-
-    def put4(self) -> None:
-        self.memo[self.number(4)] = self.stack[-1]
-
-    def get1(self) -> None:
-        self.stack.append(self.memo[self.data[self.at]])
-        self.at += 1
-
-    def get4(self) -> None:
-        self.stack.append(self.memo[self.number(4)])
-
-    def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def mark(self) -> None:
-        self.marked.append(self.stack)
-        self.stack = []
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
 
     def pop_mark(self) -> list[Any]:
         items = self.stack
@@ -150,7 +83,29 @@ class Machine:
         self.stack = self.marked.pop()
         return items
 
+    # --- opcodes with an argument ---
+
+    def proto(self, version: int) -> None:
+        if version > 5:
+            raise ValueError(f"protocol {version} is unknown")
+
+    def long(self, value: int) -> None:
+        if value.bit_length() >= 8 * MAX_INT_BYTES:
+            raise ValueError(f"an integer of {value.bit_length() // 8 + 1} bytes")
+        self.push(value)
+
+    def text(self, value: str) -> None:
+        value.encode()  # refuses unpaired surrogates
+        self.push(value)
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
     # --- containers ---
+
+    def mark(self) -> None:
+        self.marked.append(self.stack)
+        self.stack = []
 
     def to_tuple(self, count: int) -> None:
         stack = self.stack
@@ -158,34 +113,19 @@ class Machine:
             raise ValueError("a tuple lacks items")
         stack[-count:] = [tuple(stack[-count:])]
 
-    def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_items([key, value])
-
     def set_items(self, flat: list[Any]) -> None:
         target = expect(self.stack[-1], dict, Call)
         if len(flat) % 2:
             raise ValueError("a key without a value")
-        keys = check_keys(flat[::2])
-        if isinstance(target, Call):
-            target.items.extend(zip(keys, flat[1::2], strict=True))
-        else:
-            target.update(zip(keys, flat[1::2], strict=True))
+        items = zip(check_keys(flat[::2]), flat[1::2], strict=True)
+        (target.items.extend if isinstance(target, Call) else target.update)(items)
 
-    def mark_to_tuple(self) -> None:
+    def to_dict(self) -> None:
         items = self.pop_mark()
-        self.stack.append(tuple(items))
-
-    def mark_to_list(self) -> None:
-        items = self.pop_mark()
-        self.stack.append(items)
-
-    def mark_to_dict(self) -> None:
-        items = self.pop_mark()
-        self.stack.append({})
+        self.push({})
         self.set_items(items)
 
-    def append(self, items: list[Any]) -> None:
+    def extend(self, items: list[Any]) -> None:
         target = expect(self.stack[-1], list, Call)
         (target.appends if isinstance(target, Call) else target).extend(items)
 
@@ -198,28 +138,34 @@ class Machine:
     def name(self, module: str, attribute: str) -> None:
         named = Global(module, attribute)
         self.globals[named] = None
-        self.stack.append(named)
+        self.push(named)
 
-    def stack_global(self) -> None:
+    def named_in_lines(self) -> None:
+        module, attribute = self.file.readline(), self.file.readline()  # pickletools would resolve escapes in them
+        if not attribute.endswith(b"\n"):
+            raise ValueError("it ends in the middle of a name")
+        self.name(module[:-1].decode(), attribute[:-1].decode())
+
+    def named_on_stack(self) -> None:
         attribute, module = self.stack.pop(), self.stack.pop()
         self.name(expect(module, str), expect(attribute, str))
 
     def reduce(self) -> None:
         args, func = expect(self.stack.pop(), tuple), expect(self.stack.pop(), Global)
         if func == _ORDERED_DICT and not args:
-            self.stack.append(Ordered())
+            self.push(Ordered())
         elif func == _ENCODE:  # how protocol 2 writes bytes
             if len(args) != 2 or not isinstance(args[0], str) or args[1] != "latin1":
                 raise ValueError("_codecs.encode of something other than latin1 text")
-            self.stack.append(args[0].encode("latin1"))
+            self.push(args[0].encode("latin1"))
         elif func in GETATTR and len(args) == 2 and isinstance(args[1], str) and args[1] in _MEMBERS.get(args[0], ()):
-            self.stack.append(Call(args[0], (_MEMBERS[args[0]][args[1]],)))
+            self.push(Call(args[0], (_MEMBERS[args[0]][args[1]],)))
         else:
-            self.stack.append(Call(func, args))
+            self.push(Call(func, args))
 
     def new_object(self) -> None:
         args, func = expect(self.stack.pop(), tuple), expect(self.stack.pop(), Global)
-        self.stack.append(Call(func, args, new=True))
+        self.push(Call(func, args, new=True))
 
     def build(self) -> None:
         state = self.stack.pop()
@@ -241,7 +187,7 @@ class Machine:
         if type(numel) is not int:
             raise ValueError("a storage without a number of elements")
         dtype = STORAGE_DTYPES[kind.name]
-        self.stack.append(self.find_storage(dtype, expect(key, str), numel, expect(location, str)))
+        self.push(self.find_storage(dtype, expect(key, str), numel, expect(location, str)))
 
 
 def expect(value: Any, *kinds: type) -> Any:
@@ -257,50 +203,53 @@ def check_keys(keys: list[Any]) -> list[Any]:
     return keys
 
 
-_STOP = ord(".")
-_OPCODES: dict[int, Callable[[Machine], object]] = {
-    0x80: Machine.proto,
-    0x95: lambda self: self.take(8),
-    ord("K"): Machine.int1,
-    ord("M"): lambda self: self.stack.append(self.number(2)),
-    ord("J"): Machine.int4,
-    0x8A: lambda self: self.long(1),
-    0x8B: lambda self: self.long(4),
-    ord("G"): Machine.real,
-    0x8C: lambda self: self.text(1),
-    ord("X"): lambda self: self.text(4),
-    0x8D: lambda self: self.text(8),
-    ord("C"): lambda self: self.raw(1),
-    ord("B"): lambda self: self.raw(4),
-    0x8E: lambda self: self.raw(8),
-    ord("N"): lambda self: self.stack.append(None),
-    0x88: lambda self: self.stack.append(True),
-    0x89: lambda self: self.stack.append(False),
-    ord("q"): Machine.put1,
-    ord("r"): Machine.put4,
-    ord("h"): Machine.get1,
-    ord("j"): Machine.get4,
-    0x94: Machine.memoize,
-    ord("("): Machine.mark,
-    ord("}"): lambda self: self.stack.append({}),
-    ord("]"): lambda self: self.stack.append([]),
-    ord(")"): lambda self: self.stack.append(()),
-    0x8F: lambda self: self.stack.append(set()),
-    ord("t"): Machine.mark_to_tuple,
-    0x85: lambda self: self.to_tuple(1),
-    0x86: lambda self: self.to_tuple(2),
-    0x87: lambda self: self.to_tuple(3),
-    ord("l"): Machine.mark_to_list,
-    ord("d"): Machine.mark_to_dict,
-    ord("s"): Machine.set_item,
-    ord("u"): lambda self: self.set_items(self.pop_mark()),
-    ord("a"): lambda self: self.append([self.stack.pop()]),
-    ord("e"): lambda self: self.append(self.pop_mark()),
-    0x90: Machine.add_items,
-    ord("c"): lambda self: self.name(self.line(), self.line()),
-    0x93: Machine.stack_global,
-    ord("R"): Machine.reduce,
-    0x81: Machine.new_object,
-    ord("b"): Machine.build,
-    ord("Q"): Machine.persistent,
+_WITH_ARGUMENT: dict[str, Callable[[Machine, Any], object]] = {
+    "PROTO": Machine.proto,
+    "FRAME": lambda self, length: None,
+    **dict.fromkeys(("BININT1", "BININT2", "BININT", "BINFLOAT"), Machine.push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), Machine.push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), Machine.text),
+    **dict.fromkeys(("LONG1", "LONG4"), Machine.long),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda self, index: self.push(self.memo[index])),
 }
+_WITHOUT: dict[str, Callable[[Machine], object]] = {
+    "NONE": lambda self: self.push(None),
+    "NEWTRUE": lambda self: self.push(True),
+    "NEWFALSE": lambda self: self.push(False),
+    "MEMOIZE": lambda self: self.put(len(self.memo)),
+    "MARK": Machine.mark,
+    "EMPTY_DICT": lambda self: self.push({}),
+    "EMPTY_LIST": lambda self: self.push([]),
+    "EMPTY_TUPLE": lambda self: self.push(()),
+    "EMPTY_SET": lambda self: self.push(set()),
+    "TUPLE": lambda self: self.push(tuple(self.pop_mark())),
+    "TUPLE1": lambda self: self.to_tuple(1),
+    "TUPLE2": lambda self: self.to_tuple(2),
+    "TUPLE3": lambda self: self.to_tuple(3),
+    "LIST": lambda self: self.push(self.pop_mark()),
+    "DICT": Machine.to_dict,
+    "SETITEM": lambda self: self.set_items([self.stack.pop(), self.stack.pop()][::-1]),
+    "SETITEMS": lambda self: self.set_items(self.pop_mark()),
+    "APPEND": lambda self: self.extend([self.stack.pop()]),
+    "APPENDS": lambda self: self.extend(self.pop_mark()),
+    "ADDITEMS": Machine.add_items,
+    "GLOBAL": Machine.named_in_lines,
+    "STACK_GLOBAL": Machine.named_on_stack,
+    "REDUCE": Machine.reduce,
+    "NEWOBJ": Machine.new_object,
+    "BUILD": Machine.build,
+    "BINPERSID": Machine.persistent,
+}
+_CODES = {opcode.name: opcode.code.encode("latin1") for opcode in pickletools.opcodes}
+_ARGUMENTS = {opcode.name: opcode.arg for opcode in pickletools.opcodes}
+
+
+def _reading(name: str, do: Callable[[Machine, Any], object]) -> Callable[[Machine], object]:
+    argument = _ARGUMENTS[name]
+    assert argument is not None, "listed above as an opcode with an argument"
+    return lambda self: do(self, argument.reader(self.file))
+
+
+_OPCODES = {_CODES[name]: do for name, do in _WITHOUT.items()}
+_OPCODES |= {_CODES[name]: _reading(name, do) for name, do in _WITH_ARGUMENT.items()}

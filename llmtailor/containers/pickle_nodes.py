@@ -93,10 +93,7 @@ class TensorView:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def fits(self) -> bool:

@@ -6,10 +6,13 @@ and fetched from the memo, so that sharing survives.
 
 from __future__ import annotations
 
+import pickle
 import struct
 from typing import Any
 
 from llmtailor.containers.pickle_nodes import STORAGE_CLASSES, Call, Global, Ordered, Storage
+
+_PROTO, _STOP = b"\x80\x02", b"."
 
 
 def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
@@ -18,9 +21,9 @@ def write_pickle(tree: Any) -> tuple[bytes, list[Storage]]:
     Storage number n is written with the key ``str(n)``, so its record is ``data/n``.
     """
     writer = _Writer()
-    writer.out += b"\x80\x02"
+    writer.out += _PROTO
     writer.save(tree)
-    writer.out += b"."
+    writer.out += _STOP
     return bytes(writer.out), writer.storages
 
 
@@ -126,26 +129,9 @@ class _Writer:
 
 
 def _scalar(node: float | bool | None) -> bytes:
-    if node is None:
-        return b"N"
-    if isinstance(node, bool):
-        return b"\x88" if node else b"\x89"
-    if isinstance(node, int):
-        return _integer(node)
-    return b"G" + struct.pack(">d", node)
-
-
-def _integer(node: int) -> bytes:
-    if 0 <= node < 1 << 8:
-        return b"K" + bytes([node])
-    if 0 <= node < 1 << 16:
-        return b"M" + struct.pack("<H", node)
-    if -(1 << 31) <= node < 1 << 31:
-        return b"J" + struct.pack("<i", node)
-    data = node.to_bytes(node.bit_length() // 8 + 1, "little", signed=True)
-    if len(data) < 256:
-        return b"\x8a" + bytes([len(data)]) + data
-    return b"\x8b" + struct.pack("<i", len(data)) + data
+    """Return the opcode of a number or constant, without the frame that `pickle.dumps` puts around it."""
+    plain = node if node is None or isinstance(node, bool) else (int if isinstance(node, int) else float)(node)
+    return pickle.dumps(plain, 2)[len(_PROTO) : -len(_STOP)]
 
 
 def _as_call(node: bytes | set[Any]) -> Call:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
-from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError
+from llmtailor.errors import PathIn, Problems, SourceError, damaged
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 from llmtailor.storage.local import open_source
 
@@ -57,41 +56,32 @@ def read_weights(root: Path, where: str) -> tuple[WeightFile, ...]:
 
 def survey_weights(root: Path, where: str, problems: Problems) -> tuple[WeightFile, ...]:
     """Return the headers of the intact weight files; add the problems of the others to ``problems``."""
-    names_of: dict[str, set[str] | None] = {SINGLE: None}
-    if not (root / SINGLE).exists():  # transformers ignores an index beside it
-        if not (root / INDEX).exists():
-            return ()
+    is_single = (root / SINGLE).exists()  # transformers ignores an index beside it
+    names_of: dict[str, set[str]] = {SINGLE: set()} if is_single else {}
+    if not is_single and (root / INDEX).exists():
         try:
-            names_of = _names_by_file(_read_weight_map(root, PathIn(where, INDEX)))
+            for tensor, path in _read_weight_map(root, PathIn(where, INDEX)).items():
+                names_of.setdefault(path, set()).add(tensor)
         except SourceError as error:
             problems.add(error)
-            return ()
     files = []
-    for path, names in names_of.items():
+    for path, listed in names_of.items():
         try:
             file = read_header(root, path, PathIn(where, path))
         except SourceError as error:
             problems.add(error)
             continue
         files.append(file)
-        listed = set(file.tensors) if names is None else names
-        for name in sorted(listed ^ set(file.tensors)):
+        for name in sorted(listed ^ set(file.tensors)) if not is_single else ():
             side = "lists but the file lacks" if name in listed else "does not list but the file has"
-            problems.add(SourceError.at(PathIn(where, path), f"{INDEX} {side} {name}", COPY_FILE))
+            problems.add(damaged(PathIn(where, path), f"{INDEX} {side} {name}"))
     return tuple(files)
-
-
-def _names_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str] | None]:
-    names_of: dict[str, set[str]] = defaultdict(set)
-    for tensor, path in weight_map.items():
-        names_of[path].add(tensor)
-    return dict(names_of)
 
 
 def _read_weight_map(root: Path, where: str) -> dict[str, str]:
     weight_map = read_json(root / INDEX, where).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(path, str) for path in weight_map.values()):
-        raise SourceError.at(where, "the index has no weight_map of names to files", COPY_FILE)
+        raise damaged(where, "the index has no weight_map of names to files")
     for path in dict.fromkeys(weight_map.values()):
         if Path(path).name != path or not path.endswith(".safetensors") or not path.isprintable():
             raise SourceError.at(
@@ -107,7 +97,7 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else -1
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             what = f"the safetensors header is damaged (a header of {length} bytes in a file of {size})"
-            raise SourceError.at(where, what, COPY_FILE)
+            raise damaged(where, what)
         text = file.read(8, 8 + length)
     try:
         header = read_strict_json(text)
@@ -117,26 +107,18 @@ def read_header(root: Path, path: str, where: str) -> WeightFile:
         json.dumps(metadata, ensure_ascii=False).encode()  # refuses unpaired surrogates
         tensors = {name: _held(path, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SourceError.at(
-            where, f"the safetensors header is damaged ({error})", COPY_FILE, Code.FILE_DAMAGED
-        ) from error
+        raise damaged(where, f"the safetensors header is damaged ({error})", Code.FILE_DAMAGED) from error
     for name in tensors:
         check_name(name, "a tensor", where)
     ordered = sorted(tensors.items(), key=lambda item: (item[1][1].start, item[1][1].stop))
     at = 8 + length
     for name, (_, extent) in ordered:
         if extent.start != at:
-            raise SourceError.at(
-                where, f"{name} does not start where the previous tensor ends", COPY_FILE, Code.FILE_DAMAGED
-            )
+            raise damaged(where, f"{name} does not start where the previous tensor ends", Code.FILE_DAMAGED)
         at = extent.stop
     if at != size:
-        raise SourceError.at(
-            where,
-            f"the file is {'truncated' if at > size else 'too long'}: {size} bytes instead of {at}",
-            COPY_FILE,
-            Code.FILE_DAMAGED,
-        )
+        kind = "truncated" if at > size else "too long"
+        raise damaged(where, f"the file is {kind}: {size} bytes instead of {at}", Code.FILE_DAMAGED)
     return WeightFile(path, {name: held for name, (held, _) in ordered}, metadata)
 
 

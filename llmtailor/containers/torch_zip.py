@@ -23,8 +23,8 @@ from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Call, Storage
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import read_pickle
-from llmtailor.containers.zip import BadZip, Compressed, read_records
-from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
+from llmtailor.containers.zip import BadZip, Compressed, Record, read_records
+from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
@@ -75,7 +75,7 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
             what = f"{error}: torch.load reads such a file, but llmtailor can neither check nor use it"
             raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
         except (BadZip, UnicodeDecodeError) as error:
-            raise SourceError.at(where, _why_no_zip(file, error), COPY_FILE, Code.FILE_DAMAGED) from error
+            raise damaged(where, _why_no_zip(file, error), Code.FILE_DAMAGED) from error
         order = records.get(f"{prefix}/byteorder")
         if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
             raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
@@ -84,9 +84,9 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
             small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
             if record is tree or small:
                 data = pickle_bytes if record is tree else file.read(record.start, record.stop)
-                if record.crc not in (0, zlib.crc32(data)):  # torch writes 0 if checksums are disabled
+                if record.crc not in (None, zlib.crc32(data)):
                     what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
-                    raise SourceError.at(where, what, COPY_FILE)
+                    raise damaged(where, what)
     extents = {
         name.removeprefix(f"{prefix}/data/"): Extent(path, record.start, record.stop)
         for name, record in records.items()
@@ -114,7 +114,7 @@ def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
     """
     tree = read_torch_file(root, path, where, any_names=True).tree
     if not isinstance(tree, Call) or not isinstance(tree.state, dict):
-        raise SourceError.at(where, "it does not hold an object with attributes", COPY_FILE, Code.FIELD_TYPE)
+        raise damaged(where, "it does not hold an object with attributes", Code.FIELD_TYPE)
     return tree.state
 
 
@@ -215,26 +215,11 @@ class _ZipBuilder:
         return tuple(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Bytes ``start``..``stop`` of the file."""
-
-    name: str
-    start: int
-    stop: int
-    crc: int | None
-    """CRC-32; None for a deflated record, or one written without"""
-
-
 def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
     """Return the records of ``root/path`` in the order of their bytes. Raises SourceError for a damaged zip."""
     with open_source(root / path, where) as file:
         try:
             found = read_records(file, may_be_deflated=True)
         except (BadZip, UnicodeDecodeError) as error:
-            raise SourceError.at(
-                where, f"the file is truncated or damaged ({error})", COPY_FILE, Code.FILE_DAMAGED
-            ) from error
-    # torch writes 0 for records if checksums are disabled
-    records = (Record(name, record.start, record.stop, record.crc or None) for name, record in found.items())
-    return tuple(sorted(records, key=lambda record: record.start))
+            raise damaged(where, f"the file is truncated or damaged ({error})", Code.FILE_DAMAGED) from error
+    return tuple(sorted(found.values(), key=lambda record: record.start))

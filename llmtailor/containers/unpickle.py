@@ -13,7 +13,7 @@ from typing import Any
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_machine import GETATTR, FindStorage, Machine
 from llmtailor.containers.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
-from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsafePickle
+from llmtailor.errors import Problem, UnsafePickle, damaged
 
 _NUMPY = {
     "numpy": {"ndarray", "dtype"},
@@ -80,7 +80,7 @@ def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None
     if damage is not None:
         missing = isinstance(damage, (IndexError, KeyError))
         what = f"the pickle is damaged ({'it refers to missing items' if missing else damage})"
-        raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED) from damage
+        raise damaged(where, what, Code.FILE_DAMAGED) from damage
     return tree
 
 

@@ -38,12 +38,13 @@ class Compressed(BadZip):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Bytes ``start``..``stop`` of the file, and the CRC-32 that the directory gives for them."""
+    """Bytes ``start``..``stop`` of the file."""
 
+    name: str
     start: int
     stop: int
-    crc: int
-    """CRC-32 of the stored bytes; 0 for a deflated record, whose checksum is of other bytes"""
+    crc: int | None
+    """CRC-32; None for a deflated record, whose checksum is of other bytes, or one written without (torch writes 0)"""
 
 
 def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
@@ -67,7 +68,7 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
         text = name.decode()
         if text in records:
             raise BadZip(f"record {_shown(name)} occurs twice")
-        records[text] = Record(begin, begin + size, 0 if is_deflated else crc)
+        records[text] = Record(text, begin, begin + size, None if is_deflated else crc or None)
         spans.append((at, begin + size))
     spans.sort()
     if spans and spans[0][0] != 0:

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from llmtailor.model.mergekit_data import architecture_hints
-from llmtailor.model.module_paths import Key, Place, place_of, stored_name
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
-from llmtailor.model.roles import LAYER, ArchHints, find_roles, find_stack, undecided
+from llmtailor.model.roles import LAYER, ArchHints, Key, Place, find_roles, find_stack, place_of, stored_name, undecided
 
 # Words with another meaning in selectors, so no part may have one as its name.
 RESERVED = re.compile(r"embed_tokens|norm|lm_head|layer \d+|all|layers|even|odd|first|last|\d+")
@@ -34,19 +33,20 @@ def find_parts_by_name(
     places = {name: place_of(name) for name in dict.fromkeys([*stored, *stored.values()])}
     main = find_stack(places.values(), numels, hints)
     around = main[:-1] if main else ()
-    roles = find_roles(stored, places, around, hints)
+    roles, tied_embeddings = find_roles(stored, places, around, hints)
 
-    others = [place for place in places.values() if place.path not in roles.part_of]
+    others = [place for place in places.values() if place.path not in roles]
     titles = _titles(others, main, around)
     # Counted over the names themselves, so a layer entirely tied to another one counts.
     numbers = {place.number for place in others if place.module == main and place.number is not None}
     # If the stack itself contains the embeddings (nn.Sequential), layers begin after them and still count from 0.
-    first = min(numbers, default=0) if any(place.module == main for place in _in_roles(places, roles.part_of)) else 0
+    inside = (place for place in places.values() if place.number is not None and place.path in roles)
+    first = min(numbers, default=0) if any(place.module == main for place in inside) else 0
 
     part_of: dict[str, str] = {}
     for name, holder in stored.items():
         place = places[holder]
-        if (role := roles.part_of.get(place.path)) is not None:
+        if (role := roles.get(place.path)) is not None:
             part_of[name] = role
         elif place.module == main and place.number is not None:
             part_of[name] = layer_part(place.number - first)
@@ -58,11 +58,7 @@ def find_parts_by_name(
     order = dict.fromkeys([part for part in known if part in present] + list(part_of.values()))
     num_layers = max(numbers, default=first - 1) + 1 - first
     modules = _submodels(part_of, hints) if hints else {}
-    return ModelStructure(part_of, tuple(order), num_layers, roles.tied, modules)
-
-
-def _in_roles(places: Mapping[str, Place], roles: Mapping[Key, str]) -> Iterable[Place]:
-    return (place for place in places.values() if place.number is not None and place.path in roles)
+    return ModelStructure(part_of, tuple(order), num_layers, tied_embeddings, modules)
 
 
 def _submodels(part_of: Mapping[str, str], hints: ArchHints) -> dict[str, tuple[str, ...]]:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtailor.model.module_paths import place_of
-from llmtailor.model.roles import LAYER, ArchHints
+from llmtailor.model.roles import LAYER, ArchHints, place_of
 
 TEXT_MODULES = ("default", "text_decoder", "text_model", "language_model", "decoder")
 """mergekit's names for the text model; ``default`` if there are no submodels"""
@@ -85,19 +84,14 @@ def _weights(module: Mapping[str, Any]) -> tuple[list[Weight], list[Weight], lis
     prefix = module.get("weight_prefix") or ""
     if prefix and not prefix.endswith("."):
         prefix += "."
-    architecture = module.get("architecture") or {}
-    groups = (
-        architecture.get("pre_weights"),
-        (architecture.get("layer_templates") or {}).get("weights"),
-        architecture.get("post_weights"),
-    )
-    before, inside, behind = ([_prefixed(weight, prefix) for weight in group or ()] for group in groups)
-    return before, inside, behind
-
-
-def _prefixed(weight: Weight, prefix: str) -> Weight:
-    names = [prefix + name for name in (weight["name"], *(weight.get("aliases") or ()))]
-    return {**weight, "name": names[0], "aliases": names[1:]}
+    content = module.get("architecture") or {}
+    inside = (content.get("layer_templates") or {}).get("weights")
+    full: list[list[Weight]] = [[], [], []]
+    for group, weights in zip(full, (content.get("pre_weights"), inside, content.get("post_weights")), strict=True):
+        for weight in weights or ():
+            name, *aliases = (prefix + name for name in (weight["name"], *(weight.get("aliases") or ())))
+            group.append({**weight, "name": name, "aliases": aliases})
+    return full[0], full[1], full[2]
 
 
 def _names(weights: Sequence[Weight]) -> tuple[str, ...]:
@@ -110,19 +104,11 @@ def _is_vocabulary(weight: Weight) -> bool:
 
 def _norms(pre: Sequence[Weight], post: Sequence[Weight], stack: str | None) -> list[Weight]:
     """Return the final norm: after the layers, or else next to the stack (LFM2 lists it before them)."""
+    around = place_of(f"{stack}.0.weight").module[:-1] if stack is not None else None
     behind = [weight for weight in post if not _is_vocabulary(weight) and _is_norm(weight)]
-    beside = [weight for weight in pre if stack is not None and _is_norm(weight) and _parent(weight) == _above(stack)]
-    return behind or beside
+    return behind or [weight for weight in pre if _is_norm(weight) and place_of(weight["name"]).path[:-1] == around]
 
 
 def _is_norm(weight: Weight) -> bool:
     module = weight["name"].split(".")[-2:][0].lower()
     return "norm" in module or module.startswith("ln") or module.endswith("ln")
-
-
-def _parent(weight: Weight) -> tuple[str, ...]:
-    return place_of(weight["name"]).path[:-1]
-
-
-def _above(stack: str) -> tuple[str, ...]:
-    return place_of(f"{stack}.0.weight").module[:-1]

@@ -1,13 +1,93 @@
-"""Finds the embeddings, the final norm and the head: by mergekit's data, else by module names."""
+"""Tensor names as paths in the module tree, and the modules with a role: embeddings, final norm, head.
+
+The first integer in a name is a layer number; the path before it is a *stack*::
+
+    model.language_model.layers . 3 . self_attn.q_proj.weight
+    stack                         |   inside the layer
+                                  number
+
+Wrapper modules (``model``, ``language_model``, PEFT's ``base_model`` ...) mean nothing here and differ between memory
+and disk: transformers keeps ``model.language_model.layers`` in memory and writes ``language_model.model.layers`` or
+``model.layers`` to the safetensors file. So modules are compared by their *key*, the path without wrappers, which makes
+both spellings of a layer the same part.
+
+Roles are those of mergekit's data, else a guess from module names.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtailor.model.module_paths import Key, Place, is_aside, place_of
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+
+Key = tuple[str, ...]
+"""A module path without wrappers."""
+
+WRAPPERS = frozenset({"model", "language_model", "base_model", "module", "_orig_mod", "_fsdp_wrapped_module"})
+
+# The maximum number of digits of a layer number; a hostile file may have longer ones.
+NUMBER = re.compile(r"[0-9]{1,6}")
+
+# PEFT puts the original module and its own tensors below the module that they replace.
+ADAPTER = re.compile(r"base_layer|original_module|modules_to_save|lora_.*|ia3_.*|token_adapter")
+
+# Stacks other than the decoder: towers of other modalities, encoders, heads for multi-token prediction.
+ASIDE = re.compile(
+    r"vision|visual|image|video|audio|speech|encoder|talker|wav|mtp|nextn|draft|medusa|eagle"
+    r"|projector|merger|resampler|perceiver|^vit$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a tensor in the module tree."""
+
+    name: str
+    module: Key
+    """Key of its module, or of its stack for a tensor in a stack"""
+    number: int | None
+    """The layer's number, for a tensor in a stack"""
+    depth: int
+    """Names below the number: more than one in a transformer's layer, which has modules of its own"""
+    path: Key
+    """Key of the module that directly holds the tensor, numbers included"""
+
+
+def place_of(name: str) -> Place:
+    """Return the place that a tensor name describes."""
+    components = name.split(".")
+    modules = components[:-1]
+    cut = next((at for at, word in enumerate(modules) if ADAPTER.fullmatch(word)), len(modules))
+    for at, word in enumerate(components[:cut] if cut < len(modules) else components):
+        if NUMBER.fullmatch(word):
+            path = key_of(components[: max(cut, at + 1)])
+            return Place(name, key_of(components[:at]), int(word), len(components) - at - 1, path)
+    # A bare param of the model itself (image_newline) is its own module.
+    module = key_of(modules[:cut]) or (components[-1],)
+    return Place(name, module, None, 0, module)
+
+
+def key_of(path: Iterable[str]) -> Key:
+    """Return a path without wrappers."""
+    return tuple(word for word in path if word not in WRAPPERS)
+
+
+def is_aside(key: Key) -> bool:
+    """Return whether a module is a tower, an encoder or an extra head, judging by its name."""
+    return any(ASIDE.search(word) for word in key)
+
+
+def stored_name(name: str, tied: Mapping[str, str]) -> str:
+    """Return the name that a tensor's values are stored under; for a cycle of ties, one of its names."""
+    seen = {name}
+    while (target := tied.get(name)) is not None and target not in seen:
+        seen.add(target)
+        name = target
+    return name
+
 
 LAYER = "${layer_index}"
 LAST = "${num_layers}"
@@ -37,14 +117,10 @@ def undecided(structure: ModelStructure) -> bool:
     outside the text model: what each stack is, and what belongs to it, is then a guess from names.
     """
     wanted = {EMBED, NORM, layer_part(0)} | (set() if structure.tied else {HEAD})
-    return not wanted <= set(structure.parts) or has_other_stacks(structure)
-
-
-def has_other_stacks(structure: ModelStructure) -> bool:
-    """Return whether the model has layers outside the text model."""
     numbered = {part for part in structure.parts if part.rpartition(".")[2].isdecimal()}
     # An nn.Sequential has numbers too, but its items are plain modules.
-    return any(part in numbered and place_of(name).depth > 1 for name, part in structure.part_of.items())
+    has_other_stacks = any(part in numbered and place_of(name).depth > 1 for name, part in structure.part_of.items())
+    return not wanted <= set(structure.parts) or has_other_stacks
 
 
 # Names of the modules, the most specific first.
@@ -58,15 +134,6 @@ NORM_WORDS = (
 )  # fmt: skip
 RENAMED_HEAD = ("lm_head", "embed_out")
 HEAD_WORDS = ("lm_head", "embed_out", "output_layer", "output", "head")
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """Modules with a role, and whether input and output embeddings are one tensor."""
-
-    part_of: Mapping[Key, str]
-    """Path of the module (`Place.path`) -> part"""
-    tied: bool
 
 
 def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHints | None) -> Key | None:
@@ -88,8 +155,10 @@ def find_stack(places: Iterable[Place], numels: Mapping[str, int], hints: ArchHi
     return min(candidates, key=lambda key: (-elements[key], key))
 
 
-def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None) -> Roles:
-    """Return the modules with a role.
+def find_roles(
+    stored: Mapping[str, str], places: Mapping[str, Place], around: Key, hints: ArchHints | None
+) -> tuple[dict[Key, str], bool]:
+    """Return the part of each module with a role, by `Place.path`, and whether input and output embeddings are tied.
 
     `stored` maps names to the names that values are stored under, `places` has the places of both, and `around` is the
     path to the main stack. Hints decide the roles that they name and the model has; names decide the others.
@@ -112,7 +181,7 @@ def find_roles(stored: Mapping[str, str], places: Mapping[str, Place], around: K
         if key[-1] in RENAMED_HEAD:
             roles.update({other: roles[key] for other in every if other[-1] in RENAMED_HEAD and other[:-1] == key[:-1]})
     roles.update(dict.fromkeys(embed, EMBED))
-    return Roles(roles, tied)
+    return roles, tied
 
 
 def _hinted(stored: Mapping[str, str], places: Mapping[str, Place], hints: ArchHints) -> dict[str, list[Key]]:
@@ -156,9 +225,5 @@ def _are_tied(
     embed: Sequence[Key], head: Sequence[Key], stored: Mapping[str, str], places: Mapping[str, Place]
 ) -> bool:
     """Return whether a tensor of one is stored under the same name as a tensor of the other."""
-    holders: dict[str, set[str]] = {EMBED: set(), HEAD: set()}
-    for name, holder in stored.items():
-        for role, keys in ((EMBED, embed), (HEAD, head)):
-            if places[name].path in keys:
-                holders[role].add(holder)
-    return not holders[EMBED].isdisjoint(holders[HEAD])
+    holders = [{holder for name, holder in stored.items() if places[name].path in keys} for keys in (embed, head)]
+    return not holders[0].isdisjoint(holders[1])

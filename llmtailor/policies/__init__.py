@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from llmtailor.policies.check import IN_NO_SAVE, MAX_STALENESS, OLDEST, check_policy, choose, restore_state, state_of
 from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
-from llmtailor.policies.schedules import Filter, Full, Parity, RoundRobin, Update
-from llmtailor.policies.spec import POLICIES, make_policy, named_policy
+from llmtailor.policies.schedules import POLICIES, Filter, Full, Parity, RoundRobin, Update, make_policy, named_policy
 
 __all__ = [
     "IN_NO_SAVE",

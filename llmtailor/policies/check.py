@@ -9,13 +9,14 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
-from llmtailor.model.parts import ModelStructure
-from llmtailor.policies.policy import Choice, Policy, Situation, Stateful, nearest
+from llmtailor.model.parts import ModelStructure, nearest
+from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
 
 MAX_STALENESS = "max_staleness"
 IN_NO_SAVE = "in no save"
@@ -112,16 +113,6 @@ PATTERNS: Mapping[str, Pattern] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """The common settings of simulated saves."""
-
-    structure: ModelStructure
-    parts: tuple[str, ...]
-    num_bytes: Mapping[str, int]
-    max_staleness: int
-
-
 def check_policy(
     policy: Policy,
     structure: ModelStructure,
@@ -141,9 +132,9 @@ def check_policy(
     with _blaming(policy, "fix its worst_staleness, or return None there"):
         worst = policy.worst_staleness(structure, parts)
     limit = _limit(policy, worst, max_staleness)
-    ground = _Ground(structure, tuple(parts), num_bytes, limit if worst is None else worst)
+    first = Situation(STEPS_PER_SAVE, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
     with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"), _copies(policy) as fresh:
-        problems = _try_out(fresh, ground, is_promise=worst is not None, needs_drift=policy.needs_drift)
+        problems = _try_out(fresh, first, limit, worst, needs_drift=policy.needs_drift)
     if problems:
         raise UsageError(Problem(where, what, fix) for what, fix in problems.items())
     return limit
@@ -222,28 +213,31 @@ def _copies(policy: Policy) -> Iterator[Callable[[], Policy]]:
         rewind()
 
 
-def _try_out(fresh: Callable[[], Policy], ground: _Ground, *, is_promise: bool, needs_drift: bool) -> dict[str, str]:
+def _try_out(
+    fresh: Callable[[], Policy], first: Situation, limit: int, promise: int | None, *, needs_drift: bool
+) -> dict[str, str]:
     """Return the first problem of each kind, with its fix."""
     found: dict[str, tuple[str, str]] = {}
     is_active = False
     patterns: Mapping[str, Pattern | None] = PATTERNS if needs_drift else {"": None}
     for title, pattern in patterns.items():
         when = f" (when {title})" if title else ""
-        answers = _simulate(fresh, ground, pattern)
+        simulate = partial(_simulate, fresh, first, limit if promise is None else promise, pattern)
+        answers = simulate()
         is_active |= any(len(answer.added) < len(answer.parts) for answer in answers)
         for save, answer in enumerate(answers, 1):
             for problem in answer.problems:
                 found.setdefault("answer", (f"at save {save}{when}: {problem.what}", problem.fix))
             forced = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
-            if is_promise and forced:
-                what = f"its worst_staleness is {ground.max_staleness}, but at save {save}{when} {forced[0]} is older"
+            if promise is not None and forced:
+                what = f"its worst_staleness is {promise}, but at save {save}{when} {forced[0]} is older"
                 found.setdefault("promise", (what, "fix worst_staleness, or return None there and give max_staleness"))
-        differing = _differ(answers, _simulate(fresh, ground, pattern))
+        differing = _differ(answers, simulate())
         if differing is not None:
             fix = "decide by the situation alone: no random numbers, no clock, no state missing from state_dict"
             found.setdefault("again", (f"asked again, it answers differently at save {differing}{when}", fix))
             continue
-        differing = _differ(answers, _simulate(fresh, ground, pattern, resume=True))
+        differing = _differ(answers, simulate(resume=True))
         if differing is not None:
             fix = "give it state_dict() and load_state_dict() that cover its whole state"
             found.setdefault("resume", (f"resumed, it answers differently at save {differing}{when}", fix))
@@ -253,10 +247,9 @@ def _try_out(fresh: Callable[[], Policy], ground: _Ground, *, is_promise: bool, 
 
 
 def _simulate(
-    fresh: Callable[[], Policy], ground: _Ground, pattern: Pattern | None, *, resume: bool = False
+    fresh: Callable[[], Policy], first: Situation, limit: int, pattern: Pattern | None, *, resume: bool = False
 ) -> list[Choice]:
-    policy = fresh()
-    last = dict.fromkeys(ground.parts, 0)
+    policy, last, num = fresh(), dict(first.last), len(first.parts)
     answers = []
     for save in range(1, NUM_SAVES + 1):
         if resume and save == NUM_SAVES // 2 - 1:
@@ -265,12 +258,9 @@ def _simulate(
             restore_state(policy, state)
         drift = None
         if pattern is not None:
-            rates = [pattern(at, len(ground.parts)) for at in range(len(ground.parts))]
-            drift = {part: rate * (save - last[part]) for part, rate in zip(ground.parts, rates, strict=True)}
-        situation = Situation(
-            save * STEPS_PER_SAVE, save, ground.structure, ground.parts, ground.num_bytes, dict(last), drift
-        )
-        answers.append(choose(policy, situation, ground.max_staleness))
+            drift = {part: pattern(at, num) * (save - last[part]) for at, part in enumerate(first.parts)}
+        now = replace(first, step=save * STEPS_PER_SAVE, save=save, last=dict(last), drift=drift)
+        answers.append(choose(policy, now, limit))
         last |= dict.fromkeys(answers[-1].parts, save)
     return answers
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from llmtailor.errors import Problem, UsageError
-from llmtailor.model.parts import ModelStructure, layer_part
+from llmtailor.model.parts import ModelStructure
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +97,6 @@ class Choice:
     """The parts that the policy left out"""
     problems: tuple[Problem, ...] = ()
     """The invalid parts of the policy's answer, which were ignored"""
-
-
-def layer_numbers(structure: ModelStructure) -> dict[str, int]:
-    """Return the number of each layer's part; all other parts are auxiliary."""
-    return {layer_part(number): number for number in range(structure.num_layers)}
-
-
-MANY = 12
-
-
-def nearest(name: object, valid: Collection[str]) -> str:
-    """Return a fix: the closest valid name, if one is close, and the valid names."""
-    close = difflib.get_close_matches(str(name), list(valid), n=1)
-    listed = list(valid)[:MANY] + ([f"and {len(valid) - MANY} more"] if len(valid) > MANY else [])
-    head = f"did you mean {close[0]!r}? Valid here: " if close else "valid here: "
-    return head + (", ".join(listed) or "none")
 
 
 def whole(least: int, default: Any = MISSING) -> Any:

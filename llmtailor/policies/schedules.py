@@ -1,18 +1,19 @@
 """Policies with a fixed schedule, which need only the number of the save and keep no state.
 
-Also the adaptive policy, which chooses the parts that have changed most since they were last saved.
+Also the adaptive policy, which chooses the parts that have changed most since they were last saved, and what makes a
+policy from a user's spec.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar
 
-from llmtailor.errors import Problem
-from llmtailor.model.parts import EMBED, NORM, ModelStructure
-from llmtailor.policies.policy import Configured, Situation, layer_numbers, number, whole
+from llmtailor.errors import Problem, UsageError
+from llmtailor.model.parts import EMBED, NORM, ModelStructure, nearest
+from llmtailor.policies.policy import Configured, Policy, Situation, number, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Parity(Configured):
 
     def choose(self, situation: Situation) -> dict[str, str]:
         half = situation.save % 2
-        numbers = layer_numbers(situation.structure)
+        numbers = situation.structure.layers
         evens = {part for part, number in numbers.items() if number % 2 == 0} | {NORM, EMBED}
         why = "odd half" if half else "even half"
         return {part: why for part in situation.parts if (part in evens) != bool(half)}
@@ -86,7 +87,7 @@ class Filter(Configured):
 
     def _sort(self, structure: ModelStructure, parts: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
         """Return the layers of every save with their reasons, the other layers, and the auxiliary parts."""
-        numbers = layer_numbers(structure)
+        numbers = structure.layers
         tail = structure.num_layers - self.last
         ends = {
             part: f"first {self.first}" if numbers[part] < self.first else f"last {self.last}"
@@ -194,3 +195,94 @@ def _drift(situation: Situation, part: str) -> float:
     assert situation.drift is not None, "measured for policies that need it"
     drift = situation.drift.get(part, math.inf)
     return math.inf if math.isnan(drift) else drift
+
+
+POLICIES: Mapping[str, type[Full | Parity | Filter | RoundRobin | Update]] = {
+    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, Update)
+}
+WHERE = "policy"
+MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
+"""The members of `Policy`"""
+
+
+def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
+    """Return the policy that a spec describes.
+
+    A spec is a name, ``parity``; a name with options, ``filter:first=2,last=2`` (a value without a name sets the first
+    option: ``round_robin:4``); a mapping, ``{"name": "filter", "first": 2}``; or an object that follows `Policy`.
+
+    Raises UsageError, with all problems, for an unknown name or option, a value out of range, or an object that is not
+    a policy.
+    """
+    if isinstance(spec, str):
+        name, _, text = spec.partition(":")
+        words = [word.strip() for word in text.split(",")] if text.strip() else []
+        return _make(name, [_split(word) for word in words], spec)
+    if isinstance(spec, Mapping):
+        title: object = spec.get("name")
+        if not isinstance(title, str):
+            fix = f"add 'name': {', '.join(POLICIES)}"
+            raise UsageError.at(WHERE, f"the mapping {dict(spec)!r} names no policy", fix)
+        return _make(title, [(key, value) for key, value in spec.items() if key != "name"], title)
+    if isinstance(spec, type):
+        raise UsageError.at(WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
+    if lacking := [member for member in MEMBERS if not hasattr(spec, member)]:
+        what = f"{spec!r} is not a policy: it has no {', '.join(lacking)}"
+        raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
+    return spec
+
+
+def _split(word: str) -> tuple[str | None, object]:
+    key, sign, value = word.partition("=")
+    return (key.strip(), _read(value.strip())) if sign else (None, _read(word))
+
+
+def _read(text: str) -> object:
+    """Return the text as a number if possible, else the text, which the policy refuses with a fix."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def named_policy(spec: str) -> type[Full | Parity | Filter | RoundRobin | Update] | None:
+    """Return the policy that a spec names, even if its options are invalid."""
+    return POLICIES.get(spec.partition(":")[0].strip().lower().replace("-", "_"))
+
+
+def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
+    kind = named_policy(name)
+    if kind is None:
+        raise UsageError.at(WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
+    where = f"policy {kind.name}"
+    options = {one.name: one for one in fields(kind)}
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    for at, (key, value) in enumerate(given):
+        option = options.get(next(iter(options), "") if key is None and at == 0 else key)
+        if option is None:
+            what = f"{value!r} is not an option" if key is None else f"there is no option {key!r}"
+            problems.append(Problem(where, f"{what} (in {spec!r})", nearest(key or "", options)))
+        elif option.name in values:
+            problems.append(Problem(where, f"{option.name} is given twice (in {spec!r})", "give it once"))
+        else:
+            values[option.name] = _whole(value) if option.metadata["kind"] is int else value
+    for option in options.values():
+        if option.name not in values and option.default is MISSING:
+            what = f"{option.name} is missing (in {spec!r})"
+            problems.append(Problem(where, what, f"write {kind.name}:{option.name}=4"))
+            values[option.name] = option.metadata["least"]
+    try:
+        policy = kind(**values)
+    except UsageError as error:
+        problems += error.problems
+    if problems:
+        raise UsageError(problems)
+    return policy
+
+
+def _whole(value: object) -> object:
+    """Return a float such as 2e9 as the whole number that it stands for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -11,15 +11,15 @@ import os
 import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense, layer_number
 from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
-from llmtailor.recipe.selectors import numbering, read_selector, select
-from llmtailor.recipe.text import SelectorError, condense, layer_number
+from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
@@ -29,27 +29,38 @@ _NO_PART = "schedule, random number states and trainer state"
 
 
 @dataclass(slots=True)
-class _Source:
-    """A checkpoint, the tensors that come from it, and comments on it."""
-
-    path: Path
-    names: list[str]
-    comments: list[str]
-
-
-@dataclass(slots=True)
 class _Document:
-    """The content to write, with the base first among the sources. Paths near `folder` are relative to it."""
+    """The content to write. Paths near `folder` are relative to it."""
 
     folder: Path | None
     header: list[str]
-    sources: list[_Source]
+    sources: list[tuple[Path, list[str], list[str]]] = field(default_factory=list)
+    """The checkpoints, the base first: path, the tensors that come from it, and comments"""
     slices: list[tuple[Path, int, int]] = field(default_factory=list)
     """Sources of optimizer states whose weights have another source: layer ranges and LLMTailor's numbers"""
     weights: list[tuple[str, Path]] = field(default_factory=list)
     """The sources of those weights, by part or tensor name"""
     settings: dict[str, str | Path | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+    def model(self, path: Path) -> str:
+        """Return a checkpoint as YAML: as a mapping if plain text would be read as path+lora."""
+        text = self.path(path)
+        return f"{{path: {text}}}" if "+" in text else text
+
+    def path(self, path: Path) -> str:
+        """Return a path as YAML: relative to the folder if it is in or next to it, else absolute."""
+        text = os.path.normpath(path)
+        if self.folder is not None:
+            close = os.path.relpath(path, self.folder)
+            text = text if close.split("/").count("..") > 1 else close
+            # tokenizer_source: base means the base, not a folder of that name
+            if text.startswith("~") or not text.strip() or text in ("base", "union"):
+                text = f"./{text}"
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
+            fix = "rename the folder, or use a symlink with a plain name"
+            self.problems.append(Problem(_printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
+        return _quote(text.replace("$", "$$"))
 
 
 def write_recipe(
@@ -61,16 +72,16 @@ def write_recipe(
     next to `folder`, where the recipe will be, are written relative to it. Raises RecipeError with everything that
     can't be written.
     """
-    sources: list[_Source] = []
+    document = _Document(folder, list(header) or [assignment.title])
     for source, parts in assignment.parts_of().items():
         why: dict[str, list[str]] = {}
         for part in parts:
             why.setdefault(assignment.reason[part], []).append(part)
-        comments = [_age(source.step, assignment.base.step if sources else None)]
+        comments = [_age(source.step, assignment.base.step if document.sources else None)]
         comments += [f"{condense(same)} ({reason})" for reason, same in why.items()]
         names = [name for name, part in structure.part_of.items() if part in parts]
-        sources.append(_Source(source.path, names, comments))
-    return _lay_out(_Document(folder, list(header) or [assignment.title], sources), structure)
+        document.sources.append((source.path, names, comments))
+    return _lay_out(document, structure)
 
 
 def write_normal_form(
@@ -91,12 +102,12 @@ def write_normal_form(
     for name, part in structure.part_of.items():
         if part not in split:
             names_of.setdefault(source_of[name], []).append(name)
-    document = _Document(folder, [f"the normal form of {recipe.name}"], [])
+    document = _Document(folder, [f"the normal form of {recipe.name}"])
     base_step = _step(base)
     for source, names in names_of.items():
         step = _step(source)
         age = [_age(step, base_step)] if source != base and step is not None and base_step is not None else []
-        document.sources.append(_Source(source, names, age + _shares(names, structure)))
+        document.sources.append((source, names, age + _shares(names, structure)))
     for part in split:
         _write_split(part, source_of, weights_of, structure, document)
     if split:
@@ -135,29 +146,29 @@ def _write_split(
 
 
 def _lay_out(document: _Document, structure: ModelStructure) -> str:
-    base, *others = document.sources
-    also = f"supplies the rest, and {_NO_PART}" if base.names else f"supplies no part, only {_NO_PART}"
-    lines = [*_comment(document.header), "merge_method: passthrough", "", *_comment([*base.comments, also])]
-    lines.append(f"base_model: {_model(base.path, document)}")
-    used = [source for source in others if source.names]
-    lines += ["", "parts:"] if used else []
-    for source in used:
-        lines += _comment(source.comments, "  ")
-        lines.append(f"  - from: {_model(source.path, document)}")
+    (base, names, comments), *others = document.sources
+    also = f"supplies the rest, and {_NO_PART}" if names else f"supplies no part, only {_NO_PART}"
+    lines = [*_comment(document.header), "merge_method: passthrough", "", *_comment([*comments, also])]
+    lines.append(f"base_model: {document.model(base)}")
+    others = [source for source in others if source[1]]
+    lines += ["", "parts:"] if others else []
+    for path, names, comments in others:
+        lines += _comment(comments, "  ")
+        lines.append(f"  - from: {document.model(path)}")
         try:
-            lines += _entry("select", spell(source.names, structure), "    ")
+            lines += _entry("select", spell(names, structure), "    ")
         except RecipeError as error:
             document.problems += error.problems
     lines += ["", "slices:", "  # optimizer states"] if document.slices else []
     for path, start, stop in document.slices:
-        lines.append(f"  - sources: [{{model: {_model(path, document)}, layer_range: [{start}, {stop}]}}]")
+        lines.append(f"  - sources: [{{model: {document.model(path)}, layer_range: [{start}, {stop}]}}]")
     lines += ["", "post_weights:"] if document.weights else []
     for name, path in document.weights:
-        lines.append(f"  - {{name: {_quote(name)}, model: {_model(path, document)}}}")
+        lines.append(f"  - {{name: {_quote(name)}, model: {document.model(path)}}}")
     settings = {key: value for key, value in document.settings.items() if value is not None}
     lines += [""] if settings else []
     for key, value in settings.items():
-        lines.append(f"{key}: {_path(value, document) if isinstance(value, Path) else _quote(value)}")
+        lines.append(f"{key}: {document.path(value) if isinstance(value, Path) else _quote(value)}")
     if document.problems:
         raise RecipeError(dict.fromkeys(document.problems))
     return "\n".join(lines) + "\n"
@@ -194,27 +205,6 @@ def _printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
-def _model(path: Path, document: _Document) -> str:
-    """Return a checkpoint as YAML: as a mapping if plain text would be read as path+lora."""
-    text = _path(path, document)
-    return f"{{path: {text}}}" if "+" in text else text
-
-
-def _path(path: Path, document: _Document) -> str:
-    """Return a path as YAML: relative to the folder if it is in or next to it, else absolute."""
-    text = os.path.normpath(path)
-    if document.folder is not None:
-        close = os.path.relpath(path, document.folder)
-        text = text if close.split("/").count("..") > 1 else close
-        # tokenizer_source: base means the base, not a folder of that name
-        if text.startswith("~") or not text.strip() or text in ("base", "union"):
-            text = f"./{text}"
-    if any("\ud800" <= sign <= "\udfff" for sign in text):
-        fix = "rename the folder, or use a symlink with a plain name"
-        document.problems.append(Problem(_printable(str(path)), "a recipe can't name this path: it is not UTF-8", fix))
-    return _quote(text.replace("$", "$$"))
-
-
 def _age(step: int, base_step: int | None) -> str:
     if base_step is None or step == base_step:
         return f"step {step}" if base_step is None else f"step {step}, the same as the base"
@@ -224,11 +214,7 @@ def _age(step: int, base_step: int | None) -> str:
 
 def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
     """Return the parts taken whole and those taken in part, as comments."""
-    taken = set(names)
-    rest = {part for name, part in structure.part_of.items() if name not in taken}
-    touched = {structure.part_of[name] for name in taken}
-    whole = [part for part in structure.parts if part in touched and part not in rest]
-    split = [part for part in structure.parts if part in touched and part in rest]
+    whole, split = structure.divide(names)
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
 
 
@@ -260,17 +246,15 @@ def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
 
 def _sum_of(wanted: frozenset[str], structure: ModelStructure, *, negating: bool = True) -> list[str]:
     """Return selectors for layers, other parts, and tensors of split parts; without ``!`` unless `negating`."""
-    incomplete = {part for name, part in structure.part_of.items() if name not in wanted}
-    touched = {structure.part_of[name] for name in wanted}
-    whole = [part for part in structure.parts if part in touched - incomplete]
-    numbers = {part: number for part in structure.parts if (number := layer_number(part)) is not None}
+    whole, split = structure.divide(wanted)
+    numbers = structure.layers
     texts = _spell_layers({numbers[part] for part in whole if part in numbers}, sorted(numbers.values()), negating)
     for part in whole:
         if part not in numbers:
             own = structure.names(part)
             is_selector = select([part], structure) == (frozenset(own), ())
             texts += [part] if is_selector else [_exactly(name) for name in own]
-    pieces = {name for name in wanted if structure.part_of[name] in incomplete}
+    pieces = {name for name in wanted if structure.part_of[name] in split}
     return texts + (_spell_pieces(pieces, wanted, structure, negating) if pieces else [])
 
 
@@ -297,12 +281,9 @@ def _runs(taken: Collection[int], every: Sequence[int]) -> list[str]:
 
 def _exactly(name: str) -> str:
     """Return a selector for one tensor: its name, or a glob if the name would be read as something else."""
-    try:
-        selector = read_selector(name)
-    except SelectorError:
-        selector = None
-    if selector is not None and selector.form == "name" and selector.word == name:
-        return name
+    with suppress(SelectorError):
+        if read_selector(name).name == name:
+            return name
     escaped = glob.escape(name)
     return escaped if escaped != name else f"[{name[:1]}]{name[1:]}"
 

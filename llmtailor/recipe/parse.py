@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmtailor.errors import RecipeError
-from llmtailor.model.parts import layer_part
+from llmtailor.model.parts import layer_part, nearest
 from llmtailor.recipe.recipe import DTYPES, GroupId, LayerRange, NamedWeight, Recipe, Rule, Select, Whole
-from llmtailor.recipe.selectors import read_selector
-from llmtailor.recipe.text import SelectorError, nearest, quote
+from llmtailor.recipe.selectors import SelectorError, quote, read_selector
 from llmtailor.recipe.yaml_tree import MAX_BYTES, Document, Value, read_yaml
 
 TOP_KEYS = (

@@ -44,7 +44,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class GroupId:
-    """LLMTailor's empty range ``[n, n]``: the part other than a layer with number n; see `update_log.numbering`."""
+    """LLMTailor's empty range ``[n, n]``: the part other than a layer with number n; see `selectors.numbering`."""
 
     source: Path
     number: int

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.recipe import NamedWeight, Parts, PlaceRule, Recipe, Select
-from llmtailor.recipe.selectors import named_by, select
-from llmtailor.recipe.text import SelectorError, condense
+from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,9 @@ def resolve(
         problems.append(Problem(recipe.name, f"no rule names a source for these parts: {condense(filled)}", fix))
     if problems:
         raise RecipeError(dict.fromkeys(problems))
-    return Choice(source_of, filled, weights_of, _parts_with(weights_of, structure))
+    whole, partly = structure.divide(weights_of)
+    shares = {part: part for part in whole} | {part: f"{part} (partly)" for part in partly}
+    return Choice(source_of, filled, weights_of, tuple(shares[part] for part in structure.parts if part in shares))
 
 
 def _apply_places(
@@ -104,14 +105,6 @@ def _apply_places(
         problems.append(Problem(second.where, what, fix))
     states = {name: rule.source for name, rule in (for_weights | for_states).items()}
     return states, {name: rule.source for name, rule in (for_states | for_weights).items()}
-
-
-def _parts_with(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
-    """Return the parts that names belong to, with `` (partly)`` for those that are not complete."""
-    counts, whole = Counter(structure.part_of[name] for name in names), Counter(structure.part_of.values())
-    return tuple(
-        part if counts[part] == whole[part] else f"{part} (partly)" for part in structure.parts if counts[part]
-    )
 
 
 def _complete(

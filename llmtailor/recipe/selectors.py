@@ -17,20 +17,21 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from llmtailor.errors import Problem
-from llmtailor.model.module_paths import is_aside, place_of
-from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_number, layer_part, nearest
+from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
-from llmtailor.recipe.text import SelectorError, layer_number, nearest, quote
 
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
 
 _LAYER = re.compile(r"(?:layer )?([0-9]+)")
 _SPAN = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
 _END = re.compile(r"(first|last)\s*:\s*([0-9]+)")
+_SHOWN = 60
+"""Maximum number of characters of a user's text in a message"""
 _TOO_MANY = 10**6
 """More layers than any model has; a larger number is read as this one, which is out of range too."""
 _TEXT_MODEL = frozenset(
@@ -40,6 +41,21 @@ _TEXT_MODEL = frozenset(
 _GLOBS = 'parts: can name any tensors with globs, e.g. select: "*visual.blocks.[0-7].*"'
 
 
+class SelectorError(Exception):
+    """A selector or name that is malformed, or that nothing in the model matches. The caller knows its location."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.fix = fix
+
+
+def quote(value: object) -> str:
+    """Return the user's text in Python's quotes, shortened if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...{text[-1]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Selector:
     """A selector, not yet applied to a model."""
@@ -47,42 +63,49 @@ class Selector:
     text: str
     """As written"""
     negated: bool
-    form: str
-    """``all``, ``layers``, ``even``, ``odd``, ``first``, ``last``, ``span``, ``glob`` or ``name``"""
-    word: str
-    first: int = 0
-    """A count (``first``, ``last``) or the first layer (``span``)."""
-    last: int = 0
+    find: Callable[[ModelStructure], Collection[str]]
+    """Returns the tensors that it names, negated or not. Raises SelectorError."""
+    name: str | None = None
+    """The part or tensor that it names literally"""
 
 
 def read_selector(text: str) -> Selector:
     """Return the selector in a text. Raises SelectorError."""
-    stripped = text.strip()
-    negated = stripped.startswith("!")
-    word = stripped[1:].strip() if negated else stripped
+    negated = text.strip().startswith("!")
+    word = text.strip()[negated:].strip()
+
+    def layers(numbers: Callable[[int], range], highest: int = -1) -> Selector:
+        def find(structure: ModelStructure) -> set[str]:
+            if highest >= structure.num_layers:
+                raise SelectorError(f"{quote(text)} is out of range", count_layers(structure.num_layers))
+            wanted = numbers(structure.num_layers)
+            return {name for name, part in structure.part_of.items() if layer_number(part) in wanted}
+
+        return Selector(text, negated, find)
+
     if not word or word.startswith("!"):
         raise SelectorError(f"{quote(text)} is not a selector", f"valid are {FORMS}; a leading ! excludes")
     if word in ("*", "all"):
-        return Selector(text, negated, "all", word)
+        return Selector(text, negated, lambda structure: structure.part_of)
     if word in ("even", "odd", "layers"):
-        return Selector(text, negated, word, word)
+        return layers(lambda count: range(word == "odd", count, 1 if word == "layers" else 2))
     if match := _LAYER.fullmatch(word) or _SPAN.fullmatch(word):
         first, last = _number(match[1]), _number(match[match.lastindex or 1])
         if first > last:
             raise SelectorError(f"{quote(text)} runs backwards", f"write {last}-{first}")
-        return Selector(text, negated, "span", word, first, last)
+        return layers(lambda count: range(first, last + 1), last)
     if match := _END.fullmatch(word):
-        count = _number(match[2])
-        if count == 0:
+        num, is_first = _number(match[2]), match[1] == "first"
+        if num == 0:
             raise SelectorError(f"{quote(text)} selects nothing", f"give at least 1, e.g. {match[1]}:2")
-        return Selector(text, negated, match[1], word, count)
+        return layers(lambda count: range(num) if is_first else range(count - num, count), num - 1)
     if any(sign in word for sign in "*?["):
-        return Selector(text, negated, "glob", word)
+        return Selector(text, negated, lambda structure: _matching(word, text, structure))
     if word in ("first", "last") or re.fullmatch(r"(first|last)\s*:.*", word):
         raise SelectorError(f"{quote(text)} lacks a number", "add the number of layers, e.g. first:2")
     if re.fullmatch(r"[\d\s.,:-]+", word) or ":" in word:
         raise SelectorError(f"{quote(text)} is not a selector", f"valid are {FORMS}; layers count from 0")
-    return Selector(text, negated, "name", word)
+    return Selector(text, negated, lambda structure: _named(word, structure), word)
 
 
 def _number(digits: str) -> int:
@@ -103,7 +126,9 @@ def select(
     for at, text in enumerate(selectors):
         try:
             selector = read_selector(text)
-            matched = _match(selector, structure)
+            matched = set(selector.find(structure))
+            if not matched:
+                raise SelectorError(f"{quote(text)} selects nothing", count_layers(structure.num_layers))
             if selector.negated and at == 0:
                 chosen = set(structure.part_of)
             if selector.negated and chosen.isdisjoint(matched):
@@ -117,35 +142,12 @@ def select(
     return frozenset(chosen), tuple(problems)
 
 
-def _match(selector: Selector, structure: ModelStructure) -> set[str]:
-    """Return the tensors that a selector names, negated or not; at least one. Raises SelectorError."""
-    if selector.form == "all":
-        found = set(structure.part_of)
-    elif selector.form == "glob":
-        found = whole_embedding(
-            filter(re.compile(fnmatch.translate(selector.word)).match, structure.part_of), structure
-        )
-        if not found:
-            example = next(iter(structure.part_of), "")
-            raise SelectorError(f"{quote(selector.text)} matches no tensor name", f"names look like {example!r}")
-    elif selector.form == "name":
-        found = _named(selector.word, structure)
-    else:
-        wanted = _layers(selector, structure.num_layers)
-        found = {name for name, part in structure.part_of.items() if layer_number(part) in wanted}
+def _matching(glob: str, text: str, structure: ModelStructure) -> set[str]:
+    found = whole_embedding(filter(re.compile(fnmatch.translate(glob)).match, structure.part_of), structure)
     if not found:
-        raise SelectorError(f"{quote(selector.text)} selects nothing", count_layers(structure.num_layers))
+        example = next(iter(structure.part_of), "")
+        raise SelectorError(f"{quote(text)} matches no tensor name", f"names look like {example!r}")
     return found
-
-
-def _layers(selector: Selector, num_layers: int) -> range:
-    if selector.form in ("even", "odd", "layers"):
-        return range(selector.form == "odd", num_layers, 1 if selector.form == "layers" else 2)
-    if (selector.last if selector.form == "span" else selector.first - 1) >= num_layers:
-        raise SelectorError(f"{quote(selector.text)} is out of range", count_layers(num_layers))
-    if selector.form == "span":
-        return range(selector.first, selector.last + 1)
-    return range(selector.first) if selector.form == "first" else range(num_layers - selector.first, num_layers)
 
 
 def whole_embedding(names: Iterable[str], structure: ModelStructure) -> set[str]:

@@ -17,7 +17,8 @@ from typing import NoReturn, TypeVar
 import yaml
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.text import nearest, quote
+from llmtailor.model.parts import nearest
+from llmtailor.recipe.selectors import quote
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 50_000
@@ -42,6 +43,7 @@ class Document:
         self.name, self.folder, self.environ = name, folder, environ
         self.notices: list[Problem] = []
         self._refused: list[tuple[int, Problem]] = []
+        self._num_values = 0
 
     def place(self, line: int, path: str = "") -> str:
         """Return a location for messages, e.g. ``recipe.yaml:12 slices[0].sources[0]``."""
@@ -61,6 +63,56 @@ class Document:
         if self._refused:
             in_order = sorted(self._refused, key=lambda pair: pair[0])
             raise RecipeError(dict.fromkeys(problem for _, problem in in_order))
+
+    def value(self, node: yaml.Node, line: int, path: str, above: frozenset[int] = frozenset()) -> Value:
+        """Return the value of a node, with aliases and merge keys expanded; `above` are the nodes that contain it."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise _TooMany
+        kind, text = node.tag.removeprefix(_CORE), node.value
+        if not node.tag.startswith(_CORE) or kind not in _KINDS[type(node)]:
+            tag = node.tag.replace(_CORE, "!!")
+            fix = "leave the tag out" if tag[1:2] in ("", "!") else f'quote it if you mean a negation: "{tag}"'
+            self.refuse(line, path, f"the tag {tag} has no meaning in a recipe", fix)
+            kind, text = "str", node.value or tag  # the text that was meant, so that reading continues
+        if isinstance(node, yaml.ScalarNode):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                what = "an escape is half of a character (U+D800 to U+DFFF)"
+                self.refuse(line, path, what, "write the character itself")
+            return Value(self, line, path, kind, text)
+        if id(node) in above:
+            self.refuse(line, path, "an alias refers to a value that contains it", "write the value in full")
+            return Value(self, line, path, "null")
+        above |= {id(node)}
+        if isinstance(node, yaml.MappingNode):
+            return Value(self, line, path, "mapping", entries=self._entries(node, path, above))
+        items = (self.value(item, _line(item), f"{path}[{at}]", above) for at, item in enumerate(node.value))
+        return Value(self, line, path, "list", items=tuple(items))
+
+    def _entries(self, node: yaml.MappingNode, path: str, above: frozenset[int]) -> dict[str, Value]:
+        entries: dict[str, Value] = {}
+        merged: dict[str, Value] = {}
+        for key_node, value_node in node.value:
+            line = _line(key_node)
+            if key_node.tag == f"{_CORE}merge":
+                is_list = isinstance(value_node, yaml.SequenceNode)
+                for other in value_node.value if is_list else [value_node]:
+                    value = self.value(other, line, path, above)
+                    if value.kind != "mapping":
+                        self.refuse(line, path, "<< takes a mapping, or a list of them", "write <<: *anchor")
+                    merged = value.entries | merged  # the earlier one wins
+                continue
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_CORE}str":
+                self.refuse(line, path, "a key must be plain text", "write key: value")
+                continue
+            key = key_node.value
+            inside = f"{path}.{key}" if path else key
+            if key in entries:
+                what = f"the key {quote(key)} is repeated, first in line {entries[key].line}"
+                self.refuse(line, inside, what, "keep one of them")
+            else:
+                entries[key] = self.value(value_node, line, inside, above)
+        return {**entries, **{key: value for key, value in merged.items() if key not in entries}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +275,7 @@ def read_yaml(text: str, document: Document) -> Value:
         document.fail(1, "the recipe is larger than 1 MiB", "give the path of a recipe file")
     try:
         root = yaml.compose(text, Loader=_Loader)
-        value = _Builder(document).value(root, 1, "") if root is not None else None
+        value = document.value(root, 1, "") if root is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -245,64 +297,6 @@ def read_yaml(text: str, document: Document) -> Value:
     if value.kind != "mapping":
         document.fail(value.line, "the recipe must be a mapping", "write keys, e.g. base_model: runs/a/checkpoint-300")
     return value
-
-
-class _Builder:
-    """Turns nodes into values, with aliases and merge keys expanded."""
-
-    def __init__(self, document: Document) -> None:
-        self.document = document
-        self.num_values = 0
-
-    def value(self, node: yaml.Node, line: int, path: str, above: frozenset[int] = frozenset()) -> Value:
-        """Return the value of a node; `above` are the nodes that contain it."""
-        self.num_values += 1
-        if self.num_values > MAX_VALUES:
-            raise _TooMany
-        kind, text = node.tag.removeprefix(_CORE), node.value
-        if not node.tag.startswith(_CORE) or kind not in _KINDS[type(node)]:
-            tag = node.tag.replace(_CORE, "!!")
-            fix = "leave the tag out" if tag[1:2] in ("", "!") else f'quote it if you mean a negation: "{tag}"'
-            self.document.refuse(line, path, f"the tag {tag} has no meaning in a recipe", fix)
-            kind, text = "str", node.value or tag  # the text that was meant, so that reading continues
-        if isinstance(node, yaml.ScalarNode):
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                what = "an escape is half of a character (U+D800 to U+DFFF)"
-                self.document.refuse(line, path, what, "write the character itself")
-            return Value(self.document, line, path, kind, text)
-        if id(node) in above:
-            self.document.refuse(line, path, "an alias refers to a value that contains it", "write the value in full")
-            return Value(self.document, line, path, "null")
-        above |= {id(node)}
-        if isinstance(node, yaml.MappingNode):
-            return Value(self.document, line, path, "mapping", entries=self._entries(node, path, above))
-        items = (self.value(item, _line(item), f"{path}[{at}]", above) for at, item in enumerate(node.value))
-        return Value(self.document, line, path, "list", items=tuple(items))
-
-    def _entries(self, node: yaml.MappingNode, path: str, above: frozenset[int]) -> dict[str, Value]:
-        entries: dict[str, Value] = {}
-        merged: dict[str, Value] = {}
-        for key_node, value_node in node.value:
-            line = _line(key_node)
-            if key_node.tag == f"{_CORE}merge":
-                is_list = isinstance(value_node, yaml.SequenceNode)
-                for other in value_node.value if is_list else [value_node]:
-                    value = self.value(other, line, path, above)
-                    if value.kind != "mapping":
-                        self.document.refuse(line, path, "<< takes a mapping, or a list of them", "write <<: *anchor")
-                    merged = value.entries | merged  # the earlier one wins
-                continue
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_CORE}str":
-                self.document.refuse(line, path, "a key must be plain text", "write key: value")
-                continue
-            key = key_node.value
-            inside = f"{path}.{key}" if path else key
-            if key in entries:
-                what = f"the key {quote(key)} is repeated, first in line {entries[key].line}"
-                self.document.refuse(line, inside, what, "keep one of them")
-            else:
-                entries[key] = self.value(value_node, line, inside, above)
-        return {**entries, **{key: value for key, value in merged.items() if key not in entries}}
 
 
 def _line(node: yaml.Node) -> int:

@@ -29,11 +29,10 @@ from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import WEIGHT
 from llmtailor.policies import Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
-from llmtailor.recipe.text import condense
 from llmtailor.runs.to_partial import Conversion, part_bytes
 
 BASE = "complete base"

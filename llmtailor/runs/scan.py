@@ -19,12 +19,10 @@ from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, index_checkpoint
 from llmtailor.formats.trainer import TRAINER_STATE
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
-from llmtailor.recipe.strategies import StrategyOptions, assign
-from llmtailor.recipe.text import condense
-from llmtailor.recipe.update_log import assign_flags, read_flags
+from llmtailor.recipe.strategies import StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.verify.verify import verify_checkpoint

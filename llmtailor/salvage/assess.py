@@ -12,7 +12,8 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
-from llmtailor.containers.torch_zip import Record, list_records
+from llmtailor.containers.torch_zip import list_records
+from llmtailor.containers.zip import Record
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
-from llmtailor.compose.resume import is_written
+from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records, read_torch_file
 from llmtailor.engine.staging import already_there

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llmtailor.checkpoint.sharding import lay_out_vector, part_size
+from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.formats.zero.files import WHOLE_MODEL

@@ -14,15 +14,14 @@ import errno
 import os
 import re
 import stat
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 from llmtailor.codes import Code
-from llmtailor.errors import COPY_FILE, SourceError, StorageError
+from llmtailor.errors import SourceError, StorageError, damaged
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
 """Names of files that `replace_durably` was writing when it was killed"""
@@ -177,19 +176,17 @@ class Files:
 
     def __init__(self, root: Path = Path(), facts: Mapping[str, FileFact] | None = None):
         self.root = root
-        self._facts = facts or {}
-        self._open: OrderedDict[str, _Handle] = OrderedDict()
-        self._lock = threading.Lock()
+        self._handle = lru_cache(self.MAX_OPEN)(partial(_Handle, root, facts or {}))
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.clear()
+        self._handle.cache_clear()
 
     def read_into(self, path: str, offset: int, room: memoryview) -> None:
         """Fill ``room`` from ``offset`` on. Raises Changed, EndsEarly, or another OSError."""
-        handle = self._handle(path)
+        handle = self._handle(path)  # kept, so that it stays open
         read_into(handle.fd, offset, room)
 
     def will_need(self, path: str, start: int, stop: int) -> None:
@@ -202,27 +199,16 @@ class Files:
         handle = self._handle(path)
         os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _handle(self, path: str) -> _Handle:
-        with self._lock:
-            handle = self._open.pop(path, None)
-            if handle is None:
-                handle = _Handle(self.root / path)
-                fact = self._facts.get(path)
-                if fact is not None and not fact.is_like(FileFact.of(os.fstat(handle.fd))):
-                    raise Changed(errno.ESTALE, "it changed while it was read")
-            self._open[path] = handle
-            if len(self._open) > self.MAX_OPEN:
-                self._open.popitem(last=False)
-            return handle
-
 
 class _Handle:
     """An open file, closed when its last user drops it: another thread may still be reading."""
 
     fd = -1
 
-    def __init__(self, path: Path):
-        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    def __init__(self, root: Path, facts: Mapping[str, FileFact], path: str):
+        self.fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if path in facts and not facts[path].is_like(FileFact.of(os.fstat(self.fd))):
+            raise Changed(errno.ESTALE, "it changed while it was read")
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -272,9 +258,9 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
         check_regular(path.stat().st_mode, where)
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise SourceError.at(where, "the file is missing", COPY_FILE, Code.FILE_MISSING) from error
+        raise damaged(where, "the file is missing", Code.FILE_MISSING) from error
     except ValueError as error:
-        raise SourceError.at(where, f"the file name is invalid ({error})", COPY_FILE, Code.FILE_UNREADABLE) from error
+        raise damaged(where, f"the file name is invalid ({error})", Code.FILE_UNREADABLE) from error
     except OSError as error:
         raise _unreadable(where, error) from error
     try:
@@ -290,7 +276,7 @@ def read_source(path: Path, where: str, max_bytes: int) -> bytes:
     with open_source(path, where) as file:
         if file.num_bytes > max_bytes:
             what = f"the file has {file.num_bytes:,} bytes, but should never need more than {max_bytes:,}"
-            raise SourceError.at(where, what, COPY_FILE)
+            raise damaged(where, what)
         return file.read(0, file.num_bytes)
 
 
@@ -298,7 +284,7 @@ def check_regular(mode: int, where: str) -> None:
     """Raise SourceError, with the kind of file, unless the mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
-        raise SourceError.at(where, f"expected a file, but this is {kind}", COPY_FILE, Code.NOT_A_FILE)
+        raise damaged(where, f"expected a file, but this is {kind}", Code.NOT_A_FILE)
 
 
 def _unreadable(where: str, error: OSError) -> SourceError:
@@ -349,16 +335,13 @@ def added_since(folder: Path, before: Entries) -> list[str]:
     """
     found: list[str] = []
     for name, fact in list_entries(folder).items():
-        if name not in before or not _is_like(fact, before[name]):
+        known = before.get(name)
+        if name not in before or not (fact.is_like(known) if fact and known else fact is known):
             found.append(name)
         elif name.endswith("/"):
             inside = {path[len(name) :]: old for path, old in before.items() if path.startswith(name) and path != name}
             found += [name + path for path in added_since(folder / name, inside)]
     return found
-
-
-def _is_like(fact: FileFact | None, other: FileFact | None) -> bool:
-    return fact is other if fact is None or other is None else fact.is_like(other)
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,8 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.containers.torch_zip import Record, list_records
+from llmtailor.containers.torch_zip import list_records
+from llmtailor.containers.zip import Record
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding

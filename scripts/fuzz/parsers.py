@@ -27,7 +27,7 @@ from llmtailor.formats.plain import ask_transformers as model
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.recipe.update_log import read_flags
+from llmtailor.recipe.strategies import read_flags
 from llmtailor.verify.inspect import describe
 from scripts.fuzz import partial
 from scripts.fuzz.mutations import DROP, mutate_bytes, mutate_tree

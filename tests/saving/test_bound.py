@@ -64,7 +64,7 @@ def test_a_policy_of_ones_own_can_be_wrong_without_ending_the_run():
     parts, what, fix = problem(lambda now: {"layer 1": "mine", "layer 7": "mine"})
     assert parts == {"layer 1": "mine"}
     assert what == "there is no part 'layer 7'"
-    assert fix == "did you mean 'layer 1'? Valid here: embed_tokens, layer 0, layer 1, norm, lm_head"
+    assert fix == "did you mean 'layer 1'? Valid here: embed_tokens, layers 0-1, norm, lm_head"
     assert problem(fails)[:2] == ({EMBED: OLDEST}, "it raised KeyError('lr')")
     assert problem(lambda now: ["layer 1"])[:2] == ({EMBED: OLDEST}, "it returned a list")
     assert problem(lambda now: None)[1] == "it returned a NoneType"

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Slot, Zeros
-from llmtailor.checkpoint.sharding import part_size
+from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import read_json
 from llmtailor.containers.pickle_nodes import Ordered, TensorView

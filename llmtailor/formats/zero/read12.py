@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry, TrainState
-from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, Vector, lay_out_vector, round_robin
 from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Sliced
-from llmtailor.checkpoint.sharding import Vector, lay_out_vector, round_robin
 from llmtailor.codes import Code
 from llmtailor.containers.fields import (
     Tensor,

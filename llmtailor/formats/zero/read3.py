@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmtailor.checkpoint.index import TensorEntry, TrainState
-from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, part_size
 from llmtailor.checkpoint.placement import Sliced
-from llmtailor.checkpoint.sharding import part_size
 from llmtailor.codes import Code
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmtailor.checkpoint.layout import Piece, Slot, Zeros
-from llmtailor.checkpoint.optimizer import SubGroup
-from llmtailor.checkpoint.sharding import Vector, lay_out_vector
+from llmtailor.checkpoint.optimizer import SubGroup, Vector, lay_out_vector
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.formats.zero.target import ZeroTarget, scaling_nodes, stage_node
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, State

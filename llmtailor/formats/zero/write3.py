@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmtailor.checkpoint.layout import Piece, Slot, Zeros
-from llmtailor.checkpoint.sharding import part_size
+from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.pickle_nodes import Ordered, make_tensor
 from llmtailor.formats.zero.target import ZeroTarget, scaling_nodes, stage_node
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
