@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmtailor.cli.command import Command
+from llmtailor.cli.command import command, notify, progress_bar
 from llmtailor.cli.options import AT, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from llmtailor.salvage.replace import Replacement
 
 
-@click.command(
-    name="salvage",
-    cls=Command,
-    exit_codes={
+@command(
+    {
         0: "OUT is complete, or not needed because the newest checkpoint or an older one is intact",
         4: "the usable data does not make a complete checkpoint",
         6: "OUT exists, or a name that --replace needs is taken",
         8: "also with --dry-run, if the output does not fit",
-    },
+    }
 )
 @RUN_DIR
 @click.option("-o", "--out", type=PATH, help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 @DRY_RUN
 @JSON
 @QUIET
-def command(
+def salvage(
     run: Path,
     out: Path | None,
     at: int | None,
@@ -64,7 +62,6 @@ def command(
       llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
       llmtailor salvage runs/x --replace
     """
-    from llmtailor.cli.running import notify, progress_bar
     from llmtailor.compose.write import check_room, write
     from llmtailor.salvage.plan import plan_salvage
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
@@ -76,7 +73,7 @@ def command(
         if replace and not dry_run:
             _put_in_place(left, as_json)
         else:
-            click.echo("note: an earlier --replace was interrupted; run salvage --replace to finish it", err=True)
+            notify("an earlier --replace was interrupted; run salvage --replace to finish it")
     with progress_bar(None, quiet=quiet or not deep, label="reading") as on_progress:
         salvage = plan_salvage(
             run,
@@ -131,11 +128,11 @@ def _show(salvage: Salvage) -> None:
         damage = {*salvage.scan.damage, *salvage.scan.refused}
         for notice in salvage.composition.report.notices:
             if notice not in damage:
-                click.echo(f"note: {notice}", err=True)
+                notify(notice)
         click.echo(salvage_text(salvage))
     if share := gain(salvage):
         what = f"--fragments would take {share:.0%} of all elements from a newer step, in params that mix two steps"
-        click.echo(f"note: {what}", err=True)
+        notify(what)
 
 
 def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from llmtailor.errors import Problem, SourceError, some
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.folder import Entry, Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
-from llmtailor.runs.retention import Reachable, StepAge, compare_ages, find_reachable
+from llmtailor.runs.retention import StepAge, compare_ages, find_reachable
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class GcPlan:
     run: Path
     scan: Scan
     """Covers every attempt"""
-    reachable: Reachable
+    before: tuple[int, ...]
+    """Composable steps now"""
     removals: tuple[Removal, ...]
     in_use: tuple[Path, ...]
     """Left alone, because another process is writing there"""
@@ -94,7 +95,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     removed = {removal.path for removal in removals}
     rest = [one for one in scan.usable if one.path not in removed]
     ages = compare_ages(scan.usable, rest, composable_steps(rest, parts), parts)
-    return GcPlan(run, scan, reachable, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
+    return GcPlan(run, scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
 
 
 def _unknown(removal: Removal) -> tuple[str, ...]:

@@ -73,7 +73,6 @@ class ThinPlan:
     """One for each full checkpoint, oldest first"""
     before: tuple[int, ...]
     """Composable steps now"""
-    after: tuple[int, ...]
     left_behind: tuple[Path, ...]
     """What a killed ``thin`` left; also removed"""
     freed: int
@@ -121,7 +120,7 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
     for action in actions:
         rest = action.applied_to(rest)
     ages = compare_ages(scan.usable, rest, decision.after, structure.parts)
-    return ThinPlan(run, options, scan, actions, decision.before, decision.after, tuple(left), freed, ages)
+    return ThinPlan(run, options, scan, actions, decision.before, tuple(left), freed, ages)
 
 
 def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
