@@ -67,7 +67,7 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
-    from llmtailor.verify.report import to_json, to_text
+    from llmtailor.verify.verdict import to_json, to_text
     from llmtailor.verify.verify import verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
@@ -105,7 +105,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_jso
       llmtailor latest runs/x --at 400 --deep
     """
     from llmtailor.runs.latest import find_latest, latest_to_json
-    from llmtailor.verify.report import to_text
+    from llmtailor.verify.verdict import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
         found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded)

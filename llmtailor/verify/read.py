@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent
@@ -52,49 +53,61 @@ class Stream:
     """Whether it must be the rounded first stream"""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(NamedTuple):
     """The states of one param, or a weight without a param. All except copies have ``numel`` elements."""
 
     numel: int
-    streams: tuple[Stream, ...]
+    streams: list[Stream]
 
 
 def bundle_states(
-    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: frozenset[str] = frozenset()
+    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: Collection[str] = ()
 ) -> Iterator[Bundle]:
     """Yield everything to read, each byte once. Padding is in no placement, so in no bundle.
 
     ``saved_as`` lists params whose weights have other names.
     """
+    seen: set[Extent] = set()
+    for numel, streams in _bundles(index, saved_as):
+        fresh = []
+        for stream in streams:
+            if stream.held.is_here and stream.held.numel:
+                # tied names may share their bytes, and without DeepSpeed weights are masters
+                begins = next(iter(stream.held.place.cover(0, 1))).extent
+                if begins.path in unreadable or begins not in seen:
+                    seen.add(begins)
+                    fresh.append(stream)
+        if fresh:
+            yield Bundle(numel, fresh)
+
+
+def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Bundle]:
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():
         names_of.setdefault(stored, []).append(name)
-    moments: dict[str, list[State]] = {}
-    for state in index.held:
+    moments: dict[str, list[Stream]] = {}
+    for state, held in index.held.items():
         if state.kind not in _OF_THE_MODEL:
-            moments.setdefault(state.param, []).append(state)
-    once = _Once(unreadable)
+            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
+            moments.setdefault(state.param, []).append(Stream(state, held, checks))
     for param in index.params.values():
         streams = []
-        if param.role == "buffer":
-            state = State(param.name, BUFFER)
-            if state in index.held:
-                numel = index.held[state].numel if index.has_buffers_by_rank else param.numel
-                yield from once.bundle(numel, [Stream(state, index.held[state], (NOT_A_NUMBER,))])
-            continue
-        original = State(param.name, MASTER if param.role == "trainable" else FROZEN)
-        if original in index.held:
+        kind = {"buffer": BUFFER, "trainable": MASTER, "frozen": FROZEN}[param.role]
+        original = State(param.name, kind)
+        if original in index.held and kind == BUFFER:
+            held = index.held[original]
+            yield Bundle(
+                held.numel if index.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
+            )
+        elif original in index.held:
             streams.append(Stream(original, index.held[original]))
             for name in (param.name, *names_of.get(param.name, ())):
                 streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
-        for state in moments.get(param.name, ()):
-            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
-            streams.append(Stream(state, index.held[state], checks))
-        yield from once.bundle(param.numel, streams)
+        if kind != BUFFER:
+            yield Bundle(param.numel, [*streams, *moments.get(param.name, ())])
     for state, held in index.held.items():
         if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
-            yield from once.bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+            yield Bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
@@ -104,26 +117,6 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
         state = State(piece.name, WEIGHT)
         if state in index.held and index.held[state].shape == piece.shape:
             yield Stream(state, index.held[state], begin=piece.begin, is_copy=True)
-
-
-class _Once:
-    """Drops what was already read: tied names may share their bytes, and without DeepSpeed weights are masters."""
-
-    def __init__(self, unreadable: frozenset[str]):
-        self.unreadable = unreadable
-        self.seen: set[Extent] = set()
-
-    def bundle(self, numel: int, streams: list[Stream]) -> Iterator[Bundle]:
-        fresh = []
-        for stream in streams:
-            if not stream.held.is_here or not stream.held.numel:
-                continue
-            begins = next(iter(stream.held.place.cover(0, 1))).extent
-            if begins.path in self.unreadable or begins not in self.seen:
-                self.seen.add(begins)
-                fresh.append(stream)
-        if fresh:
-            yield Bundle(numel, tuple(fresh))
 
 
 class Reading:

@@ -40,12 +40,7 @@ from llmtailor.verify.verdict import Verdict, by_severity
 CrcOf = Callable[[State, int, int, str], int]
 """(state, begin, end, dtype) -> CRC-32 of those elements of the files, cast to dtype"""
 
-_DTYPES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.bfloat16": "BF16",
-    "torch.float16": "F16",
-}
+_DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 _FIX = "verify with --deep to find damage, or use another checkpoint"
 
 
@@ -92,10 +87,10 @@ def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iter
 def _others(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[str]:
     """Compare counters, scheduler and param groups."""
     for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.skipped_steps)):
-        if result[key] not in (None, expected):
+        if result.get(key, expected) != expected:
             yield f"{key} is {result[key]}, but {expected} in the files"
-    if problem := result["scheduler"]["problem"]:
-        yield f"the scheduler can't continue: {problem}"
+    if result["scheduler"]:
+        yield f"the scheduler can't continue: {result['scheduler']}"
     for number, (group, have) in enumerate(zip(index.groups, result["groups"], strict=True)):
         off = [key for key, value in have.items() if key in group.hyper and _plain(group.hyper[key]) != _plain(value)]
         if off:
@@ -183,10 +178,8 @@ def check_possible(index: CheckpointIndex) -> None:
         what = f"the masters are {', '.join(sorted(dtypes))}; only fp32 masters are supported"
         problems.append((what, "verify without it"))
     if needed > free:
-        ranks = f"the ranks need about {needed / 1e9:.1f} GB of memory in total"
-        problems.append(
-            (f"{ranks}, but {free / 1e9:.1f} GB are free", "try it on a larger machine, or verify without it")
-        )
+        what = f"the ranks need about {needed / 1e9:.1f} GB of memory in total, but {free / 1e9:.1f} GB are free"
+        problems.append((what, "try it on a larger machine, or verify without it"))
     if problems:
         raise UsageError(Problem("--resume-smoke", what, fix) for what, fix in problems)
 
