@@ -88,7 +88,7 @@ def salvage(
         )
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition
-    resume_from = composition.out if composition else salvage.base.checkpoint.path
+    resume_from = composition.out if composition else salvage.base.index.root
     resume_from = replacement.target if replacement else resume_from
     if as_json:
         click.echo(json.dumps(to_json(salvage, resume_from), indent=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from llmtailor.engine.staging import left_over
 from llmtailor.errors import Problem, SourceError, some
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.registry import display_name
-from llmtailor.runs.folder import Entry, Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
+from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
 from llmtailor.runs.retention import StepAge, compare_ages, find_reachable
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 
@@ -33,8 +34,8 @@ class Removal:
     why: str
     step: int | None = None
     """For a partial checkpoint"""
-    staging: Entry | None = None
-    """For what a merge left"""
+    out: Path | None = None
+    """For what a merge left: its output"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     for entry in folder.entries(Kind.STAGING):
         with left_over(entry.target) as is_unused:
             if is_unused:
-                found.append(Removal(entry.path, _WHY[Kind.STAGING], staging=entry))
+                found.append(Removal(entry.path, _WHY[Kind.STAGING], out=entry.target))
             else:
                 in_use.append(entry.path)
     unknown = {removal: _unknown(removal) for removal in found}
@@ -99,7 +100,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
 
 
 def _unknown(removal: Removal) -> tuple[str, ...]:
-    if removal.staging is not None:
+    if removal.out is not None:
         return ()
     try:
         return survey_contents(removal.path).unknown
@@ -117,15 +118,13 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
             if unknown := _unknown(removal):
                 logger.info("left %s alone: %s appeared there", removal.path, some(unknown))
                 continue
-            if removal.step is not None:
-                remove_partial(removal.path)
-            elif removal.staging is not None:
-                with left_over(removal.staging.target) as is_unused:
-                    if not is_unused:
-                        logger.info("left %s alone: another process is now writing there", removal.path)
-                        continue
+            with left_over(removal.out) if removal.out else nullcontext(True) as is_unused:
+                if not is_unused:
+                    logger.info("left %s alone: another process is now writing there", removal.path)
+                    continue
+                if removal.step is not None:
+                    remove_partial(removal.path)
+                else:
                     shutil.rmtree(removal.path)
-            else:
-                shutil.rmtree(removal.path)
             logger.info("removed %s: %s", removal.path, removal.why)
             notify(removal)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.resume import is_written
 from llmtailor.containers.json import MAX_BYTES
-from llmtailor.containers.torch_zip import list_records, read_torch_file
+from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, find_structure
 from llmtailor.formats.trainer import is_rng_file
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
@@ -26,7 +25,7 @@ from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
 from llmtailor.salvage.choose import Choice, choose
 from llmtailor.storage.local import read_source
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import check_file, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
@@ -71,7 +70,7 @@ class Salvage:
     @property
     def is_intact(self) -> bool:
         """Whether the newest checkpoint is whole, so there is nothing to salvage"""
-        return self.composition is None and self.base.checkpoint.path == self.scan.newest[1]
+        return self.composition is None and self.base.index.root == self.scan.newest[1]
 
 
 def plan_salvage(
@@ -100,15 +99,12 @@ def plan_salvage(
     choice = choose(holders, structure, fragments)
     if not choice.is_complete:
         raise _no_composite(scan, structure, choice)
-    deeper = None if fragments else choose(holders, structure, True)
-    if deeper is not None and (not deeper.cuts or not deeper.is_complete):
-        deeper = None
-    base = choice.base
-    assert base is not None
-    composition = None
-    if choice.used != (base,) or not holders[base].is_whole or holders[base].index.is_partial:
-        composition = _plan(scan, choice, structure, out, replace_out or in_place)
-    salvage = Salvage(scan, choice, fragments, deeper, composition)
+    deeper = choose(holders, structure, True)
+    gains = not fragments and deeper.cuts and deeper.is_complete
+    salvage = Salvage(scan, choice, fragments, deeper if gains else None, None)
+    if choice.used != (choice.base,) or not salvage.base.is_whole or salvage.base.index.is_partial:
+        salvage = replace(salvage, composition=_plan(scan, choice, structure, out, replace_out or in_place))
+    composition = salvage.composition
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage
     if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
@@ -126,7 +122,7 @@ def _scan(
     """
 
     def read(path: Path, step: int, found: list[Holder]) -> Holder:
-        found[:], holder = _share_tied(found, assess(path, step, deep, on_progress))
+        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         return holder
@@ -147,16 +143,16 @@ def _scan(
     return Scan(run, newest, tuple(holders), problems), find_structure(holders[0].index)
 
 
-def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
+def _share_tied(holders: Iterable[Holder]) -> list[Holder]:
     """Copy the tied params to holders that lost the file with them; they are the same for the whole run."""
-    known = next((one.index.tied for one in (*holders, found) if one.knows_tied), None)
+    holders = list(holders)
+    known = next((one.index.tied for one in holders if one.knows_tied), None)
     if known is None:
-        return list(holders), found
-
-    def informed(one: Holder) -> Holder:
-        return one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
-
-    return [informed(one) for one in holders], informed(found)
+        return holders
+    return [
+        one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
+        for one in holders
+    ]
 
 
 def _no_composite(scan: Scan, structure: ModelStructure, choice: Choice) -> SourceError:
@@ -188,21 +184,21 @@ def _plan(scan: Scan, choice: Choice, structure: ModelStructure, out: Path | Non
     from_masters = base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values()))
     if from_masters:
         used = {number: without_weights(holder) for number, holder in used.items()}
+    checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
     assignment = Assignment(
-        base=base.checkpoint,
-        source_of={row.part: used[row.holder].checkpoint for row in choice.parts if row.holder is not None},
+        base=checkpoints[choice.base],
+        source_of={row.part: checkpoints[row.holder] for row in choice.parts if row.holder is not None},
         reason={row.part: row.why or "intact" for row in choice.parts},
         title=f"salvage of {display_name(scan.run)}",
     )
     recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
     files, about_files = _replace_files(scan, base)
-    cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = {
-        state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
-        for state, runs in choice.cuts.items()
-    }
     opened = Opened(
         indexes={holder.index.root: holder.index for holder in used.values()},
-        cuts=cuts,
+        cuts={
+            state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
+            for state, runs in choice.cuts.items()
+        },
         files=tuple(files),
         notices=tuple(dict.fromkeys([*_notices(scan, choice), *about_files])),
     )
@@ -231,12 +227,9 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
 
 def _is_sound(root: Path, path: str) -> bool:
     try:
-        if path.endswith(".json"):
-            json.loads(read_source(root / path, path, MAX_BYTES))
-        elif path.endswith((".pt", ".pth")):
+        check_file(root, path, path)
+        if path.endswith((".pt", ".pth")):
             read_torch_file(root, path, path)
-        elif path.endswith(".bin"):
-            list_records(root, path, path)
         return (root / path).stat().st_size <= MAX_BYTES
     except (OSError, ValueError, RecursionError, SourceError):
         return False

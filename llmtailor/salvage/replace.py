@@ -46,7 +46,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
     aside = {}
     for step, path in RunFolder(run).full().items():
         if step > base.step or (step == base.step and salvage.composition is not None):
-            whole = any(holder.is_whole and holder.checkpoint.path == path for holder in salvage.scan.holders)
+            whole = any(holder.is_whole and holder.index.root == path for holder in salvage.scan.holders)
             aside[path] = path.with_name(f"{'replaced' if whole else 'damaged'}-{path.name}")
     for name in aside.values():
         if name.exists():

@@ -47,24 +47,22 @@ def rows(salvage: Salvage) -> list[Row]:
 
 def fold(listed: Sequence[Row]) -> list[Row]:
     """Join identical rows of consecutive layers into one, ``layer 0-7``."""
-    folded: list[Row] = []
-    for _, group in groupby(listed, lambda row: row.part):
+    folded: list[tuple[str, list[Row]]] = []
+    for part, group in groupby(listed, lambda row: row.part):
         own = list(group)
-        above = folded[-len(own) :]
-        first, _, last = above[0].part.removeprefix("layer ").partition("-") if above else ("", "", "")
-        number = own[0].part.removeprefix("layer ")
-        if (
-            number.isdigit()
-            and (last or first).isdigit()
-            and int(last or first) + 1 == int(number)
-            and [replace(row, part="", share=round(row.share, 2)) for row in above]
-            == [replace(row, part="", share=round(row.share, 2)) for row in own]
-            and len({row.part for row in above}) == 1
-        ):
-            own = [replace(row, part=f"layer {first}-{number}") for row in own]
-            del folded[-len(own) :]
-        folded += own
-    return folded
+        above, rows_above = folded[-1] if folded else ("", [])
+        first, _, last = above.removeprefix("layer ").partition("-")
+        number = part.removeprefix("layer ")
+        follows = (last or first).isdigit() and number == str(int(last or first) + 1)
+        if follows and [_without_part(row) for row in rows_above] == [_without_part(row) for row in own]:
+            folded[-1] = (f"layer {first}-{number}", own)
+        else:
+            folded.append((part, own))
+    return [replace(row, part=part) for part, own in folded for row in own]
+
+
+def _without_part(row: Row) -> Row:
+    return replace(row, part="", share=round(row.share, 2))
 
 
 def gain(salvage: Salvage) -> float:

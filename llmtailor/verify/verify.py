@@ -41,6 +41,14 @@ _READ = {SCHEDULER, SCALER, OPTIMIZER, TRAINER_STATE, CONFIG, MANIFEST}
 _FIX = "a resume does not read it; copy it again if you need it"
 
 
+def check_file(root: Path, path: str, where: str) -> None:
+    """Check that a JSON or torch file can be read. Raises SourceError, OSError, ValueError or RecursionError."""
+    if path.endswith(".json"):
+        json.loads(read_source(root / path, where, MAX_BYTES).decode())
+    elif path.endswith((".bin", ".pt", ".pth")):
+        list_records(root, path, where)
+
+
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
     for path in index.files:
@@ -48,10 +56,7 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
         if "/" in path or path in _READ or is_rng_file(path):
             continue
         try:
-            if path.endswith(".json"):
-                json.loads(read_source(index.root / path, where, MAX_BYTES).decode())
-            elif path.endswith((".bin", ".pt", ".pth")):
-                list_records(index.root, path, where)
+            check_file(index.root, path, where)
         except (OSError, ValueError, RecursionError) as error:
             yield Finding(where, f"the file is not JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
         except SourceError as error:
