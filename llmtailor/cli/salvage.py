@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,15 +39,12 @@ if TYPE_CHECKING:
 def salvage(
     run: Path,
     out: Path | None,
-    at: int | None,
-    deep: bool,
-    fragments: bool,
     replace: bool,
-    trust_unrecorded: bool,
     force: bool,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 
@@ -74,18 +71,9 @@ def salvage(
             _put_in_place(left, as_json)
         else:
             notify("an earlier --replace was interrupted; run salvage --replace to finish it")
-    with progress_bar(None, quiet=quiet or not deep, label="reading") as on_progress:
-        salvage = plan_salvage(
-            run,
-            out,
-            at=at,
-            deep=deep,
-            fragments=fragments,
-            replace_out=force,
-            in_place=replace,
-            trust_unrecorded=trust_unrecorded,
-            on_progress=on_progress,
-        )
+    with progress_bar(None, quiet=quiet or not options["deep"], label="reading") as on_progress:
+        options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress}
+        salvage = plan_salvage(run, out, **options)
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition
     resume_from = composition.out if composition else salvage.base.index.root
@@ -120,12 +108,12 @@ def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
     from llmtailor.salvage.report import gain
 
-    for problem in salvage.scan.damage:
+    for problem in salvage.damage:
         click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
-    for problem in salvage.scan.refused:
+    for problem in salvage.refused:
         click.echo(f"not used: {problem.where}: {problem.what}", err=True)
     if salvage.composition is not None:
-        damage = {*salvage.scan.damage, *salvage.scan.refused}
+        damage = {*salvage.damage, *salvage.refused}
         for notice in salvage.composition.report.notices:
             if notice not in damage:
                 notify(notice)
@@ -138,7 +126,7 @@ def _show(salvage: Salvage) -> None:
 def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_json: bool) -> None:
     from llmtailor.formats.registry import display_name
 
-    newest = display_name(salvage.scan.newest[1])
+    newest = display_name(salvage.newest[1])
     if salvage.is_intact:
         click.echo(f"{newest} is intact: nothing to salvage", err=as_json)
         return

@@ -165,16 +165,18 @@ def _thinning(plan: ThinPlan) -> dict[str, Any]:
             {
                 "path": str(action.checkpoint.path),
                 "step": action.checkpoint.step,
-                "is": action.kind,
+                "is": f"{'composite, ' if index.part_steps else ''}{index.format} on {index.world_size} rank"
+                + "s" * (index.world_size > 1),
                 "becomes": action.becomes,
                 "why": action.why,
                 "parts": dict(action.parts),
                 "now_at": str((action.successor or action.checkpoint).path),
                 "is_written": action.conversion is not None,
-                "num_bytes": action.num_bytes,
+                "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
                 "freed_bytes": action.freed,
             }
             for action in plan.actions
+            for index in [plan.scan.indexes[action.checkpoint.path]]
         ],
         "left_behind": [str(path) for path in plan.left_behind],
         "skipped": [problem.to_json() for problem in plan.scan.skipped],
@@ -207,8 +209,8 @@ def _thinning_text(plan: ThinPlan) -> str:
     from llmtailor.runs.pruning import STAYS
 
     rows = [
-        (action.checkpoint.name, action.kind, *_outcome(action), size(action.num_bytes), size(action.freed))
-        for action in plan.actions
+        (action.checkpoint.name, row["is"], *_outcome(action), size(row["num_bytes"]), size(action.freed))
+        for action, row in zip(plan.actions, _thinning(plan)["checkpoints"], strict=True)
     ]
     lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
     lines += [f"left by a killed thin, removed: {path.name}" for path in plan.left_behind]

@@ -160,10 +160,6 @@ class PruneAction:
     """The partial checkpoint that replaces it"""
     is_written: bool = False
     """Whether that one must be written; otherwise it already exists"""
-    kind: str = ""
-    """A description, e.g. ``deepspeed-zero3 on 2 ranks``"""
-    num_bytes: int = 0
-    """The current size of its files"""
     freed: int = 0
     """Bytes freed; negative if the replacement is larger"""
     conversion: Conversion | None = None

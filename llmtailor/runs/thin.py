@@ -103,14 +103,14 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
     chooser = None if options.weights_only else Chooser.of(options, structure, parts)
 
     @cache
-    def facts_at(path: Path, step: int) -> FullFacts:
-        return read_facts(indexes[path], structure, folder.at(step), indexes, weights_only=chooser is None)
+    def facts_of(one: RunCheckpoint) -> FullFacts:
+        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, weights_only=chooser is None)
 
     pruner = Pruner(
         checkpoints=scan.usable,
         parts=structure.parts,
         keep_full=options.keep_full,
-        facts=lambda one: facts_at(one.path, one.step),
+        facts=facts_of,
         chooser=chooser,
         thinned=read_thinned(scan.usable),
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
@@ -149,10 +149,7 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
             )
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
-        num_bytes = sum(fact.num_bytes for fact in index.files.values())
-        ranks = f"{index.world_size} rank{'s' if index.world_size > 1 else ''}"
-        kind = f"{'composite, ' if index.part_steps else ''}{index.format} on {ranks}"
-        measured.append(replace(action, kind=kind, num_bytes=num_bytes, freed=freed, conversion=conversion))
+        measured.append(replace(action, freed=freed, conversion=conversion))
     return tuple(measured)
 
 

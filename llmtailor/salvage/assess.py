@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.placement import Runs
+from llmtailor.checkpoint.placement import Extent, Runs
 from llmtailor.codes import Code
-from llmtailor.containers.torch_zip import Record, list_records
-from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.errors import Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_rng_file, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from llmtailor.verify.deep import Deep
 
 _OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
@@ -77,7 +78,7 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
         damage = _sort(findings, index, is_deep=True)
         if damage[_FATAL] and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged
             raise SourceError(damage[_FATAL])
-        lost = _trusting_checksums(index, found.states, found.values)
+        lost = _trusting_checksums(index, found)
         findings += found.values
     dropped = {finding.path for finding in damage[_DROPPED] if finding.path}
     weights_lost = index.has_masters and bool(damage[_WEIGHTS] or any(state.kind == WEIGHT for state in lost))
@@ -144,38 +145,18 @@ def without_weights(holder: Holder) -> Holder:
     return replace(holder, index=_without(holder.index, (), weights_lost=True))
 
 
-def _trusting_checksums(
-    index: CheckpointIndex, states: Mapping[State, Runs], values: Iterable[Finding]
-) -> dict[State, Runs]:
+def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs]:
     """Drop masters that match their checksum from the damage: if a weight contradicts its master, both are listed."""
-    from llmtailor.verify.read import crc_of_range  # numpy takes a while
+    blamed = {finding.path for finding in found.values} | index.unreadable
 
-    blamed = {finding.path for finding in values} | index.unreadable
-    files = Files(index.root)
+    def is_right(extent: Extent) -> bool:
+        records = () if extent.path in blamed else found.intact.get(extent.path, ())
+        return any(record.start <= extent.start and extent.stop <= record.stop for record in records)
 
-    @cache
-    def records_of(path: str) -> Sequence[Record]:
-        return list_records(index.root, path, PathIn(index.name, path)) if path.endswith(".pt") else ()
-
-    @cache
-    def matches(path: str, record: Record) -> bool:
-        try:
-            return record.crc == crc_of_range(files, path, record.start, record.stop, lambda num_bytes: None)
-        except OSError:
-            return False
-
-    def is_right(state: State, runs: Runs) -> bool:
+    def is_trusted(state: State, runs: Runs) -> bool:
         if not index.has_masters or state.kind not in (MASTER, FROZEN):
             return False
         place = index.held[state].place
-        extents = {fragment.extent for begin, end in runs for fragment in place.cover(begin, end)}
-        return not blamed.intersection(extent.path for extent in extents) and all(
-            any(
-                record.start <= extent.start and extent.stop <= record.stop and matches(extent.path, record)
-                for record in records_of(extent.path)
-            )
-            for extent in extents
-        )
+        return all(is_right(fragment.extent) for begin, end in runs for fragment in place.cover(begin, end))
 
-    with files:
-        return {state: runs for state, runs in states.items() if not is_right(state, runs)}
+    return {state: runs for state, runs in found.states.items() if not is_trusted(state, runs)}

@@ -31,16 +31,16 @@ class Row:
 
 def rows(salvage: Salvage) -> list[Row]:
     """Return the rows in model order; the newest share of a mixed part comes first."""
-    newest, _ = salvage.scan.newest
+    newest, _ = salvage.newest
     found = []
     for choice in salvage.choice.parts:
         total = sum(choice.shares.values())
         for number, numel in choice.shares.items():
-            holder = salvage.scan.holders[number]
+            holder = salvage.holders[number]
             step = holder.index.part_steps.get(choice.part, holder.step)
             why = choice.why if number else ""
             if number == 0 and holder.step < newest:
-                why = f"the newest usable one; {display_name(salvage.scan.newest[1])} is not"
+                why = f"the newest usable one; {display_name(salvage.newest[1])} is not"
             found.append(Row(choice.part, holder.name, step, newest - step, numel / total if total else 1.0, why))
     return found
 
@@ -79,17 +79,17 @@ def gain(salvage: Salvage) -> float:
 
 def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
     """Return the salvage as JSON data; the keys are stable within a schema version."""
-    composition, scan = salvage.composition, salvage.scan
+    composition = salvage.composition
     return {
         "schema": SCHEMA,
-        "run": str(scan.run),
-        "newest": {"step": scan.newest[0], "path": str(scan.newest[1])},
+        "run": str(salvage.run),
+        "newest": {"step": salvage.newest[0], "path": str(salvage.newest[1])},
         "outcome": "composite" if composition else "intact" if salvage.is_intact else "older",
         "base": salvage.base.name,
         "resume_from": str(resume_from),
         "fragments": salvage.fragments,
         "fragments_would_gain": gain(salvage),
         "parts": [asdict(row) for row in rows(salvage)],
-        "damage": [problem.to_json() for problem in dict.fromkeys([*scan.damage, *scan.refused])],
+        "damage": [problem.to_json() for problem in dict.fromkeys([*salvage.damage, *salvage.refused])],
         "plan": plan_to_json(composition.report) if composition else None,
     }

@@ -6,7 +6,7 @@ The checks go through some million elements block by block, so that intermediate
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -40,9 +40,8 @@ _SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
 class BadValues:
     """Elements of a state that are wrong in one way."""
 
-    count: int
-    first: int
-    runs: list[tuple[int, int]]
+    count: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
     """One range per chunk, from the first such element to just past the last"""
 
 
@@ -55,7 +54,7 @@ def find_bad_values(
         together.setdefault((state.kind, problem), []).append(state)
     for (kind, problem), states in together.items():
         count = sum(bad_values[state, problem].count for state in states)
-        first = bad_values[states[0], problem].first
+        first, _ = min(bad_values[states[0], problem].runs)
         held = held_of(index, states[0])
         total = sum(held_of(index, state).numel for state in states)
         tensors = f"in {len(states)} tensors, the first" if len(states) > 1 else "the first"

@@ -117,5 +117,5 @@ def test_a_damaged_partial_checkpoint_is_passed_over(run: Path) -> None:
     truncate(bundle)
     found, _ = compose(run)
     assert {row.step for row in rows(found)} == {2, 3} and found.base.step == 3
-    assert found.scan.newest[0] == 4 and found.scan.refused
+    assert found.newest[0] == 4 and found.refused
     assert not verify_checkpoint(run / "partial/step-00000004").is_resumable

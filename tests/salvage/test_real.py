@@ -210,7 +210,7 @@ def test_no_base(runs: Runs, tmp_path: Path) -> None:
 
 def test_an_intact_run_is_left_alone(runs: Runs) -> None:
     found = plan_salvage(runs["llama"].folder)
-    assert found.is_intact and len(found.scan.holders) == 1
+    assert found.is_intact and len(found.holders) == 1
 
 
 def test_three_ranks(runs: Runs, tmp_path: Path) -> None:
