@@ -160,7 +160,7 @@ def _say_done(action: PruneAction) -> None:
 def _thinning(plan: ThinPlan) -> dict[str, Any]:
     return {
         "schema": "llmtailor.thin/1",
-        "run": str(plan.run),
+        "run": str(plan.scan.run),
         "checkpoints": [
             {
                 "path": str(action.checkpoint.path),
@@ -187,7 +187,7 @@ def _thinning(plan: ThinPlan) -> dict[str, Any]:
 def _collection(plan: GcPlan) -> dict[str, Any]:
     return {
         "schema": "llmtailor.gc/1",
-        "run": str(plan.run),
+        "run": str(plan.scan.run),
         "removed": [{"path": str(one.path), "why": one.why, "step": one.step} for one in plan.removals],
         "in_use": [str(path) for path in plan.in_use],
         "skipped": [problem.to_json() for problem in plan.left_alone],

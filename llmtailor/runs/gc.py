@@ -42,7 +42,6 @@ class Removal:
 class GcPlan:
     """What gc will remove. Nothing has been touched yet."""
 
-    run: Path
     scan: Scan
     """Covers every attempt"""
     before: tuple[int, ...]
@@ -96,7 +95,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     removed = {removal.path for removal in removals}
     rest = [one for one in scan.usable if one.path not in removed]
     ages = compare_ages(scan.usable, rest, composable_steps(rest, parts), parts)
-    return GcPlan(run, scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
+    return GcPlan(scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
 
 
 def _unknown(removal: Removal) -> tuple[str, ...]:
@@ -113,7 +112,7 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
 
     Raises StorageError. Nothing needed is removed at any point.
     """
-    with carrying_out(plan.run, "can't remove it", "check the permissions, then run this again"):
+    with carrying_out(plan.scan.run, "can't remove it", "check the permissions, then run this again"):
         for removal in plan.removals:
             if unknown := _unknown(removal):
                 logger.info("left %s alone: %s appeared there", removal.path, some(unknown))

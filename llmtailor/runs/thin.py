@@ -73,7 +73,6 @@ _SCRIPT = re.compile(r"zero_to_\w+\.py")
 class ThinPlan:
     """What thinning will do. Nothing has been touched yet."""
 
-    run: Path
     options: ThinOptions
     scan: Scan
     """Covers every attempt"""
@@ -124,7 +123,7 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
         rest = action.applied_to(rest)
     before, after = (tuple(composable_steps(there, structure.parts)) for there in (scan.usable, rest))
     ages = compare_ages(scan.usable, rest, after, structure.parts)
-    return ThinPlan(run, options, scan, actions, before, tuple(left), freed, ages)
+    return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
 
 
 def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
@@ -176,9 +175,12 @@ def thin(
 
     Raises StorageError, SourceError, VerificationError or Interrupted; finished actions stay, and nothing is lost.
     """
-    there, indexes = list(plan.scan.usable), plan.scan.indexes
+    scan, there, indexes = plan.scan, list(plan.scan.usable), plan.scan.indexes
     differing: list[Problem] = []
-    with carrying_out(plan.run, "can't continue", "check the disk and rerun the same command"), stoppable() as stop:
+    with (
+        carrying_out(scan.run, "can't continue", "check the disk and rerun the same command"),
+        stoppable() as stop,
+    ):
         for folder in plan.left_behind:
             shutil.rmtree(folder)
         for action in plan.actions:
@@ -196,8 +198,8 @@ def thin(
                         differing += error.problems
                         continue
                 try:
-                    check_on_disk(successor, plan.scan.structure)
-                    check_composable(plan.run, action.applied_to(there), successor.step, plan.scan.structure)
+                    check_on_disk(successor, scan.structure)
+                    check_composable(scan.run, action.applied_to(there), successor.step, scan.structure)
                 except VerificationError:
                     if action.conversion is not None:
                         remove_partial(successor.path)
