@@ -103,7 +103,7 @@ def test_help_imports_nothing_that_takes_time():
 
 def test_the_merge_path_imports_no_framework():
     loaded = loaded_by(
-        "import llmtailor.cli.merge, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
+        "import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
         "llmtailor.runs.thin, llmtailor.runs.gc"
     )
     assert {"numpy", "yaml"} <= loaded

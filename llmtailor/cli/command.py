@@ -1,9 +1,10 @@
-"""The base of every command: ``-v``, and exit codes in the help."""
+"""The base of every command: ``-v``, exit codes in the help, and notes and a progress bar on stderr."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,7 +67,35 @@ class Command(click.Command):
         write_exit_codes(formatter, "Exit codes (for the others, see llmtailor --help)", self.exit_codes)
 
 
+def command(exit_codes: Mapping[int, str]) -> Callable[[Callable[..., Any]], Command]:
+    """Make a function a command of its name; ``exit_codes`` are its additions to the common ones."""
+    return click.command(cls=Command, exit_codes=exit_codes)
+
+
 def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[int, str]) -> None:
     """Write exit codes as a section of the help."""
     with formatter.section(head):
         formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])
+
+
+def notify(what: object) -> None:
+    """Print a note on stderr."""
+    click.echo(f"note: {what}", err=True)
+
+
+@contextmanager
+def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing") -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes numbers of bytes done, from any thread; silent if stderr is not a terminal.
+
+    ``total_bytes`` is None if unknown.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(label, *columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)

@@ -15,16 +15,17 @@ from llmtailor.cli.command import verbose_option, write_exit_codes
 from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError
 
 _COMMANDS = {
-    "merge": "compose one resumable checkpoint from several",
-    "convert": "convert a checkpoint to another number of GPUs or ZeRO stage",
-    "recipe": "write a recipe for a run's checkpoints, or explain one",
-    "inspect": "describe a checkpoint",
-    "verify": "check whether a checkpoint resumes correctly",
-    "latest": "print a run's newest resumable checkpoint",
-    "salvage": "recover a run whose newest checkpoint is damaged",
-    "thin": "free disk space: thin out a run's older full checkpoints",
-    "gc": "free disk space: remove partial checkpoints that nothing needs",
+    "merge": ("merge", "compose one resumable checkpoint from several"),
+    "convert": ("merge", "convert a checkpoint to another number of GPUs or ZeRO stage"),
+    "recipe": ("merge", "write a recipe for a run's checkpoints, or explain one"),
+    "inspect": ("verify", "describe a checkpoint"),
+    "verify": ("verify", "check whether a checkpoint resumes correctly"),
+    "latest": ("verify", "print a run's newest resumable checkpoint"),
+    "salvage": ("salvage", "recover a run whose newest checkpoint is damaged"),
+    "thin": ("thin", "free disk space: thin out a run's older full checkpoints"),
+    "gc": ("thin", "free disk space: remove partial checkpoints that nothing needs"),
 }
+"""The file of each command in `llmtailor.cli`, and what it does"""
 BROKEN_PIPE = 141
 EXIT_CODES = {
     0: "done",
@@ -45,13 +46,13 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"llmtailor.cli.{cmd_name}")
-        command: click.Command = module.command
+        file, _ = _COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"llmtailor.cli.{file}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([(name, what) for name, (_, what) in _COMMANDS.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_exit_codes(formatter, "Exit codes", EXIT_CODES)

@@ -1,29 +1,27 @@
-"""``llmtailor merge``"""
+"""``llmtailor merge``, ``convert`` and ``recipe``"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import Command
-from llmtailor.cli.options import PATH, choosing_options, target_options
-from llmtailor.errors import UsageError
+from llmtailor.cli.command import command, notify, progress_bar
+from llmtailor.cli.options import CHOOSING, PATH, STAGES, choose, choosing_options, given, target_options
+from llmtailor.errors import TargetError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.recipe.recipe import Recipe
 
 
-@click.command(
-    name="merge",
-    cls=Command,
-    exit_codes={
+@command(
+    {
         0: "OUT is complete; with --dry-run: it fits; with --run also if there is nothing to merge",
         7: "the output did not read back as planned and was removed; OUT is absent",
         8: "also with --dry-run, if the output does not fit",
-    },
+    }
 )
 @click.argument("config", type=PATH, required=False, metavar="[CONFIG]")
 @click.argument("out", type=PATH, required=False)
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.option("--run", type=PATH, metavar="RUN_DIR", help="Choose the sources in a run's folder, without CONFIG.")
 @choosing_options
-def command(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
+def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
     """Compose a checkpoint from a recipe CONFIG, or from the sources that --run chooses, and write it to OUT.
 
     OUT must be a new folder. It defaults to the recipe's `output`, else to BASE-merged beside the base; if the base is
@@ -48,30 +46,139 @@ def command(config: Path | None, out: Path | None, run: Path | None, allow_split
       llmtailor merge --run runs/x
       llmtailor merge --run runs/x --at 400 --strategy parity out/checkpoint-400
     """
-    from llmtailor.cli.running import run_merge, take_target
+    choosing = {name: options.pop(name) for name in [*options] if name in CHOOSING}
+    if run is not None:
+        if out is not None:
+            raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
+        _run_merge(choose(run, choosing), config, allow_split=allow_split, reuse=config is None, **options)
+        return
+    if config is None:
+        raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
+    if foreign := given(choosing):
+        raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
+    _run_merge(config, out, allow_split=allow_split, **options)
 
-    target = take_target(options, allow_split=allow_split)
-    recipe, out = _recipe(config, out, run, options)
-    if run is not None and out is None:
-        target = replace(target, options=replace(target.options, reuse=True))
-    run_merge(recipe, out, target)
+
+@command(
+    {
+        0: "OUT is complete; with --dry-run: it fits",
+        7: "the output did not read back as planned and was removed; OUT is absent",
+        8: "also with --dry-run, if the output does not fit",
+    }
+)
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", type=PATH, required=False)
+@target_options
+def convert(checkpoint: Path, out: Path | None, **options: Any) -> None:
+    """Convert CHECKPOINT to another number of GPUs, ZeRO stage or set of param groups, and write it to OUT.
+
+    This is a merge with one source: every state is copied unchanged, in one pass, with flat memory. OUT defaults to
+    CHECKPOINT-converted beside CHECKPOINT.
+
+    \b
+    Examples:
+      llmtailor convert runs/x/checkpoint-400 runs/x-on-4/checkpoint-400 --num-gpu 4
+      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --stage 2 --num-gpu 16
+      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --groups layer
+    """
+    from llmtailor.recipe.recipe import Recipe
+
+    base = checkpoint.absolute()
+    out = out or base.with_name(f"{base.name}-converted")
+    _run_merge(Recipe(f"convert {checkpoint}", "", base, (), None, None), out, **options)
 
 
-def _recipe(
-    config: Path | None, out: Path | None, run: Path | None, choosing: dict[str, Any]
-) -> tuple[Path | Recipe, Path | None]:
-    """Return the recipe and the output; with --run the only argument is OUT."""
-    from llmtailor.cli.options import given, read_choosing
+def _run_merge(
+    recipe: Recipe | Path,
+    out: Path | None,
+    *,
+    stage: str,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Plan, print the plan, and write the output unless this is a dry run; takes the `target_options`."""
+    from llmtailor.cli.tables import parts_text, plan_text
+    from llmtailor.compose.plan import Options, plan_merge
+    from llmtailor.compose.report import to_json
+    from llmtailor.compose.write import bytes_to_move, check_room, preview, settle_output, write
 
-    if run is None:
-        if config is None:
-            raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
-        if foreign := given(choosing):
-            raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
-        return config, out
-    if out is not None:
-        raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
-    from llmtailor.runs.scan import recipe_for_run
+    wanted = Options(stage=STAGES[stage], replace=force, **options)
+    composition, there = plan_merge(recipe, out, wanted), None
+    if wanted.reuse:
+        composition, there = settle_output(composition)
+    report = composition.report
+    for notice in report.notices:
+        notify(notice)
+    if as_json:
+        # the path to resume from, whether written now or already there
+        named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
+        click.echo(json.dumps({**to_json(report), **named}, indent=2))
+    elif dry_run:
+        click.echo(plan_text(report))
+    elif not quiet and not there:
+        click.echo(parts_text(report))
+    if there:
+        what = f"{there} is complete and has the newest of every part: nothing to merge"
+        click.echo(what, err=as_json or dry_run)
+    elif dry_run:
+        if sentence := preview(composition):
+            notify(sentence)
+        check_room(composition)
+        click.echo("dry run: nothing was written", err=True)
+    else:
+        with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
+            write(composition, on_progress, notify)
+        click.echo(f"wrote {report.out}", err=as_json)
 
-    trust = choosing["trust_unrecorded"]
-    return recipe_for_run(run, choosing["at"], read_choosing(choosing), trust_unrecorded=trust), config
+
+@command(
+    {
+        0: "the recipe is written; a comment in it lists the checkpoints that can't be used",
+        4: "no checkpoint of RUN_DIR can be used",
+        6: "FILE exists",
+    }
+)
+@click.argument("run", type=PATH, required=False, metavar="[RUN_DIR]")
+@choosing_options
+@click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in normal form.")
+@click.option("--allow-split", is_flag=True, help="--explain: a part's weights and optimizer may differ in source.")
+@click.option("--output", "-o", type=PATH, metavar="FILE", help="Write to FILE instead of stdout.")
+@click.option("--force", is_flag=True, help="Replace FILE.")
+def recipe(
+    run: Path | None, explain: Path | None, allow_split: bool, output: Path | None, force: bool, **options: Any
+) -> None:
+    """Write a recipe for the checkpoints in RUN_DIR, or explain one.
+
+    Checkpoints that can't be used are skipped; a comment at the top of the recipe lists them with the reasons.
+
+    \b
+    Examples:
+      llmtailor recipe runs/x --strategy parity -o recipe.yaml
+      llmtailor recipe runs/x --at 400 --strategy filter --first 2 --last 2 --every 5
+      llmtailor recipe runs/x --from-flags flags.jsonl --failure-step 160 --base runs/x/checkpoint-100
+      llmtailor recipe runs/x --map parts.json
+      llmtailor recipe --explain configs/llmtailor-original.yaml
+    """
+    from llmtailor.compose.plan import explain_recipe
+    from llmtailor.storage.local import replace_durably
+
+    if (run is None) == (explain is None):
+        raise UsageError.at("recipe", "it takes either RUN_DIR or --explain CONFIG", "give one of them")
+    if output is not None and output.exists() and not force:
+        raise TargetError.at(output, "the file already exists", "choose another one, or use --force")
+    folder = output.absolute().parent if output else None
+    if explain is not None:
+        if foreign := given(options):
+            raise UsageError.at(foreign[0], "it can't be combined with --explain", "omit it")
+        text = explain_recipe(explain, folder, allow_split=allow_split)
+    else:
+        assert run is not None
+        text = choose(run, options, folder).text
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        replace_durably(output, text.encode())
+        click.echo(f"wrote {output}", err=True)

@@ -1,9 +1,10 @@
-"""The options of the commands, each defined once, and functions to read related ones."""
+"""The options of the commands, each defined once, and what those that choose a run's checkpoints mean."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,10 +13,10 @@ import click
 from llmtailor.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.recipe.strategies import StrategyOptions
-    from llmtailor.runs.scan import UpdateLog
+    from llmtailor.recipe.recipe import Recipe
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
 STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
 _MAX_BYTES = 16 << 20
 PATH = click.Path(path_type=Path)
@@ -75,7 +76,7 @@ _TARGET = [
     ),
     click.option(
         "--stage",
-        type=click.Choice(["keep", "1", "2", "3", "none"]),
+        type=click.Choice([*STAGES]),
         default="keep",
         show_default=True,
         help="ZeRO stage of the output; none is the plain Trainer's format, without DeepSpeed.",
@@ -112,20 +113,17 @@ _TARGET = [
 ]
 _OF_STRATEGY = ("flip", "first", "last", "aux", "every", "over", "map_file", "strategy")
 _OF_FLAGS = ("base", "total_layers")
+CHOOSING = {"at", "from_flags", "trust_unrecorded", *_OF_STRATEGY, *_OF_FLAGS}
 
 
-def choosing_options(command: Command) -> Command:
-    """Add the options that choose a run's checkpoints; the command passes them to `read_choosing` as keywords."""
-    for option in reversed(_CHOOSING):
-        command = option(command)
-    return command
+def _all_of(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+    return lambda command: reduce(lambda to, option: option(to), reversed(options), command)
 
 
-def target_options(command: Command) -> Command:
-    """Add the options of the output; `running.take_target` reads them."""
-    for option in reversed(_TARGET):
-        command = option(command)
-    return command
+choosing_options = _all_of(_CHOOSING)
+"""Adds the options that choose a run's checkpoints, which `choose` takes"""
+target_options = _all_of(_TARGET)
+"""Adds the options of the output"""
 
 
 def given(options: dict[str, Any]) -> list[str]:
@@ -134,26 +132,30 @@ def given(options: dict[str, Any]) -> list[str]:
     return ["--" + {"map_file": "map"}.get(name, name).replace("_", "-") for name in names]
 
 
-def read_choosing(options: dict[str, Any]) -> StrategyOptions | UpdateLog:
-    """Turn the options into the argument of `runs.scan.recipe_for_run`; reads the files they name.
+def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> Recipe:
+    """Return the recipe that the options choose, see `runs.scan.recipe_for_run`; reads the files they name.
 
     Raises UsageError for options that can't be combined and RecipeError for unreadable files.
     """
     from llmtailor.recipe.strategies import StrategyOptions
-    from llmtailor.runs.scan import UpdateLog
+    from llmtailor.runs.scan import UpdateLog, recipe_for_run
 
-    log = options["from_flags"]
+    how: StrategyOptions | UpdateLog
+    log, strategy, map_file = options["from_flags"], options["strategy"], options["map_file"]
     if unexpected := given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)}):
         what = "can't be combined with --from-flags" if log else "needs --from-flags"
         raise UsageError.at(unexpected[0], f"{', '.join(unexpected) if log else unexpected[0]} {what}", "omit it")
     if log:
-        return UpdateLog(_read(log), str(log), options["base"], options["total_layers"])
-    strategy = options["strategy"] or ("explicit" if options["map_file"] else "latest")
-    if (strategy == "explicit") != bool(options["map_file"]):
-        raise UsageError.at("--map", "--strategy explicit and --map FILE require each other", "give both or neither")
-    numbers = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
-    mapping = read_map(options["map_file"]) if options["map_file"] else None
-    return StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
+        how = UpdateLog(_read(log), str(log), options["base"], options["total_layers"])
+    else:
+        strategy = strategy or ("explicit" if map_file else "latest")
+        if (strategy == "explicit") != bool(map_file):
+            what = "--strategy explicit and --map FILE require each other"
+            raise UsageError.at("--map", what, "give both or neither")
+        numbers = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
+        mapping = read_map(map_file) if map_file else None
+        how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
+    return recipe_for_run(run, options["at"], how, folder, trust_unrecorded=options["trust_unrecorded"])
 
 
 def _read(path: Path) -> str:

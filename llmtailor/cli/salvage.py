@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import Command
+from llmtailor.cli.command import command, notify, progress_bar
 from llmtailor.cli.options import AT, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from llmtailor.salvage.replace import Replacement
 
 
-@click.command(
-    name="salvage",
-    cls=Command,
-    exit_codes={
+@command(
+    {
         0: "OUT is complete, or not needed because the newest checkpoint or an older one is intact",
         4: "the usable data does not make a complete checkpoint",
         6: "OUT exists, or a name that --replace needs is taken",
         8: "also with --dry-run, if the output does not fit",
-    },
+    }
 )
 @RUN_DIR
 @click.option("-o", "--out", type=PATH, help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
@@ -38,18 +36,15 @@ if TYPE_CHECKING:
 @DRY_RUN
 @JSON
 @QUIET
-def command(
+def salvage(
     run: Path,
     out: Path | None,
-    at: int | None,
-    deep: bool,
-    fragments: bool,
     replace: bool,
-    trust_unrecorded: bool,
     force: bool,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 
@@ -64,7 +59,6 @@ def command(
       llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
       llmtailor salvage runs/x --replace
     """
-    from llmtailor.cli.running import notify, progress_bar
     from llmtailor.compose.write import check_room, write
     from llmtailor.salvage.plan import plan_salvage
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
@@ -76,22 +70,13 @@ def command(
         if replace and not dry_run:
             _put_in_place(left, as_json)
         else:
-            click.echo("note: an earlier --replace was interrupted; run salvage --replace to finish it", err=True)
-    with progress_bar(None, quiet=quiet or not deep, label="reading") as on_progress:
-        salvage = plan_salvage(
-            run,
-            out,
-            at=at,
-            deep=deep,
-            fragments=fragments,
-            replace_out=force,
-            in_place=replace,
-            trust_unrecorded=trust_unrecorded,
-            on_progress=on_progress,
-        )
+            notify("an earlier --replace was interrupted; run salvage --replace to finish it")
+    with progress_bar(None, quiet=quiet or not options["deep"], label="reading") as on_progress:
+        options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress}
+        salvage = plan_salvage(run, out, **options)
     replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
     composition = salvage.composition
-    resume_from = composition.out if composition else salvage.base.checkpoint.path
+    resume_from = composition.out if composition else salvage.base.index.root
     resume_from = replacement.target if replacement else resume_from
     if as_json:
         click.echo(json.dumps(to_json(salvage, resume_from), indent=2))
@@ -123,25 +108,25 @@ def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
     from llmtailor.salvage.report import gain
 
-    for problem in salvage.scan.damage:
+    for problem in salvage.damage:
         click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
-    for problem in salvage.scan.refused:
+    for problem in salvage.refused:
         click.echo(f"not used: {problem.where}: {problem.what}", err=True)
     if salvage.composition is not None:
-        damage = {*salvage.scan.damage, *salvage.scan.refused}
+        damage = {*salvage.damage, *salvage.refused}
         for notice in salvage.composition.report.notices:
             if notice not in damage:
-                click.echo(f"note: {notice}", err=True)
+                notify(notice)
         click.echo(salvage_text(salvage))
     if share := gain(salvage):
         what = f"--fragments would take {share:.0%} of all elements from a newer step, in params that mix two steps"
-        click.echo(f"note: {what}", err=True)
+        notify(what)
 
 
 def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_json: bool) -> None:
     from llmtailor.formats.registry import display_name
 
-    newest = display_name(salvage.scan.newest[1])
+    newest = display_name(salvage.newest[1])
     if salvage.is_intact:
         click.echo(f"{newest} is intact: nothing to salvage", err=as_json)
         return

@@ -134,7 +134,7 @@ def size(num_bytes: int) -> str:
     """Return a number of bytes in decimal units, e.g. ``16.1 GB``."""
     value, unit = float(num_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
+        if abs(value) < 1000:
             break
         value, unit = value / 1000, larger
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
@@ -145,10 +145,16 @@ def steps_text(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
-def ages_text(ages: Sequence[StepAge]) -> str:
-    """Return how old the parts of each composable step are, now and afterwards."""
-    rows = [(str(one.step), _age(one.now), _age(one.afterwards)) for one in ages]
-    return table(("step", "oldest parts now", "oldest parts afterwards"), rows, right=(0,))
+def ages_text(before: Sequence[int], ages: Sequence[StepAge]) -> str:
+    """Return which steps can be composed, and how old their parts are, now and afterwards."""
+    rows = [(one.step, _age(one.now), _age(one.afterwards)) for one in ages]
+    lines = [
+        f"steps that can be composed now:        {steps_text(before)}",
+        f"steps that can be composed afterwards: {steps_text([one.step for one in ages])}",
+    ]
+    if ages:
+        lines += ["", table(("step", "oldest parts now", "oldest parts afterwards"), rows, right=(0,)), ""]
+    return "\n".join(lines)
 
 
 def _age(age: Age | None) -> str:

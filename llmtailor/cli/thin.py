@@ -1,35 +1,35 @@
-"""``llmtailor thin``"""
+"""``llmtailor thin`` and ``gc``"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import Command
+from llmtailor.cli.command import command, notify, progress_bar
 from llmtailor.cli.options import COUNT, JSON, RUN_DIR, YES
-from llmtailor.cli.running import progress_bar
 from llmtailor.errors import Problem, UsageError
 
 if TYPE_CHECKING:
+    from llmtailor.runs.gc import GcPlan
     from llmtailor.runs.pruning import PruneAction, ThinOptions
     from llmtailor.runs.thin import ThinPlan
 
 
-@click.command(
-    name="thin",
-    cls=Command,
-    exit_codes={
+@command(
+    {
         0: "done; or, without --yes, shown; or there is nothing to thin out",
         4: "nothing can resume from the newest checkpoint, so nothing older is touched",
         6: "a training or another llmtailor is writing to RUN_DIR",
         7: "the named checkpoints are unchanged; earlier changes stay",
         8: "earlier changes stay; rerun the same command to continue",
         130: "earlier changes stay; rerun the same command to continue",
-    },
+    }
 )
 @RUN_DIR
 @click.option(
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 )
 @YES
 @JSON
-def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
+def thin(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
     """Free disk space in RUN_DIR by thinning out its older full checkpoints.
 
     The newest stay whole. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
@@ -74,18 +74,55 @@ def command(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
     from llmtailor.runs.folder import only_writer
-    from llmtailor.runs.thin import bytes_to_move, plan_thinning, thin
+    from llmtailor.runs.thin import bytes_to_move, plan_thinning
+    from llmtailor.runs.thin import thin as carry_out
 
     wanted = _options(**options)
-    if not yes:
-        _show(plan_thinning(run, wanted), as_json)
-        click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
-        return
-    with only_writer(run, make=not wanted.weights_only):
+    with only_writer(run, make=not wanted.weights_only) if yes else nullcontext():
         plan = plan_thinning(run, wanted)
-        _show(plan, as_json)
+        _show(_thinning(plan) if as_json else _thinning_text(plan), plan.scan.skipped)
+        if not yes:
+            click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
+            return
         with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as on_progress:
-            thin(plan, _notify, on_progress)
+            carry_out(plan, _say_done, on_progress)
+
+
+@command(
+    {
+        0: "done; or, without --yes, shown; or there is nothing to remove",
+        4: "nothing can resume from the newest checkpoint, or no step can be composed, so nothing is removed",
+        6: "a training or another llmtailor is writing to RUN_DIR",
+        8: "earlier removals stay; rerun the same command to continue",
+        130: "earlier removals stay; rerun the same command to continue",
+    }
+)
+@RUN_DIR
+@click.option("--keep", type=COUNT, metavar="N", help="Keep only the newest N composable steps. Default: all.")
+@YES
+@JSON
+def gc(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
+    """Remove partial checkpoints that no composable step needs, and unfinished or abandoned folders, from RUN_DIR.
+
+    Without --keep, every composable step stays composable from exactly the same parts. Unfinished saves, abandoned
+    attempts and leftovers of killed commands are always removed. Full checkpoints are never touched.
+
+    \b
+    Examples:
+      llmtailor gc runs/x
+      llmtailor gc runs/x --keep 2 --yes
+    """
+    from llmtailor.runs.folder import only_writer
+    from llmtailor.runs.gc import collect, plan_gc
+
+    with only_writer(run) if yes else nullcontext():
+        plan = plan_gc(run, keep)
+        in_use = (f"{path}: another process is writing there" for path in plan.in_use)
+        _show(_collection(plan) if as_json else _collection_text(plan), [*plan.left_alone, *in_use])
+        if not yes:
+            click.echo("dry run: nothing was changed; use --yes to remove", err=True)
+            return
+        collect(plan, lambda removal: click.echo(f"removed {removal.path.name}", err=True))
 
 
 def _options(
@@ -108,70 +145,87 @@ def _options(
     return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select)
 
 
-def _show(plan: ThinPlan, as_json: bool) -> None:
-    for problem in plan.scan.skipped:
-        click.echo(f"note: left alone: {problem}", err=True)
-    click.echo(json.dumps(_to_json(plan), indent=2) if as_json else _to_text(plan))
+def _show(plan: dict[str, Any] | str, left_alone: Iterable[object]) -> None:
+    for what in left_alone:
+        notify(f"left alone: {what}")
+    click.echo(plan if isinstance(plan, str) else json.dumps(plan, indent=2))
 
 
-def _notify(action: PruneAction) -> None:
-    click.echo(f"{action.checkpoint.name}: done, {_signed(action.freed)} freed", err=True)
+def _say_done(action: PruneAction) -> None:
+    from llmtailor.cli.tables import size
+
+    click.echo(f"{action.checkpoint.name}: done, {size(action.freed)} freed", err=True)
 
 
-def _to_json(plan: ThinPlan) -> dict[str, Any]:
+def _thinning(plan: ThinPlan) -> dict[str, Any]:
     return {
         "schema": "llmtailor.thin/1",
-        "run": str(plan.run),
+        "run": str(plan.scan.run),
         "checkpoints": [
             {
                 "path": str(action.checkpoint.path),
                 "step": action.checkpoint.step,
-                "is": action.kind,
+                "is": f"{'composite, ' if index.part_steps else ''}{index.format} on {index.world_size} rank"
+                + "s" * (index.world_size > 1),
                 "becomes": action.becomes,
                 "why": action.why,
                 "parts": dict(action.parts),
                 "now_at": str((action.successor or action.checkpoint).path),
                 "is_written": action.conversion is not None,
-                "num_bytes": action.num_bytes,
+                "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
                 "freed_bytes": action.freed,
             }
             for action in plan.actions
+            for index in [plan.scan.indexes[action.checkpoint.path]]
         ],
         "left_behind": [str(path) for path in plan.left_behind],
         "skipped": [problem.to_json() for problem in plan.scan.skipped],
+        **_steps(plan),
+    }
+
+
+def _collection(plan: GcPlan) -> dict[str, Any]:
+    return {
+        "schema": "llmtailor.gc/1",
+        "run": str(plan.scan.run),
+        "removed": [{"path": str(one.path), "why": one.why, "step": one.step} for one in plan.removals],
+        "in_use": [str(path) for path in plan.in_use],
+        "skipped": [problem.to_json() for problem in plan.left_alone],
+        **_steps(plan),
+    }
+
+
+def _steps(plan: ThinPlan | GcPlan) -> dict[str, Any]:
+    return {
         "composable_before": list(plan.before),
-        "composable_after": list(plan.after),
+        "composable_after": [age.step for age in plan.ages],
         "ages": [asdict(age) for age in plan.ages],
         "freed_bytes": plan.freed,
     }
 
 
-def _to_text(plan: ThinPlan) -> str:
+def _thinning_text(plan: ThinPlan) -> str:
     from llmtailor.cli.tables import ages_text, size, steps_text, table
     from llmtailor.runs.pruning import STAYS
 
     rows = [
-        (action.checkpoint.name, action.kind, *_words(action), size(action.num_bytes), _signed(action.freed))
-        for action in plan.actions
+        (action.checkpoint.name, row["is"], *_outcome(action), size(row["num_bytes"]), size(action.freed))
+        for action, row in zip(plan.actions, _thinning(plan)["checkpoints"], strict=True)
     ]
     lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
     lines += [f"left by a killed thin, removed: {path.name}" for path in plan.left_behind]
-    before, after = plan.before, plan.after
-    lines.append(f"steps that can be composed now:        {steps_text(before)}")
-    lines.append(f"steps that can be composed afterwards: {steps_text(after)}")
-    lines += ["", ages_text(plan.ages), ""] if plan.ages else []
-    if lost := [step for step in before if step not in after]:
+    lines.append(ages_text(plan.before, plan.ages))
+    if lost := sorted(set(plan.before).difference(age.step for age in plan.ages)):
         lines.append(f"only the weights of step {steps_text(lost)} are kept: nothing can resume from them")
     if all(action.becomes == STAYS for action in plan.actions):
         lines.append(f"nothing to thin out beyond the newest {plan.options.keep_full}, which stay full")
     if plan.freed < 0:
         lines.append("no gain: for such a small model, a partial checkpoint's manifest takes more space than it saves")
-    lines.append(f"{_signed(plan.freed)} freed ({plan.freed:,} bytes)")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{size(plan.freed)} freed ({plan.freed:,} bytes)"])
 
 
-def _words(action: PruneAction) -> tuple[str, str]:
-    """Return the outcome for a checkpoint, and the parts it keeps."""
+def _outcome(action: PruneAction) -> tuple[str, str]:
+    """Return what a checkpoint becomes, and the parts it keeps."""
     from llmtailor.model.parts import condense
     from llmtailor.runs.pruning import STAYS
 
@@ -184,7 +238,17 @@ def _words(action: PruneAction) -> tuple[str, str]:
     return where + ("" if action.conversion else ", already there"), "all" if is_whole else condense(action.parts)
 
 
-def _signed(num_bytes: int) -> str:
-    from llmtailor.cli.tables import size
+def _collection_text(plan: GcPlan) -> str:
+    from llmtailor.cli.tables import ages_text, size, table
+    from llmtailor.runs.folder import files_in, freed_bytes
 
-    return size(num_bytes) if num_bytes >= 0 else f"-{size(-num_bytes)}"
+    removed = {removal.path for removal in plan.removals}
+    outcomes = [
+        (one.path, "removed: no step needs it" if one.path in removed else "stays") for one in plan.scan.partial
+    ]
+    outcomes += [(one.path, f"removed: {one.why}") for one in plan.removals if one.step is None]
+    rows = [(path.name, what, size(freed_bytes(files_in(path)))) for path, what in outcomes]
+    lines = [table(("folder", "becomes", "bytes freed"), rows, right=(2,)), ""] if rows else []
+    lines.append(ages_text(plan.before, plan.ages))
+    lines += [] if plan.removals else ["nothing to remove"]
+    return "\n".join([*lines, f"{size(plan.freed)} freed ({plan.freed:,} bytes)"])

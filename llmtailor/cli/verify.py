@@ -1,4 +1,4 @@
-"""``llmtailor verify``"""
+"""``llmtailor inspect``, ``verify`` and ``latest``"""
 
 from __future__ import annotations
 
@@ -7,27 +7,50 @@ from pathlib import Path
 
 import click
 
-from llmtailor.cli.command import Command
-from llmtailor.cli.options import JSON, PATH
+from llmtailor.cli.command import command, notify, progress_bar
+from llmtailor.cli.options import AT, JSON, PATH, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import VerificationError
 
 
-@click.command(
-    name="verify",
-    cls=Command,
-    exit_codes={
+@command(
+    {
+        0: "it can be read, even if something is missing or unusual",
+        4: "it can't be read, or is not a checkpoint",
+    }
+)
+@click.argument("checkpoint", type=PATH)
+@JSON
+def inspect(checkpoint: Path, as_json: bool) -> None:
+    """Describe CHECKPOINT: format, world size, step, param groups, parts with their sizes, and anything unusual.
+
+    Only headers are read; no tensor is loaded.
+
+    \b
+    Examples:
+      llmtailor inspect runs/x/checkpoint-400
+      llmtailor inspect runs/x/checkpoint-400 --json | jq .world_size
+    """
+    from llmtailor.cli.tables import inspection_text
+    from llmtailor.verify.inspect import inspect_checkpoint
+
+    content = inspect_checkpoint(checkpoint)
+    click.echo(json.dumps(content, indent=2) if as_json else inspection_text(content))
+
+
+@command(
+    {
         0: "CHECKPOINT is resumable, or partial and intact, possibly with warnings",
         2: "also if --resume-smoke can't be done here",
         4: "it is not a checkpoint, or of an unsupported kind",
         7: "CHECKPOINT is not resumable, or partial and damaged",
-    },
+    }
 )
 @click.argument("checkpoint", type=PATH)
 @click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
 @JSON
 @click.pass_context
-def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
+def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
     """Check whether an unmodified Trainer or DeepSpeed will resume from CHECKPOINT correctly.
 
     An error means that a resume fails or silently continues from a different state; a warning means that it loses
@@ -44,8 +67,7 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
-    from llmtailor.cli.running import progress_bar
-    from llmtailor.verify.report import to_json, to_text
+    from llmtailor.verify.verdict import to_json, to_text
     from llmtailor.verify.verify import verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
@@ -57,3 +79,47 @@ def command(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool
         verdict = try_resume(verdict)
     click.echo(json.dumps(to_json(verdict), indent=2) if as_json else to_text(verdict))
     ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
+
+
+@command(
+    {
+        0: "a checkpoint's path is printed",
+        4: "RUN_DIR does not exist",
+        7: "RUN_DIR has no resumable checkpoint; no path is printed",
+    }
+)
+@RUN_DIR
+@AT
+@click.option("--deep", is_flag=True, help="Also read every tensor; see `llmtailor verify --help`.")
+@TRUST_UNRECORDED
+@JSON
+def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_json: bool) -> None:
+    """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
+
+    Checkpoints of attempts abandoned by a resume from an earlier step are skipped.
+    stdout has only the path; the reasons why newer checkpoints were skipped go to stderr.
+
+    \b
+    Examples:
+      python train.py --resume_from_checkpoint "$(llmtailor latest runs/x)"
+      llmtailor latest runs/x --at 400 --deep
+    """
+    from llmtailor.runs.latest import find_latest, latest_to_json
+    from llmtailor.verify.verdict import to_text
+
+    with progress_bar(None, quiet=not deep, label="reading") as on_progress:
+        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded)
+    for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
+        click.echo(to_text(verdict), err=True)
+    if as_json:
+        click.echo(json.dumps(latest_to_json(found), indent=2))
+    elif found.path is not None:
+        click.echo(str(found.path))
+    how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
+    if found.newer_partial is not None:
+        notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")
+    if found.path is None:
+        until = f" at or before step {at}" if at is not None else ""
+        what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
+        fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {run}'}; or restart the training"
+        raise VerificationError.at(run, what if found.passed_over else f"it has no checkpoint-N{until}", fix)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 
@@ -26,17 +25,6 @@ from llmtailor.runs.folder import RunFolder
 
 FOREVER = sys.maxsize
 """The last step of a lineage that may still continue"""
-
-
-class Standing(Enum):
-    """How a checkpoint relates to the current attempt of its run."""
-
-    OWN = "own"
-    GIVEN_UP = "given up"
-    """It belongs to an attempt that another one replaced."""
-    UNRECORDED = "unrecorded"
-    """It states no attempt and is later than the start of the attempt record, or it belongs to a training that resumed
-    from the current attempt without the saver."""
 
 
 @dataclass(frozen=True)
@@ -67,33 +55,35 @@ class Judge:
 
     def why_not(self, path: Path, step: int) -> Problem | None:
         """Return why a checkpoint must not be used with those of the current attempt, or None."""
-        standing, name = self._standing(path, step), display_name(path)
-        if standing is Standing.GIVEN_UP:
+        code, name = self._judge(path, step), display_name(path)
+        if code is Code.GIVEN_UP:
             what = "it belongs to an abandoned attempt: the run has since resumed from an earlier step"
-            return Problem(name, what, "to use it anyway, name it in a recipe", Code.GIVEN_UP)
-        if standing is Standing.UNRECORDED and not self.trust_unrecorded:
+            return Problem(name, what, "to use it anyway, name it in a recipe", code)
+        if code is Code.UNRECORDED and not self.trust_unrecorded:
             what = "it does not state its attempt, although this run records attempts"
             fix = "if the run continues from it, use --trust-unrecorded; or name it in a recipe"
-            return Problem(name, what, fix, Code.UNRECORDED)
+            return Problem(name, what, fix, code)
         return None
 
-    def _standing(self, path: Path, step: int) -> Standing:
-        stated = stated_attempt(path)
-        standing = self._judge(step, stated)
-        if standing is Standing.UNRECORDED and stated is not None:
-            root = self._root(stated)
-            if root is not None and root >= self._newest_recorded:  # nothing else continues from there
-                return Standing.OWN
-        return standing
+    def _judge(self, path: Path, step: int) -> Code | None:
+        """Return how a checkpoint relates to the current attempt; None: it belongs to it.
 
-    def _judge(self, step: int, stated: Past | None) -> Standing:
+        GIVEN_UP: it belongs to an attempt that another one replaced. UNRECORDED: it states no attempt and is later than
+        the start of the attempt record, or it belongs to a training that resumed from the current attempt without the
+        saver.
+        """
+        stated = stated_attempt(path)
+        if self._is_own(step, stated):
+            return None
+        root = self._root(stated) if stated else None
+        if root is not None and root >= self._newest_recorded:  # nothing else continues from there
+            return None
+        return Code.GIVEN_UP if stated and root is None else Code.UNRECORDED
+
+    def _is_own(self, step: int, stated: Past | None) -> bool:
         if self.present is None:
-            return Standing.OWN
-        if stated is None:
-            return Standing.OWN if step <= self.begins_at else Standing.UNRECORDED
-        if self.present.includes(stated):
-            return Standing.OWN
-        return Standing.GIVEN_UP if self._root(stated) is None else Standing.UNRECORDED
+            return True
+        return step <= self.begins_at if stated is None else self.present.includes(stated)
 
     def _root(self, stated: Past) -> int | None:
         """Return the step of the current attempt that an unrecorded training resumed from, or None.
@@ -109,7 +99,7 @@ class Judge:
     def _newest_recorded(self) -> int:
         """The newest step that the current attempt is known to have saved"""
         there = self.folder.checkpoints()
-        return next((step for step, path in there if self._judge(step, stated_attempt(path)) is Standing.OWN), -1)
+        return next((step for step, path in there if self._is_own(step, stated_attempt(path))), -1)
 
 
 def _newest_alive(stated: Iterable[Past]) -> Past | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from llmtailor.engine.staging import left_over
 from llmtailor.errors import Problem, SourceError, some
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.registry import display_name
-from llmtailor.runs.folder import Entry, Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
-from llmtailor.runs.retention import Reachable, StepAge, compare_ages, find_reachable
+from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
+from llmtailor.runs.retention import StepAge, compare_ages, find_reachable
 from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 logger = logging.getLogger(__name__)
@@ -33,18 +34,18 @@ class Removal:
     why: str
     step: int | None = None
     """For a partial checkpoint"""
-    staging: Entry | None = None
-    """For what a merge left"""
+    out: Path | None = None
+    """For what a merge left: its output"""
 
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
     """What gc will remove. Nothing has been touched yet."""
 
-    run: Path
     scan: Scan
     """Covers every attempt"""
-    reachable: Reachable
+    before: tuple[int, ...]
+    """Composable steps now"""
     removals: tuple[Removal, ...]
     in_use: tuple[Path, ...]
     """Left alone, because another process is writing there"""
@@ -80,7 +81,7 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     for entry in folder.entries(Kind.STAGING):
         with left_over(entry.target) as is_unused:
             if is_unused:
-                found.append(Removal(entry.path, _WHY[Kind.STAGING], staging=entry))
+                found.append(Removal(entry.path, _WHY[Kind.STAGING], out=entry.target))
             else:
                 in_use.append(entry.path)
     unknown = {removal: _unknown(removal) for removal in found}
@@ -94,11 +95,11 @@ def plan_gc(run: Path, keep: int | None) -> GcPlan:
     removed = {removal.path for removal in removals}
     rest = [one for one in scan.usable if one.path not in removed]
     ages = compare_ages(scan.usable, rest, composable_steps(rest, parts), parts)
-    return GcPlan(run, scan, reachable, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
+    return GcPlan(scan, reachable.before, removals, tuple(in_use), (*scan.skipped, *kept), ages, freed)
 
 
 def _unknown(removal: Removal) -> tuple[str, ...]:
-    if removal.staging is not None:
+    if removal.out is not None:
         return ()
     try:
         return survey_contents(removal.path).unknown
@@ -111,20 +112,18 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
 
     Raises StorageError. Nothing needed is removed at any point.
     """
-    with carrying_out(plan.run, "can't remove it", "check the permissions, then run this again"):
+    with carrying_out(plan.scan.run, "can't remove it", "check the permissions, then run this again"):
         for removal in plan.removals:
             if unknown := _unknown(removal):
                 logger.info("left %s alone: %s appeared there", removal.path, some(unknown))
                 continue
-            if removal.step is not None:
-                remove_partial(removal.path)
-            elif removal.staging is not None:
-                with left_over(removal.staging.target) as is_unused:
-                    if not is_unused:
-                        logger.info("left %s alone: another process is now writing there", removal.path)
-                        continue
+            with left_over(removal.out) if removal.out else nullcontext(True) as is_unused:
+                if not is_unused:
+                    logger.info("left %s alone: another process is now writing there", removal.path)
+                    continue
+                if removal.step is not None:
+                    remove_partial(removal.path)
+                else:
                     shutil.rmtree(removal.path)
-            else:
-                shutil.rmtree(removal.path)
             logger.info("removed %s: %s", removal.path, removal.why)
             notify(removal)

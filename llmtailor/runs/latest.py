@@ -12,8 +12,7 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
-from llmtailor.verify.report import to_json
-from llmtailor.verify.verdict import SCHEMA_LATEST, Damage, Verdict
+from llmtailor.verify.verdict import Damage, Verdict, to_json
 from llmtailor.verify.verify import verify_checkpoint
 
 
@@ -88,7 +87,7 @@ def _verify(path: Path, step: int, deep: bool, on_progress: Callable[[int], None
 def latest_to_json(latest: Latest) -> dict[str, Any]:
     """Return the search result as JSON data; the keys are stable within a schema version."""
     return {
-        "schema": SCHEMA_LATEST,
+        "schema": "llmtailor.latest/1",
         "path": None if latest.path is None else str(latest.path),
         "verdict": to_json(latest.verdict) if latest.verdict else None,
         "passed_over": [to_json(verdict) for verdict in latest.passed_over],

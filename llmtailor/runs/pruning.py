@@ -159,10 +159,6 @@ class PruneAction:
     """The partial checkpoint that replaces it"""
     is_written: bool = False
     """Whether that one must be written; otherwise it already exists"""
-    kind: str = ""
-    """A description, e.g. ``deepspeed-zero3 on 2 ranks``"""
-    num_bytes: int = 0
-    """The current size of its files"""
     freed: int = 0
     """Bytes freed; negative if the replacement is larger"""
     conversion: Conversion | None = None
@@ -172,20 +168,9 @@ class PruneAction:
         """Return the run's checkpoints after this action."""
         if self.becomes == STAYS:
             return list(checkpoints)
-        paths = (self.checkpoint.path, self.successor and self.successor.path)
-        left = [one for one in checkpoints if one.path not in paths]
-        return [*left, self.successor] if self.successor else left
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The outcome for a run."""
-
-    actions: tuple[PruneAction, ...]
-    """One for each full checkpoint, oldest first"""
-    before: tuple[int, ...]
-    """Composable steps now"""
-    after: tuple[int, ...]
+        new = [self.successor] if self.successor else []
+        replaced = {self.checkpoint.path, *(one.path for one in new)}
+        return [*(one for one in checkpoints if one.path not in replaced), *new]
 
 
 @dataclass(slots=True)
@@ -205,33 +190,32 @@ class Pruner:
     path_of: Callable[[int], Path]
     """The folder of a step's partial checkpoint"""
 
-    def decide(self) -> Decision:
-        """Decide on all full checkpoints. Raises SourceError if no complete state would be left."""
+    def decide(self) -> list[PruneAction]:
+        """Return what to do with each full checkpoint, oldest first.
+
+        Raises SourceError if no complete state would be left.
+        """
         full = sorted((one for one in self.checkpoints if not one.is_partial), key=lambda one: one.step)
-        before = composable_steps(self.checkpoints, self.parts)
-        there, promised = list(self.checkpoints), set(before)
+        there, promised = list(self.checkpoints), set(composable_steps(self.checkpoints, self.parts))
         actions = []
         for number, checkpoint in enumerate(full):
             if number >= len(full) - self.keep_full:
                 actions.append(PruneAction(checkpoint, STAYS))
                 continue
             action = self._propose(checkpoint, there)
-            kept = promised - ({checkpoint.step} if action.becomes == WEIGHTS else set())
             left = action.applied_to(there)
-            broken = [step for step in sorted(kept) if sources_at(left, step, self.parts) is None]
-            if action.becomes == WEIGHTS and sources_at(left, checkpoint.step, self.parts):
-                kept.add(checkpoint.step)
-            if broken:
-                why = f"step {', '.join(map(str, broken))} could not be composed without it"
+            broken = {step for step in promised if sources_at(left, step, self.parts) is None}
+            requested = {checkpoint.step} if action.becomes == WEIGHTS else set()
+            if needed := sorted(broken - requested):
+                why = f"step {', '.join(map(str, needed))} could not be composed without it"
                 action = PruneAction(checkpoint, STAYS, why)
             else:
-                there, promised = left, kept
+                there, promised = left, promised - broken
                 if action.is_written and action.successor is not None:
                     self.thinned.append((action.successor, self.facts(checkpoint).losses))
             actions.append(action)
-        after = composable_steps(there, self.parts)
-        self._check(actions, promised, after)
-        return Decision(tuple(actions), tuple(before), tuple(after))
+        self._check(actions, promised, composable_steps(there, self.parts))
+        return actions
 
     def _propose(self, checkpoint: RunCheckpoint, there: Iterable[RunCheckpoint]) -> PruneAction:
         facts, step = self.facts(checkpoint), checkpoint.step
@@ -319,8 +303,10 @@ def read_facts(
 ) -> FullFacts:
     """Read the facts of a full checkpoint without its tensors; ``target`` is its path as a partial one."""
     obstacle = _why_untouchable(index)
-    if not obstacle:
-        obstacle = _why_no_weights(index) if weights_only else _why_not_partial(index, target, usable)
+    if not obstacle and not weights_only:
+        obstacle = _why_not_partial(index, target, usable)
+    elif not obstacle and ADAPTER not in index.files and not any(state.kind == WEIGHT for state in index.held):
+        obstacle = "it has no safetensors weights, so nothing of it would be left"
     return FullFacts(obstacle, read_losses(index.root), part_bytes(index, structure))
 
 
@@ -332,11 +318,6 @@ def _why_untouchable(index: CheckpointIndex) -> str:
     if contents.unknown:
         return f"it holds files of unknown origin: {some(contents.unknown)}"
     return f"it holds files that would be lost: {some(lost)}" if lost else ""
-
-
-def _why_no_weights(index: CheckpointIndex) -> str:
-    has_weights = any(state.kind == WEIGHT for state in index.held) or ADAPTER in index.files
-    return "" if has_weights else "it has no safetensors weights, so nothing of it would be left"
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:

@@ -22,7 +22,7 @@ from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
-from llmtailor.recipe.strategies import StrategyOptions, assign, assign_flags, read_flags
+from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.verify.verify import verify_checkpoint
@@ -48,12 +48,6 @@ class Scan:
     def partial(self) -> tuple[RunCheckpoint, ...]:
         """The usable partial checkpoints, oldest first"""
         return tuple(one for one in self.usable if one.is_partial)
-
-    @property
-    def abandoned(self) -> frozenset[Path]:
-        """The checkpoints of abandoned attempts"""
-        codes = {folder: {problem.code for problem in problems} for folder, problems in self.refused.items()}
-        return frozenset(folder for folder, found in codes.items() if Code.GIVEN_UP in found)
 
     @property
     def skipped(self) -> tuple[Problem, ...]:
@@ -101,7 +95,7 @@ def scan_run(
     found, refused = scan_back(
         run,
         at,
-        read=lambda path, step, found: index_checkpoint(path),
+        read=lambda path, found: index_checkpoint(path),
         index_of=lambda index: index,
         is_enough=is_enough,
         also=also,
@@ -122,7 +116,7 @@ def scan_back(
     run: Path,
     at: int | None,
     *,
-    read: Callable[[Path, int, list[T]], T],
+    read: Callable[[Path, list[T]], T],
     index_of: Callable[[T], CheckpointIndex],
     is_enough: Callable[[list[T], int], bool],
     also: Path | None = None,
@@ -137,7 +131,7 @@ def scan_back(
     ``trust_unrecorded``); and if they are partial and the newest partial one does not build on them (unless
     ``every_chain``). ``also`` is read last, if it is elsewhere, whatever attempt it belongs to.
 
-    ``read`` gets a folder, its step and what was found so far, and raises SourceError for an unusable checkpoint.
+    ``read`` gets a folder and what was found so far, and raises SourceError for an unusable checkpoint.
     ``is_enough`` gets what was found and the next step to read, and returns whether to stop. Raises SourceError if
     there is no checkpoint up to step ``at``.
     """
@@ -162,7 +156,7 @@ def scan_back(
             refuse(folder, unrecorded)
             continue
         try:
-            one = read(folder, step, found)
+            one = read(folder, found)
             index = index_of(one)
             ledger = ledger_of(index)
         except SourceError as error:  # Unanswered is not caught
@@ -202,8 +196,12 @@ def check_newest(scan: Scan) -> Path:
     Raises SourceError with the reasons if nothing can resume from it: then only the older ones are left. A full one is
     verified for a resume, not only for a merge.
     """
-    folders = [folder for _, folder in RunFolder(scan.run).checkpoints_until(None) if folder not in scan.abandoned]
-    newest = next((folder for folder in folders if folder.parent.name != FOLDER or is_partial(folder)), scan.run)
+    for _, newest in RunFolder(scan.run).checkpoints_until(None):
+        is_abandoned = any(problem.code is Code.GIVEN_UP for problem in scan.refused.get(newest, ()))
+        if not is_abandoned and (newest.parent.name != FOLDER or is_partial(newest)):
+            break
+    else:
+        newest = scan.run
     if newest not in scan.indexes:
         reasons = scan.refused.get(newest, ())
         what = "the newest checkpoint can't be used, so nothing older is touched"
@@ -245,7 +243,7 @@ def recipe_for_run(
         assignment = assign(scan.usable, scan.structure, how)
     else:
         problems = Problems()
-        lines = None
+        lines: tuple[FlagLine, ...] = ()
         try:
             lines = read_flags(how.text, how.name)
         except TailorError as error:
@@ -258,7 +256,6 @@ def recipe_for_run(
             fix = "name another base, or fix it"
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()
-        assert lines is not None
         step = at if at is not None else scan.usable[-1].step
         assignment = assign_flags(lines, step, found, scan.usable, scan.structure, how.total_layers, how.name)
     _log_choice(assignment)

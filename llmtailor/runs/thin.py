@@ -12,15 +12,23 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.lineage import THINNED, RunCheckpoint, newest_resumable, sources_at, usable_at
+from llmtailor.checkpoint.lineage import (
+    THINNED,
+    RunCheckpoint,
+    composable_steps,
+    newest_resumable,
+    sources_at,
+    usable_at,
+)
 from llmtailor.compose.plan import plan_merge
 from llmtailor.containers.safetensors import read_weights
-from llmtailor.engine.pool import Stop, stoppable
+from llmtailor.engine.pool import stoppable
 from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
@@ -53,7 +61,7 @@ from llmtailor.runs.pruning import (
 )
 from llmtailor.runs.retention import StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, describe_checkpoint, scan_run
-from llmtailor.runs.to_partial import Contents, check_same, check_unchanged, compared, plan_conversion, write_conversion
+from llmtailor.runs.to_partial import check_same, check_unchanged, compared, plan_conversion, write_conversion
 from llmtailor.storage.local import fsync_folder, replace_folder
 
 logger = logging.getLogger(__name__)
@@ -65,7 +73,6 @@ _SCRIPT = re.compile(r"zero_to_\w+\.py")
 class ThinPlan:
     """What thinning will do. Nothing has been touched yet."""
 
-    run: Path
     options: ThinOptions
     scan: Scan
     """Covers every attempt"""
@@ -73,7 +80,6 @@ class ThinPlan:
     """One for each full checkpoint, oldest first"""
     before: tuple[int, ...]
     """Composable steps now"""
-    after: tuple[int, ...]
     left_behind: tuple[Path, ...]
     """What a killed ``thin`` left; also removed"""
     freed: int
@@ -91,17 +97,13 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
     run = Path(run).absolute()
     folder, scan = RunFolder(run), scan_run(run, every_chain=True)
     structure, indexes = scan.structure, scan.indexes
-    index = indexes[check_newest(scan)]
-    trained = {structure.part_of[param] for param in trained_states(index)}
+    trained = {structure.part_of[param] for param in trained_states(indexes[check_newest(scan)])}
     parts = [part for part in structure.parts if part in trained]
     chooser = None if options.weights_only else Chooser.of(options, structure, parts)
-    facts: dict[Path, FullFacts] = {}
 
+    @cache
     def facts_of(one: RunCheckpoint) -> FullFacts:
-        if one.path not in facts:
-            target = folder.at(one.step)
-            facts[one.path] = read_facts(indexes[one.path], structure, target, indexes, weights_only=chooser is None)
-        return facts[one.path]
+        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, weights_only=chooser is None)
 
     pruner = Pruner(
         checkpoints=scan.usable,
@@ -113,15 +115,15 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
         new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
-    decision = pruner.decide()
-    actions = _measure(decision.actions, scan, chooser)
+    actions = _measure(pruner.decide(), scan, chooser)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
     rest = list(scan.usable)
     for action in actions:
         rest = action.applied_to(rest)
-    ages = compare_ages(scan.usable, rest, decision.after, structure.parts)
-    return ThinPlan(run, options, scan, actions, decision.before, decision.after, tuple(left), freed, ages)
+    before, after = (tuple(composable_steps(there, structure.parts)) for there in (scan.usable, rest))
+    ages = compare_ages(scan.usable, rest, after, structure.parts)
+    return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
 
 
 def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
@@ -140,14 +142,13 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
             freed = freed_bytes(files_in(index.root))
         successor = action.successor if action.is_written else None
         if successor is not None and successor.ledger is not None and chooser is not None:
-            contents = Contents(action.parts, successor.ledger, chooser.settings())
-            conversion = plan_conversion(index, scan.structure, successor.path, contents, frozen)
+            policy = chooser.settings()
+            conversion = plan_conversion(
+                index, scan.structure, successor.path, action.parts, successor.ledger, policy, frozen
+            )
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
-        num_bytes = sum(fact.num_bytes for fact in index.files.values())
-        ranks = f"{index.world_size} rank{'s' if index.world_size > 1 else ''}"
-        kind = f"{'composite, ' if index.part_steps else ''}{index.format} on {ranks}"
-        measured.append(replace(action, kind=kind, num_bytes=num_bytes, freed=freed, conversion=conversion))
+        measured.append(replace(action, freed=freed, conversion=conversion))
     return tuple(measured)
 
 
@@ -156,11 +157,11 @@ def bytes_to_move(plan: ThinPlan) -> int:
     total = 0
     for action in plan.actions:
         if action.conversion is not None:
-            total += action.conversion.num_bytes_to_move
-        elif action.becomes == PARTIAL and action.successor is not None:
+            total += action.conversion.plan.num_bytes
+        elif action.successor is not None:
             index = plan.scan.indexes[action.successor.path]
-            total += 2 * sum(index.held[state].num_bytes for state in compared(index))
-    return total
+            total += sum(index.held[state].num_bytes for state in compared(index))
+    return 2 * total  # written and read back, or both read
 
 
 def thin(
@@ -174,21 +175,38 @@ def thin(
 
     Raises StorageError, SourceError, VerificationError or Interrupted; finished actions stay, and nothing is lost.
     """
-    there = list(plan.scan.usable)
+    scan, there, indexes = plan.scan, list(plan.scan.usable), plan.scan.indexes
     differing: list[Problem] = []
-    with carrying_out(plan.run, "can't continue", "check the disk and rerun the same command"), stoppable() as stop:
+    with (
+        carrying_out(scan.run, "can't continue", "check the disk and rerun the same command"),
+        stoppable() as stop,
+    ):
         for folder in plan.left_behind:
             shutil.rmtree(folder)
         for action in plan.actions:
             stop.check()
+            full, successor = indexes[action.checkpoint.path], action.successor
             if action.becomes == WEIGHTS:
-                reduce_to_weights(plan.scan.indexes[action.checkpoint.path])
-            elif action.becomes == PARTIAL:
+                reduce_to_weights(full)
+            elif successor is not None:
+                if action.conversion is not None:
+                    write_conversion(action.conversion, stop, on_progress)
+                else:
+                    try:
+                        check_same(indexes[successor.path], full, stop, on_progress)
+                    except VerificationError as error:
+                        differing += error.problems
+                        continue
                 try:
-                    _replace(plan, action, there, stop, on_progress)
-                except _Different as error:
-                    differing += error.problems
-                    continue
+                    check_on_disk(successor, scan.structure)
+                    check_composable(scan.run, action.applied_to(there), successor.step, scan.structure)
+                except VerificationError:
+                    if action.conversion is not None:
+                        remove_partial(successor.path)
+                    raise
+                check_unchanged(full)
+                logger.info("removing %s: step %d can be composed without it", full.root.name, successor.step)
+                remove_replaced(full.root)
             else:
                 logger.info("%s stays: %s", action.checkpoint.name, action.why or "it is one of the newest")
                 continue
@@ -196,39 +214,6 @@ def thin(
             notify(action)
         if differing:
             raise VerificationError(differing)
-
-
-class _Different(VerificationError):
-    """The existing partial checkpoint is not of the same save as the full one."""
-
-
-def _replace(
-    plan: ThinPlan,
-    action: PruneAction,
-    there: Sequence[RunCheckpoint],
-    stop: Stop,
-    on_progress: Callable[[int], None],
-) -> None:
-    """Replace a full checkpoint with a partial one."""
-    full, successor, indexes = action.checkpoint, action.successor, plan.scan.indexes
-    assert successor is not None
-    if action.conversion is not None:
-        write_conversion(action.conversion, stop, on_progress)
-    else:
-        try:
-            check_same(indexes[successor.path], indexes[full.path], stop, on_progress)
-        except VerificationError as error:
-            raise _Different(error.problems) from error
-    try:
-        check_on_disk(successor, plan.scan.structure)
-        check_composable(plan.run, action.applied_to(there), full.step, plan.scan.structure)
-    except VerificationError:
-        if action.conversion is not None:
-            remove_partial(successor.path)
-        raise
-    check_unchanged(indexes[full.path])
-    logger.info("removing %s: step %d can be composed without it", full.name, full.step)
-    remove_replaced(full.path)
 
 
 def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:

@@ -9,10 +9,11 @@ import filecmp
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from llmtailor.compose.plan import plan_composite
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.staging import check_space
-from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
+from llmtailor.errors import PathIn, Problem, SourceError, VerificationError, some
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
 from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial, trained_states
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import WEIGHT, State
+from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 from llmtailor.runs.folder import Kind, link_or_copy, staged
 from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
@@ -50,10 +51,12 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: O
 
     Raises VerificationError with every file that differs, OSError, or Interrupted.
     """
-    with Files(root) as reader:
-        jobs = [partial(_crc_of_file, reader, path, _watched(stop, on_progress)) for path in wanted]
-        found = dict(zip(wanted, run_all(jobs, num_workers(), stop), strict=True))
-    if wrong := [path for path, crc in wanted.items() if found[path] != crc]:
+    with Files(root) as files:
+        for path in wanted:
+            files.forget(path)
+    whole = [[Extent(path, 0, (root / path).stat().st_size)] for path in wanted]
+    found = zip(wanted.items(), _crcs(root, whole, stop, on_progress), strict=True)
+    if wrong := [path for (path, crc), have in found if have != crc]:
         raise VerificationError(
             Problem(str(root / path), "it does not read back as it was written", _BUG) for path in wrong
         )
@@ -65,7 +68,8 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
     Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
-    wrong = [f"its {what} differs from that of {source.name}" for what in _ALIKE if not _alike(what, made, source)]
+    differing = [what for what in _ALIKE if _plain(getattr(made, what)) != _plain(getattr(source, what))]
+    wrong = [f"its {what} differs from that of {source.name}" for what in differing]
     kept = set(params)
     trained = {param for group in source.group_params for param in group}
     for state, held in source.held.items():
@@ -78,10 +82,10 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
         for start, piece in file.placed():
-            if isinstance(piece, Copy) and piece.state is not None and made.held[piece.state].is_here:
-                end = piece.begin + _numel(made, piece.state, piece.num_bytes)
+            if isinstance(piece, Copy) and piece.state is not None and (held := made.held[piece.state]).is_here:
+                end = piece.begin + piece.num_bytes // ITEMSIZE[held.dtype]
                 planned = Fragment(piece.begin, end, Extent(file.path, start, start + piece.num_bytes))
-                if list(made.held[piece.state].place.cover(piece.begin, end)) != [planned]:
+                if list(held.place.cover(piece.begin, end)) != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
     if wrong:
         raise VerificationError(Problem(made.name, what, _BUG) for what in wrong)
@@ -101,16 +105,15 @@ def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_prog
     pairs = [state for state in states if state in other.held]
     crcs = []
     for index in (one, other):
-        with Files(index.root) as reader:
-            jobs = [partial(_crc_of_state, reader, index, state, _watched(stop, on_progress)) for state in pairs]
-            crcs.append(run_all(jobs, num_workers(), stop))
-    lacking = [state for state in states if state not in other.held]
-    wrong = lacking + [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
+        covers = (held.place.cover(0, held.numel) for held in map(index.held.__getitem__, pairs))
+        extents = ([fragment.extent for fragment in cover] for cover in covers)
+        crcs.append(_crcs(index.root, extents, stop, on_progress))
+    wrong = [state for state in states if state not in other.held]
+    wrong += [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
     if wrong:
-        names = ", ".join(f"{state.kind} of {state.param}" for state in wrong[:3])
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        names = some(f"{state.kind} of {state.param}" for state in wrong)
         fix = "they belong to different attempts: remove the unwanted one by hand"
-        raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}{more}", fix)
+        raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}", fix)
 
 
 def check_unchanged(index: CheckpointIndex) -> None:
@@ -132,51 +135,30 @@ def check_unchanged(index: CheckpointIndex) -> None:
         raise SourceError(changed)
 
 
-def _alike(what: str, made: CheckpointIndex, source: CheckpointIndex) -> bool:
-    mine, theirs = getattr(made, what), getattr(source, what)
-    return bool(dict(mine) == dict(theirs) if isinstance(mine, Mapping) else mine == theirs)
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
-def _numel(index: CheckpointIndex, state: State, num_bytes: int) -> int:
-    held = index.held[state]
-    return num_bytes * held.numel // held.num_bytes
+def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progress: OnProgress) -> list[int]:
+    """Return the CRC-32 of each sequence of byte ranges."""
 
-
-def _watched(stop: Stop, on_progress: OnProgress) -> OnProgress:
     def watch(num_bytes: int) -> None:
         stop.check()
         on_progress(num_bytes)
 
-    return watch
+    def crc_of(extents: Sequence[Extent]) -> int:
+        crc = 0
+        for extent in extents:
+            crc = crc_of_range(files, extent.path, extent.start, extent.stop, watch, crc)
+        return crc
 
-
-def _crc_of_file(reader: Files, path: str, on_progress: OnProgress) -> int:
-    reader.forget(path)
-    return crc_of_range(reader, path, 0, (reader.root / path).stat().st_size, on_progress)
-
-
-def _crc_of_state(reader: Files, index: CheckpointIndex, state: State, on_progress: OnProgress) -> int:
-    held, crc = index.held[state], 0
-    for fragment in held.place.cover(0, held.numel):
-        extent = fragment.extent
-        crc = crc_of_range(reader, extent.path, extent.start, extent.stop, on_progress, crc)
-    return crc
+    with Files(root) as files:
+        return run_all((partial(crc_of, extents) for extents in wanted), num_workers(), stop)
 
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 16 << 20
 """Space for folders and file system overhead beyond the bytes of the plan"""
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The contents of a partial checkpoint."""
-
-    parts: Mapping[str, str]
-    """Part -> reason"""
-    ledger: Ledger
-    """The ledger after this save"""
-    policy: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +168,18 @@ class Conversion:
     source: CheckpointIndex
     target: Path
     structure: ModelStructure
-    contents: Contents
+    parts: Mapping[str, str]
+    """The parts it holds -> reason"""
+    ledger: Ledger
+    """The ledger after this save"""
+    policy: Mapping[str, Any]
+    params_of: Mapping[str, list[str]]
+    """The trained params by part"""
     save_id: str
     layout: PartialLayout
     plan: Plan
     links: Mapping[str, Path]
     """Files of frozen params that an older partial checkpoint has in the same size, so likely with the same content"""
-
-    @property
-    def params_of(self) -> dict[str, list[str]]:
-        """The trained params by part"""
-        return _params_of(self.source, self.structure, self.contents)
-
-    @property
-    def num_bytes_to_move(self) -> int:
-        """The bytes written and then read back"""
-        return 2 * self.plan.num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -214,7 +192,9 @@ def plan_conversion(
     source: CheckpointIndex,
     structure: ModelStructure,
     target: Path,
-    contents: Contents,
+    parts: Mapping[str, str],
+    ledger: Ledger,
+    policy: Mapping[str, Any],
     older: Mapping[str, tuple[Path, int]],
 ) -> Conversion:
     """Lay out a full checkpoint as a partial one; no tensor is read.
@@ -223,8 +203,9 @@ def plan_conversion(
     Raises SourceError or UnsupportedCheckpoint.
     """
     save_id = uuid.uuid4().hex
-    params = {name for names in _params_of(source, structure, contents).values() for name in names}
-    layout = lay_out_partial(source, params, save_id)
+    trained = {name for group in source.group_params for name in group}
+    params_of = {part: [name for name in structure.names(part) if name in trained] for part in parts}
+    layout = lay_out_partial(source, set(chain(*params_of.values())), save_id)
     names = {*source.params, *source.tied, *(state.param for state in source.held)}
     plan = plan_composite(layout.files, [source], Sources(dict.fromkeys(names, 0)), 0)
     links = {
@@ -232,15 +213,13 @@ def plan_conversion(
         for file in layout.frozen
         if file.path in older and older[file.path][1] == file.num_bytes
     }
-    return Conversion(source, target, structure, contents, save_id, layout, plan, links)
+    return Conversion(source, target, structure, parts, ledger, policy, params_of, save_id, layout, plan, links)
 
 
-def write_conversion(
-    conversion: Conversion, stop: Stop, on_progress: Callable[[int], None] = lambda num_bytes: None
-) -> None:
+def write_conversion(conversion: Conversion, stop: Stop, on_progress: OnProgress = lambda num_bytes: None) -> None:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
-    ``on_progress`` gets the bytes written and read back, `Conversion.num_bytes_to_move` in all, from several threads.
+    ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in all, from several threads.
 
     Raises StorageError if there is not enough space, SourceError (also if the full checkpoint changes in the meantime),
     VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
@@ -261,8 +240,8 @@ def write_conversion(
         write_durably(staging / MANIFEST, _manifest(conversion, crcs))
         fsync_folder(staging)
         check_crcs(staging, crcs, stop, on_progress)
-        params = {name for names in conversion.params_of.values() for name in names}
-        check_places(conversion.plan, index_checkpoint(staging, display_name(target)), source, params)
+        made = index_checkpoint(staging, display_name(target))
+        check_places(conversion.plan, made, source, chain(*conversion.params_of.values()))
         check_unchanged(source)
         logger.info("read it back in %s", watch.lap())
         stop.check()
@@ -281,23 +260,16 @@ def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, i
     return {part: found[part] for part in structure.parts if part in found}
 
 
-def _params_of(source: CheckpointIndex, structure: ModelStructure, contents: Contents) -> dict[str, list[str]]:
-    trained = {name for group in source.group_params for name in group}
-    return {part: [name for name in structure.names(part) if name in trained] for part in contents.parts}
-
-
 def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
     """Return the manifest; its size does not depend on the checksums."""
-    source, contents = conversion.source, conversion.contents
+    source, layout = conversion.source, conversion.layout
     facts = tuple(
-        BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0))
-        for file in (*conversion.layout.bundles, *conversion.layout.frozen)
+        BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0)) for file in (*layout.bundles, *layout.frozen)
     )
+    ledger = conversion.ledger.to_json()
     return manifest_json(
-        describe_partial(
-            source, conversion.save_id, contents.parts, conversion.params_of, facts, contents.ledger.to_json()
-        ),
-        policy=contents.policy,
+        describe_partial(source, conversion.save_id, conversion.parts, conversion.params_of, facts, ledger),
+        policy=conversion.policy,
         num_bytes=part_bytes(source, conversion.structure),
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

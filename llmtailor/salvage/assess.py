@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.lineage import RunCheckpoint
-from llmtailor.checkpoint.placement import Runs
+from llmtailor.checkpoint.placement import Extent, Runs
 from llmtailor.codes import Code
-from llmtailor.containers.torch_zip import list_records
-from llmtailor.containers.zip import Record
-from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.errors import Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_rng_file, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.local import Files
 from llmtailor.verify.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from llmtailor.verify.deep import Deep
 
 _OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
@@ -32,7 +32,6 @@ _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.p
 class Holder:
     """A checkpoint of which at least one part is usable."""
 
-    checkpoint: RunCheckpoint
     index: CheckpointIndex
     """The index without damaged files, and without weights if these are damaged: the masters can be rounded instead"""
     lost: Mapping[State, Runs]
@@ -55,101 +54,87 @@ class Holder:
 
     @property
     def step(self) -> int:
-        return self.checkpoint.step
+        return self.index.global_step
 
 
-@dataclass(frozen=True, slots=True)
-class _Sorted:
-    """The damage of a checkpoint, by its consequence for a salvage."""
-
-    fatal: tuple[Problem, ...]
-    """The states can no longer be identified."""
-    unfit: tuple[Problem, ...]
-    dropped: frozenset[str]
-    weights_lost: bool
-
-
-def assess(path: Path, step: int, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
+def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
     """Return what is usable of a checkpoint. With ``deep``, also read its tensors.
 
     Raises SourceError if nothing is usable, and Interrupted on Ctrl-C.
     """
     verdict = verify_checkpoint(path)
-    index = verdict.index
-    if index is None:
-        raise SourceError(finding for finding in verdict.findings if finding.severity != NOTE)
+    index, lost = verdict.index, verdict.damage.states
     findings = [finding for finding in verdict.findings if finding.severity != NOTE]
+    if index is None:
+        raise SourceError(findings)
     damage = _sort(findings, index)
-    if damage.fatal:
-        raise SourceError(damage.fatal)
-    lost: Mapping[State, Runs] = verdict.damage.states
+    if damage[_FATAL]:
+        raise SourceError(damage[_FATAL])
     if deep:
         from llmtailor.verify.deep import read_everything  # numpy takes a while
 
         found = read_everything(index, index.unreadable, read_manifest(path, index.name), on_progress)
-        more = [finding for finding in found.findings if finding.severity != NOTE]
-        damage = _sort([*findings, *more], index, is_deep=True)
-        if damage.fatal and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged
-            raise SourceError(damage.fatal)
-        lost = _trusting_checksums(index, found.states, found.values)
-        findings += [*more, *found.values]
-    weights_lost = index.has_masters and (damage.weights_lost or any(state.kind == WEIGHT for state in lost))
+        findings += [finding for finding in found.findings if finding.severity != NOTE]
+        damage = _sort(findings, index, is_deep=True)
+        if damage[_FATAL] and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged
+            raise SourceError(damage[_FATAL])
+        lost = _trusting_checksums(index, found)
+        findings += found.values
+    dropped = {finding.path for finding in damage[_DROPPED] if finding.path}
+    weights_lost = index.has_masters and bool(damage[_WEIGHTS] or any(state.kind == WEIGHT for state in lost))
     problems = tuple(dict.fromkeys(finding.problem for finding in findings))
     damaged_files = {one.path for one in problems}.intersection(index.files)
     return Holder(
-        checkpoint=RunCheckpoint(path, step, None),
-        index=_without(index, damage.dropped, weights_lost),
+        index=_without(index, dropped, weights_lost),
         lost={
             state: runs
             for state, runs in lost.items()
             if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters)
         },
         is_whole=not (lost or damaged_files or any(finding.severity == ERROR for finding in findings)),
-        unfit=damage.unfit,
+        unfit=tuple(damage[_UNFIT]),
         damage=problems,
         knows_tied=not any(_FIRST_MODEL_STATES.fullmatch(path) for path in index.unreadable),
         weights_lost=weights_lost,
-        dropped=tuple(sorted(damage.dropped - {LATEST})),
+        dropped=tuple(sorted(dropped - {LATEST})),
     )
 
 
-def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = False) -> _Sorted:
-    fatal: list[Problem] = []
-    unfit: list[Problem] = []
-    dropped: set[str] = set()
-    weights_lost = False
+_FATAL, _UNFIT, _DROPPED, _WEIGHTS = "states can't be identified", "no base", "file left out", "weights lost"
+
+
+def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = False) -> dict[str, list[Finding]]:
+    """Return the damage of a checkpoint by its consequence for a salvage."""
+    found: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         path = finding.path or ""
         if path in _OF_THE_BASE or finding.code in _OF_THE_SCHEDULER:
             if is_deep or finding.severity == ERROR:
-                unfit.append(finding)
+                found[_UNFIT].append(finding)
         elif path in index.unreadable or (is_deep and "/" in path):
             continue  # the damaged elements are listed separately
         elif is_weight_file(path) and not index.is_partial:  # those hold masters and moments, not weights
-            weights_lost = True
-        elif path == MANIFEST:
-            fatal.append(finding)
+            found[_WEIGHTS].append(finding)
         elif path == LATEST or is_rng_file(path):
-            dropped.add(path)
+            found[_DROPPED].append(finding)
             if path == LATEST and len([tag for tag in index.root.glob("global_step*") if tag.is_dir()]) > 1:
-                fatal.append(finding)
-        elif finding.severity == ERROR:
-            fatal.append(finding)
+                found[_FATAL].append(finding)
+        elif path == MANIFEST or finding.severity == ERROR:
+            found[_FATAL].append(finding)
         elif "/" not in path and (index.root / path).is_file():
-            dropped.add(path)
-    return _Sorted(tuple(fatal), tuple(unfit), frozenset(dropped), weights_lost)
+            found[_DROPPED].append(finding)
+    return found
 
 
-def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool) -> CheckpointIndex:
+def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: bool) -> CheckpointIndex:
     # the safetensors files of a partial checkpoint hold masters, moments and frozen params
     weights_lost = weights_lost and not index.is_partial
+    files = {path: fact for path, fact in index.files.items() if path not in dropped}
+    if weights_lost:
+        files = {path: fact for path, fact in files.items() if not is_weight_file(path)}
     return replace(
         index,
-        files={
-            path: fact
-            for path, fact in index.files.items()
-            if path not in dropped and not (weights_lost and is_weight_file(path))
-        },
+        files=files,
         held={state: held for state, held in index.held.items() if not (weights_lost and state.kind == WEIGHT)},
         findings=tuple(finding for finding in index.findings if finding.severity != ERROR),
     )
@@ -157,41 +142,21 @@ def _without(index: CheckpointIndex, dropped: frozenset[str], weights_lost: bool
 
 def without_weights(holder: Holder) -> Holder:
     """Return a holder whose weights will be rounded from its masters, whatever its weight files contain."""
-    return replace(holder, index=_without(holder.index, frozenset(), weights_lost=True))
+    return replace(holder, index=_without(holder.index, (), weights_lost=True))
 
 
-def _trusting_checksums(
-    index: CheckpointIndex, states: Mapping[State, Runs], values: Iterable[Finding]
-) -> dict[State, Runs]:
+def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs]:
     """Drop masters that match their checksum from the damage: if a weight contradicts its master, both are listed."""
-    from llmtailor.verify.read import crc_of_range  # numpy takes a while
+    blamed = {finding.path for finding in found.values} | index.unreadable
 
-    blamed = {finding.path for finding in values} | index.unreadable
-    files = Files(index.root)
+    def is_right(extent: Extent) -> bool:
+        records = () if extent.path in blamed else found.intact.get(extent.path, ())
+        return any(record.start <= extent.start and extent.stop <= record.stop for record in records)
 
-    @cache
-    def records_of(path: str) -> Sequence[Record]:
-        return list_records(index.root, path, PathIn(index.name, path)) if path.endswith(".pt") else ()
-
-    @cache
-    def matches(path: str, record: Record) -> bool:
-        try:
-            return record.crc == crc_of_range(files, path, record.start, record.stop, lambda num_bytes: None)
-        except OSError:
-            return False
-
-    def is_right(state: State, runs: Runs) -> bool:
+    def is_trusted(state: State, runs: Runs) -> bool:
         if not index.has_masters or state.kind not in (MASTER, FROZEN):
             return False
         place = index.held[state].place
-        extents = {fragment.extent for begin, end in runs for fragment in place.cover(begin, end)}
-        return not blamed.intersection(extent.path for extent in extents) and all(
-            any(
-                record.start <= extent.start and extent.stop <= record.stop and matches(extent.path, record)
-                for record in records_of(extent.path)
-            )
-            for extent in extents
-        )
+        return all(is_right(fragment.extent) for begin, end in runs for fragment in place.cover(begin, end))
 
-    with files:
-        return {state: runs for state, runs in states.items() if not is_right(state, runs)}
+    return {state: runs for state, runs in found.states.items() if not is_trusted(state, runs)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Runs, count, union, without
@@ -21,12 +23,15 @@ class PartChoice:
     """The source of a part."""
 
     part: str
-    holder: int | None
-    """Position of the newest holder used; None if there is no complete source"""
     shares: Mapping[int, int]
-    """Holder -> number of param elements taken from it"""
+    """Holder -> number of param elements taken from it; empty if there is no complete source"""
     why: str
     """Why not all of it comes from the newest holder; empty if it does"""
+
+    @property
+    def holder(self) -> int | None:
+        """Position of the newest holder used"""
+        return min(self.shares, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +63,21 @@ def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool
     Each element's master and moments come from one holder. The base is the newest holder that can be one and is used,
     or else the newest that can be one.
     """
-    wanted = _states_by_part(holders[0].index, structure)
+    reference = holders[0].index
+    wanted = _states_by_part(reference, structure)
     parts: list[PartChoice] = []
     cuts: dict[State, Cuts] = {}
     for part in structure.parts:
         states = wanted.get(part, {})
-        whole = next((at for at, one in enumerate(holders) if not _lost(one, states, holders[0].index)), None)
-        choice = PartChoice(part, whole, {} if whole is None else {whole: _numel(states, holders[0].index)}, "")
-        if (
-            fragments
-            and holders[0].index.has_masters
-            and whole != 0
-            and (mixed := _mix(part, states, holders)) is not None
-        ):
-            choice, more = mixed
+        lost = [_lost(one, states, reference) for one in holders]
+        whole = next((number for number, of_one in enumerate(lost) if not of_one), None)
+        shares = {}
+        if whole is not None:
+            shares = {whole: sum(reference.held[of_param[0]].numel for of_param in states.values())}
+        if fragments and reference.has_masters and whole != 0 and (mixed := _mix(states, holders)) is not None:
+            shares, more = mixed
             cuts |= more
-        why = _why(holders[0], _lost(holders[0], states, holders[0].index)) if set(choice.shares) != {0} else ""
-        parts.append(PartChoice(part, choice.holder, choice.shares, why))
+        parts.append(PartChoice(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else ""))
     giving = {number for choice in parts for number in choice.shares}
     able = [number for number, one in enumerate(holders) if not one.unfit and one.knows_tied]
     base = next((number for number in able if number in giving), next(iter(able), None))
@@ -88,10 +91,6 @@ def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[s
         if state.param in index.params and not (state.kind == WEIGHT and index.has_masters):
             found.setdefault(structure.part_of[state.param], {}).setdefault(state.param, []).append(state)
     return found
-
-
-def _numel(states: Mapping[str, Sequence[State]], index: CheckpointIndex) -> int:
-    return sum(index.held[of_param[0]].numel for of_param in states.values())
 
 
 def _lost(holder: Holder, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
@@ -108,9 +107,12 @@ def _lost(holder: Holder, states: Mapping[str, Sequence[State]], reference: Chec
 
 
 def _mix(
-    part: str, states: Mapping[str, Sequence[State]], holders: Sequence[Holder]
-) -> tuple[PartChoice, dict[State, Cuts]] | None:
-    """Take each element of a part from the newest holder that has all of it; None if some have no holder."""
+    states: Mapping[str, Sequence[State]], holders: Sequence[Holder]
+) -> tuple[dict[int, int], dict[State, Cuts]] | None:
+    """Take each element from the newest holder that has all of it; None if some have no holder.
+
+    Returns the number of elements by holder, and the cuts.
+    """
     reference = holders[0].index
     found: dict[str, Cuts] = {}
     for param, of_param in states.items():
@@ -121,16 +123,15 @@ def _mix(
             lost = union(*_lost(holder, {param: of_param}, reference).values())
             if holder.index.held.get(of_param[0], reference.held[of_param[0]]).numel != numel:
                 lost = ((0, numel),)  # buffers saved by another number of ranks
-            rest = without(left, without(left, lost))
-            taken += [(begin, end, number) for begin, end in without(left, lost)]
-            left = rest
+            usable = without(left, lost)
+            taken += [(begin, end, number) for begin, end in usable]
+            left = without(left, usable)
         if left:
             return None
         found[param] = tuple(sorted(taken))
-    shares: dict[int, int] = {}
-    for taken_of in found.values():
-        for begin, end, number in taken_of:
-            shares[number] = shares.get(number, 0) + end - begin
+    shares: Counter[int] = Counter()
+    for begin, end, number in chain(*found.values()):
+        shares[number] += end - begin
     first = min(shares, default=None)
     cuts = {
         state: found[param]
@@ -138,7 +139,7 @@ def _mix(
         if any(number != first for *_, number in found[param])
         for state in of_param
     }
-    return PartChoice(part, first, dict(sorted(shares.items())), ""), cuts
+    return dict(sorted(shares.items())), cuts
 
 
 def _why(newest: Holder, lost: Mapping[State, Runs]) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
-from llmtailor.containers.torch_zip import list_records, read_torch_file
+from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, find_structure
 from llmtailor.formats.trainer import is_rng_file
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
@@ -26,52 +25,49 @@ from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights
 from llmtailor.salvage.choose import Choice, choose
 from llmtailor.storage.local import read_source
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import check_file, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
-    """What is usable of a run's checkpoints, from the newest on, as far back as needed."""
+class Salvage:
+    """What is usable of a run's checkpoints, from the newest on, as far back as needed, and what to make of it.
+
+    Nothing is written yet.
+    """
 
     run: Path
     newest: tuple[int, Path]
     """Step and folder of the newest checkpoint, usable or not"""
-    holders: tuple[Holder, ...]
-    refused: tuple[Problem, ...]
+    holders: Sequence[Holder]
+    refused: Sequence[Problem]
     """Why nothing of the others is usable"""
+    structure: ModelStructure
+    choice: Choice
+    fragments: bool
+    deeper: Choice | None = None
+    """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
+    composition: Composition | None = None
+    """None: the base is whole, and nothing newer is usable."""
+    is_written: bool = False
+    """Whether the output already exists from the same salvage"""
 
     @property
     def damage(self) -> tuple[Problem, ...]:
         """All damage in the holders"""
         return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
-
-@dataclass(frozen=True, slots=True)
-class Salvage:
-    """The outcome of planning a salvage. Nothing is written yet."""
-
-    scan: Scan
-    choice: Choice
-    fragments: bool
-    deeper: Choice | None
-    """The choice that ``--fragments`` would make; None if it gains nothing or was requested"""
-    composition: Composition | None
-    """None: the base is whole, and nothing newer is usable."""
-    is_written: bool = False
-    """Whether the output already exists from the same salvage"""
-
     @property
     def base(self) -> Holder:
         assert self.choice.base is not None, "an incomplete choice is refused"
-        return self.scan.holders[self.choice.base]
+        return self.holders[self.choice.base]
 
     @property
     def is_intact(self) -> bool:
         """Whether the newest checkpoint is whole, so there is nothing to salvage"""
-        return self.composition is None and self.base.checkpoint.path == self.scan.newest[1]
+        return self.composition is None and self.base.index.root == self.newest[1]
 
 
 def plan_salvage(
@@ -95,20 +91,16 @@ def plan_salvage(
     no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
-    scan, structure = _scan(run, at, deep, fragments, on_progress, trust_unrecorded)
-    holders = scan.holders
-    choice = choose(holders, structure, fragments)
-    if not choice.is_complete:
-        raise _no_composite(scan, structure, choice)
-    deeper = None if fragments else choose(holders, structure, True)
-    if deeper is not None and (not deeper.cuts or not deeper.is_complete):
-        deeper = None
-    base = choice.base
-    assert base is not None
-    composition = None
-    if choice.used != (base,) or not holders[base].is_whole or holders[base].index.is_partial:
-        composition = _plan(scan, choice, structure, out, replace_out or in_place)
-    salvage = Salvage(scan, choice, fragments, deeper, composition)
+    salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
+    if not salvage.choice.is_complete:
+        raise _no_composite(salvage)
+    deeper = choose(salvage.holders, salvage.structure, True)
+    if not fragments and deeper.cuts and deeper.is_complete:
+        salvage = replace(salvage, deeper=deeper)
+    base = salvage.base
+    if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.is_partial:
+        salvage = replace(salvage, composition=_plan(salvage, out, replace_out or in_place))
+    composition = salvage.composition
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage
     if not is_written(composition) or not verify_checkpoint(composition.out).is_resumable:
@@ -117,16 +109,16 @@ def plan_salvage(
     return replace(salvage, is_written=True)
 
 
-def _scan(
+def _choose(
     run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
-) -> tuple[Scan, ModelStructure]:
+) -> Salvage:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
     Raises SourceError if nothing of them is usable.
     """
 
-    def read(path: Path, step: int, found: list[Holder]) -> Holder:
-        found[:], holder = _share_tied(found, assess(path, step, deep, on_progress))
+    def read(path: Path, found: list[Holder]) -> Holder:
+        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         return holder
@@ -143,25 +135,26 @@ def _scan(
     if not holders:
         head = Problem(display_name(run), "no checkpoint is usable, even in part", "fix one of the checkpoints below")
         raise SourceError([head, *problems])
-    newest = RunFolder(run).checkpoints_until(at)[0]
-    return Scan(run, newest, tuple(holders), problems), find_structure(holders[0].index)
+    newest, structure = RunFolder(run).checkpoints_until(at)[0], find_structure(holders[0].index)
+    return Salvage(run, newest, holders, problems, structure, choose(holders, structure, fragments), fragments)
 
 
-def _share_tied(holders: Sequence[Holder], found: Holder) -> tuple[list[Holder], Holder]:
+def _share_tied(holders: Iterable[Holder]) -> list[Holder]:
     """Copy the tied params to holders that lost the file with them; they are the same for the whole run."""
-    known = next((one.index.tied for one in (*holders, found) if one.knows_tied), None)
+    holders = list(holders)
+    known = next((one.index.tied for one in holders if one.knows_tied), None)
     if known is None:
-        return list(holders), found
+        return holders
+    return [
+        one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
+        for one in holders
+    ]
 
-    def informed(one: Holder) -> Holder:
-        return one if one.knows_tied else replace(one, knows_tied=True, index=replace(one.index, tied=known))
 
-    return [informed(one) for one in holders], informed(found)
-
-
-def _no_composite(scan: Scan, structure: ModelStructure, choice: Choice) -> SourceError:
+def _no_composite(salvage: Salvage) -> SourceError:
+    choice, holders = salvage.choice, salvage.holders
     fix = "fix one of the files below, or restart the training"
-    if choose(scan.holders, structure, True).is_complete:
+    if choose(holders, salvage.structure, True).is_complete:
         fix = "use --fragments: together they hold every element"
     problems = [
         Problem(row.part, "no checkpoint holds it intact" + (f" ({row.why})" if row.why else ""), fix)
@@ -170,50 +163,48 @@ def _no_composite(scan: Scan, structure: ModelStructure, choice: Choice) -> Sour
     ]
     if choice.base is None:
         fix = "fix the files below: schedule and trainer state must come from one of them"
-        problems.append(Problem(display_name(scan.run), "no checkpoint can be the base", fix))
-        problems += [problem for holder in scan.holders for problem in holder.unfit]
+        problems.append(Problem(display_name(salvage.run), "no checkpoint can be the base", fix))
+        problems += [problem for holder in holders for problem in holder.unfit]
         problems += [
             Problem(holder.name, "the file that lists the tied weights can't be read", "copy it back")
-            for holder in scan.holders
+            for holder in holders
             if not holder.knows_tied
         ]
-    damage = [problem for holder in scan.holders for problem in holder.damage]
-    return SourceError(dict.fromkeys([*problems, *damage, *scan.refused]))
+    damage = [problem for holder in holders for problem in holder.damage]
+    return SourceError(dict.fromkeys([*problems, *damage, *salvage.refused]))
 
 
-def _plan(scan: Scan, choice: Choice, structure: ModelStructure, out: Path | None, replace_out: bool) -> Composition:
-    assert choice.base is not None
-    used = {number: scan.holders[number] for number in choice.used}
-    base = used[choice.base]
-    from_masters = base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values()))
-    if from_masters:
+def _plan(salvage: Salvage, out: Path | None, replace_out: bool) -> Composition:
+    choice, base = salvage.choice, salvage.base
+    used = {number: salvage.holders[number] for number in choice.used}
+    if base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
         used = {number: without_weights(holder) for number, holder in used.items()}
+    checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
     assignment = Assignment(
-        base=base.checkpoint,
-        source_of={row.part: used[row.holder].checkpoint for row in choice.parts if row.holder is not None},
+        base=RunCheckpoint(base.index.root, base.step, None),
+        source_of={row.part: checkpoints[row.holder] for row in choice.parts if row.holder is not None},
         reason={row.part: row.why or "intact" for row in choice.parts},
-        title=f"salvage of {display_name(scan.run)}",
+        title=f"salvage of {display_name(salvage.run)}",
     )
-    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
-    files, about_files = _replace_files(scan, base)
-    cuts: Mapping[State, tuple[tuple[int, int, Path], ...]] = {
-        state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
-        for state, runs in choice.cuts.items()
-    }
+    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, salvage.structure))
+    files, about_files = _replace_files(salvage.run, base)
     opened = Opened(
         indexes={holder.index.root: holder.index for holder in used.values()},
-        cuts=cuts,
+        cuts={
+            state: tuple((begin, end, used[number].index.root) for begin, end, number in runs)
+            for state, runs in choice.cuts.items()
+        },
         files=tuple(files),
-        notices=tuple(dict.fromkeys([*_notices(scan, choice), *about_files])),
+        notices=tuple(dict.fromkeys([*_notices(salvage), *about_files])),
     )
-    out = out or scan.run / f"salvaged-checkpoint-{base.step}"
+    out = out or salvage.run / f"salvaged-checkpoint-{base.step}"
     return plan_merge(recipe, out, Options(replace=replace_out), opened)
 
 
-def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
+def _replace_files(run: Path, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
     """Replace damaged files of the base that a run never changes (config, tokenizer) with other checkpoints' copies."""
     layouts, notices = [], []
-    others = list(reversed(RunFolder(scan.run).full().values()))
+    others = list(reversed(RunFolder(run).full().values()))
     for path in base.dropped:
         where, donor = PathIn(base.name, path), None
         if not is_rng_file(path):
@@ -231,31 +222,26 @@ def _replace_files(scan: Scan, base: Holder) -> tuple[list[FileLayout], list[Pro
 
 def _is_sound(root: Path, path: str) -> bool:
     try:
-        if path.endswith(".json"):
-            json.loads(read_source(root / path, path, MAX_BYTES))
-        elif path.endswith((".pt", ".pth")):
+        check_file(root, path, path)
+        if path.endswith((".pt", ".pth")):
             read_torch_file(root, path, path)
-        elif path.endswith(".bin"):
-            list_records(root, path, path)
         return (root / path).stat().st_size <= MAX_BYTES
     except (OSError, ValueError, RecursionError, SourceError):
         return False
 
 
-def _notices(scan: Scan, choice: Choice) -> list[Problem]:
+def _notices(salvage: Salvage) -> list[Problem]:
     """Return the losses, for the composite's manifest and card."""
-    assert choice.base is not None
-    base, used = scan.holders[choice.base], [scan.holders[number] for number in choice.used]
-    notices = []
-    newer = [holder for holder in used if holder.step > base.step]
-    for holder in newer:
+    base, cuts, notices = salvage.base, salvage.choice.cuts, []
+    used = (salvage.holders[number] for number in salvage.choice.used)
+    for holder in (one for one in used if one.step > base.step):
         what = (
             f"schedule, data order, random number states and trainer state are of step {base.step}: those of "
             f"{holder.name} can't be used, so its last {holder.step - base.step} steps of data are trained on again"
         )
         notices.append(Problem(base.name, what, f"if you can restore these files of {holder.name}, do so first"))
-    if choice.cuts:
-        params = len({state.param for state in choice.cuts})
+    if cuts:
+        params = len({state.param for state in cuts})
         what = f"{params} params combine elements from several steps (--fragments)"
-        notices.append(Problem(display_name(scan.run), what, "compare the losses after the resume"))
-    return [*notices, *scan.damage, *scan.refused]
+        notices.append(Problem(display_name(salvage.run), what, "compare the losses after the resume"))
+    return [*notices, *salvage.damage, *salvage.refused]

@@ -41,12 +41,12 @@ class Replacement:
 
 def plan_replacement(salvage: Salvage) -> Replacement:
     """Return the renames. Raises TargetError if a name is taken."""
-    run, base = salvage.scan.run, salvage.base
+    run, base = salvage.run, salvage.base
     target = run / f"checkpoint-{base.step}"
     aside = {}
     for step, path in RunFolder(run).full().items():
         if step > base.step or (step == base.step and salvage.composition is not None):
-            whole = any(holder.is_whole and holder.checkpoint.path == path for holder in salvage.scan.holders)
+            whole = any(holder.is_whole and holder.index.root == path for holder in salvage.holders)
             aside[path] = path.with_name(f"{'replaced' if whole else 'damaged'}-{path.name}")
     for name in aside.values():
         if name.exists():

@@ -31,40 +31,38 @@ class Row:
 
 def rows(salvage: Salvage) -> list[Row]:
     """Return the rows in model order; the newest share of a mixed part comes first."""
-    newest, _ = salvage.scan.newest
+    newest, _ = salvage.newest
     found = []
     for choice in salvage.choice.parts:
         total = sum(choice.shares.values())
         for number, numel in choice.shares.items():
-            holder = salvage.scan.holders[number]
+            holder = salvage.holders[number]
             step = holder.index.part_steps.get(choice.part, holder.step)
             why = choice.why if number else ""
             if number == 0 and holder.step < newest:
-                why = f"the newest usable one; {display_name(salvage.scan.newest[1])} is not"
+                why = f"the newest usable one; {display_name(salvage.newest[1])} is not"
             found.append(Row(choice.part, holder.name, step, newest - step, numel / total if total else 1.0, why))
     return found
 
 
 def fold(listed: Sequence[Row]) -> list[Row]:
     """Join identical rows of consecutive layers into one, ``layer 0-7``."""
-    folded: list[Row] = []
-    for _, group in groupby(listed, lambda row: row.part):
+    folded: list[tuple[str, list[Row]]] = []
+    for part, group in groupby(listed, lambda row: row.part):
         own = list(group)
-        above = folded[-len(own) :]
-        first, _, last = above[0].part.removeprefix("layer ").partition("-") if above else ("", "", "")
-        number = own[0].part.removeprefix("layer ")
-        if (
-            number.isdigit()
-            and (last or first).isdigit()
-            and int(last or first) + 1 == int(number)
-            and [replace(row, part="", share=round(row.share, 2)) for row in above]
-            == [replace(row, part="", share=round(row.share, 2)) for row in own]
-            and len({row.part for row in above}) == 1
-        ):
-            own = [replace(row, part=f"layer {first}-{number}") for row in own]
-            del folded[-len(own) :]
-        folded += own
-    return folded
+        above, rows_above = folded[-1] if folded else ("", [])
+        first, _, last = above.removeprefix("layer ").partition("-")
+        number = part.removeprefix("layer ")
+        follows = (last or first).isdigit() and number == str(int(last or first) + 1)
+        if follows and [_without_part(row) for row in rows_above] == [_without_part(row) for row in own]:
+            folded[-1] = (f"layer {first}-{number}", own)
+        else:
+            folded.append((part, own))
+    return [replace(row, part=part) for part, own in folded for row in own]
+
+
+def _without_part(row: Row) -> Row:
+    return replace(row, part="", share=round(row.share, 2))
 
 
 def gain(salvage: Salvage) -> float:
@@ -81,17 +79,17 @@ def gain(salvage: Salvage) -> float:
 
 def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
     """Return the salvage as JSON data; the keys are stable within a schema version."""
-    composition, scan = salvage.composition, salvage.scan
+    composition = salvage.composition
     return {
         "schema": SCHEMA,
-        "run": str(scan.run),
-        "newest": {"step": scan.newest[0], "path": str(scan.newest[1])},
+        "run": str(salvage.run),
+        "newest": {"step": salvage.newest[0], "path": str(salvage.newest[1])},
         "outcome": "composite" if composition else "intact" if salvage.is_intact else "older",
         "base": salvage.base.name,
         "resume_from": str(resume_from),
         "fragments": salvage.fragments,
         "fragments_would_gain": gain(salvage),
         "parts": [asdict(row) for row in rows(salvage)],
-        "damage": [problem.to_json() for problem in dict.fromkeys([*scan.damage, *scan.refused])],
+        "damage": [problem.to_json() for problem in dict.fromkeys([*salvage.damage, *salvage.refused])],
         "plan": plan_to_json(composition.report) if composition else None,
     }

@@ -6,14 +6,14 @@ The checks go through some million elements block by block, so that intermediate
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.placement import Extent, Runs, union
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
@@ -22,7 +22,7 @@ from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER
 from llmtailor.storage.casts import cast
 
 NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
-Spans = dict[State, tuple[tuple[int, int], ...]]
+Spans = dict[State, Runs]
 Elements = tuple[State, tuple[int, int]]
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
 _OTHER_SAVE = "they are from different saves, or damaged: copy both files again, or use another checkpoint"
@@ -40,9 +40,8 @@ _SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
 class BadValues:
     """Elements of a state that are wrong in one way."""
 
-    count: int
-    first: int
-    runs: list[tuple[int, int]]
+    count: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
     """One range per chunk, from the first such element to just past the last"""
 
 
@@ -55,7 +54,7 @@ def find_bad_values(
         together.setdefault((state.kind, problem), []).append(state)
     for (kind, problem), states in together.items():
         count = sum(bad_values[state, problem].count for state in states)
-        first = bad_values[states[0], problem].first
+        first, _ = min(bad_values[states[0], problem].runs)
         held = held_of(index, states[0])
         total = sum(held_of(index, state).numel for state in states)
         tensors = f"in {len(states)} tensors, the first" if len(states) > 1 else "the first"
@@ -123,21 +122,11 @@ def lost_elements(index: CheckpointIndex, paths: Collection[str]) -> Iterator[El
 
 
 def join(runs: Iterable[Elements]) -> Spans:
-    """Return ascending, disjoint runs of elements for each state; runs that touch are joined."""
+    """Return the elements of each state as one set."""
     found: dict[State, list[tuple[int, int]]] = {}
     for state, run in runs:
         found.setdefault(state, []).append(run)
-    return {state: tuple(_joined(spans)) for state, spans in found.items()}
-
-
-def _joined(runs: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    begin, end = min(runs)
-    for low, high in sorted(runs):
-        if low > end:
-            yield begin, end
-            begin, end = low, high
-        end = max(end, high)
-    yield begin, end
+    return {state: union(tuple(spans)) for state, spans in found.items()}
 
 
 def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:

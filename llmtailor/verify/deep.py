@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,8 @@ class Deep:
     """Findings about the values of states"""
     states: Spans
     """Elements that are lost or can't be trusted"""
+    intact: Mapping[str, Sequence[Record]]
+    """The records of torch files that match their checksums, by file"""
 
 
 def read_everything(
@@ -62,7 +64,7 @@ def read_everything(
     with stoppable() as stop:
         summed = {path for path, stated in sums.items() if stated}
         sum_states = bool(manifest and manifest.digests)
-        reading = Reading(index, unreadable, on_progress, stop, sum_files=summed, sum_states=sum_states)
+        reading = Reading(index, unreadable, on_progress, stop, summed, sum_states)
         with reading.files:
             reading.read(bundle_states(index, saved_as, unreadable))
             jobs = [partial(_compare_sums, reading, path, stated) for path, stated in sorted(sums.items())]
@@ -85,7 +87,12 @@ def read_everything(
         *(find_zeroed(index, reading.not_zero) if index.has_masters and not (lost or index.is_partial) else ()),
         *_not_compared(index, saved_as),
     )
-    return Deep(findings, tuple(find_bad_values(index, reading.bad_values, is_split)), join(damaged))
+    intact = {
+        path: [record for record in stated if record.name and (path, record) not in wrong]
+        for path, stated in sums.items()
+        if path not in reading.unreadable
+    }
+    return Deep(findings, tuple(find_bad_values(index, reading.bad_values, is_split)), join(damaged), intact)
 
 
 def _stated_sums(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -95,7 +94,7 @@ def describe(index: CheckpointIndex) -> Inspection:
     absent = absent_parts(index, structure)
     roles = [param.role for param in index.params.values()]
     return {
-        "schema": SCHEMA_INSPECT,
+        "schema": "llmtailor.inspect/1",
         "name": index.name,
         "format": index.format,
         "zero_stage": index.stage,
@@ -114,15 +113,17 @@ def describe(index: CheckpointIndex) -> Inspection:
         "param_groups": [_group(index, number) for number in range(len(index.groups))],
         "optimizer_steps": sorted({one.step for one in index.sub_groups}),
         "parts": [
-            _part(
-                part,
-                structure.names(part),
-                by_kind[part],
-                steps,
-                index.part_steps.get(part, index.global_step),
-                part not in absent,
-            )
+            {
+                "part": part,
+                "num_tensors": len(names),
+                "step": index.part_steps.get(part, index.global_step),
+                "optimizer_steps": sorted({steps[name] for name in names if name in steps}),
+                "num_bytes": sum(by_kind[part].values()),
+                "num_bytes_by_kind": dict(by_kind[part]),
+                "held": part not in absent,
+            }
             for part in structure.parts
+            for names in [structure.names(part)]
         ],
         "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
         "files": [{"path": path, "num_bytes": fact.num_bytes} for path, fact in index.files.items()],
@@ -144,20 +145,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) <= _FEW:
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-
-
-def _part(
-    part: str, names: list[str], kinds: Mapping[str, int], steps: Mapping[str, float], saved: int, held: bool
-) -> PartFacts:
-    return {
-        "part": part,
-        "num_tensors": len(names),
-        "step": saved,
-        "optimizer_steps": sorted({steps[name] for name in names if name in steps}),
-        "num_bytes": sum(kinds.values()),
-        "num_bytes_by_kind": dict(kinds),
-        "held": held,
-    }
-
-
-SCHEMA_INSPECT = "llmtailor.inspect/1"

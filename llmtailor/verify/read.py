@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent
@@ -52,49 +53,61 @@ class Stream:
     """Whether it must be the rounded first stream"""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(NamedTuple):
     """The states of one param, or a weight without a param. All except copies have ``numel`` elements."""
 
     numel: int
-    streams: tuple[Stream, ...]
+    streams: list[Stream]
 
 
 def bundle_states(
-    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: frozenset[str] = frozenset()
+    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: Collection[str] = ()
 ) -> Iterator[Bundle]:
     """Yield everything to read, each byte once. Padding is in no placement, so in no bundle.
 
     ``saved_as`` lists params whose weights have other names.
     """
+    seen: set[Extent] = set()
+    for numel, streams in _bundles(index, saved_as):
+        fresh = []
+        for stream in streams:
+            if stream.held.is_here and stream.held.numel:
+                # tied names may share their bytes, and without DeepSpeed weights are masters
+                begins = next(iter(stream.held.place.cover(0, 1))).extent
+                if begins.path in unreadable or begins not in seen:
+                    seen.add(begins)
+                    fresh.append(stream)
+        if fresh:
+            yield Bundle(numel, fresh)
+
+
+def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Bundle]:
     names_of: dict[str, list[str]] = {}
     for name, stored in index.tied.items():
         names_of.setdefault(stored, []).append(name)
-    moments: dict[str, list[State]] = {}
-    for state in index.held:
+    moments: dict[str, list[Stream]] = {}
+    for state, held in index.held.items():
         if state.kind not in _OF_THE_MODEL:
-            moments.setdefault(state.param, []).append(state)
-    once = _Once(unreadable)
+            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
+            moments.setdefault(state.param, []).append(Stream(state, held, checks))
     for param in index.params.values():
         streams = []
-        if param.role == "buffer":
-            state = State(param.name, BUFFER)
-            if state in index.held:
-                numel = index.held[state].numel if index.has_buffers_by_rank else param.numel
-                yield from once.bundle(numel, [Stream(state, index.held[state], (NOT_A_NUMBER,))])
-            continue
-        original = State(param.name, MASTER if param.role == "trainable" else FROZEN)
-        if original in index.held:
+        kind = {"buffer": BUFFER, "trainable": MASTER, "frozen": FROZEN}[param.role]
+        original = State(param.name, kind)
+        if original in index.held and kind == BUFFER:
+            held = index.held[original]
+            yield Bundle(
+                held.numel if index.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
+            )
+        elif original in index.held:
             streams.append(Stream(original, index.held[original]))
             for name in (param.name, *names_of.get(param.name, ())):
                 streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
-        for state in moments.get(param.name, ()):
-            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
-            streams.append(Stream(state, index.held[state], checks))
-        yield from once.bundle(param.numel, streams)
+        if kind != BUFFER:
+            yield Bundle(param.numel, [*streams, *moments.get(param.name, ())])
     for state, held in index.held.items():
         if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
-            yield from once.bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+            yield Bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
@@ -106,58 +119,31 @@ def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) ->
             yield Stream(state, index.held[state], begin=piece.begin, is_copy=True)
 
 
-class _Once:
-    """Drops what was already read: tied names may share their bytes, and without DeepSpeed weights are masters."""
-
-    def __init__(self, unreadable: frozenset[str]):
-        self.unreadable = unreadable
-        self.seen: set[Extent] = set()
-
-    def bundle(self, numel: int, streams: list[Stream]) -> Iterator[Bundle]:
-        fresh = []
-        for stream in streams:
-            if not stream.held.is_here or not stream.held.numel:
-                continue
-            begins = next(iter(stream.held.place.cover(0, 1))).extent
-            if begins.path in self.unreadable or begins not in self.seen:
-                self.seen.add(begins)
-                fresh.append(stream)
-        if fresh:
-            yield Bundle(numel, tuple(fresh))
-
-
+@dataclass
 class Reading:
     """Reads bundles and keeps the results."""
 
-    def __init__(
-        self,
-        index: CheckpointIndex,
-        unreadable: Collection[str],
-        on_progress: Callable[[int], None],
-        stop: Stop,
-        *,
-        sum_files: Collection[str] = (),
-        sum_states: bool = False,
-    ):
-        """``unreadable`` files are left out; ``on_progress`` gets the bytes read, from several threads.
+    index: CheckpointIndex
+    left_out: Collection[str]
+    """Files known to be unreadable"""
+    on_progress: Callable[[int], None]
+    """Gets the bytes read, from several threads"""
+    stop: Stop
+    sum_files: Collection[str]
+    """Files to take checksums of"""
+    sum_states: bool
+    """Whether to take checksums of all states"""
+    bad_values: dict[tuple[State, str], BadValues] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Files that could not be read to the end, and why"""
+    not_zero: set[State] = field(default_factory=set)
+    """Moments with at least one bit set"""
+    by_file: Intervals[str] = field(default_factory=Intervals)
+    by_state: Intervals[State] = field(default_factory=Intervals)
+    """By bytes of the state, as if it were contiguous"""
 
-        Checksums are taken of ``sum_files`` and, with ``sum_states``, of all states.
-        """
-        self.files = Files(index.root)
-        self.bad_values: dict[tuple[State, str], BadValues] = {}
-        self.unreadable: dict[str, str] = {}
-        """Files that could not be read to the end, and why"""
-        self.not_zero: set[State] = set()
-        """Moments with at least one bit set"""
-        self.by_file: Intervals[str] = Intervals()
-        self.by_state: Intervals[State] = Intervals()
-        """By bytes of the state, as if it were contiguous"""
-        self._precision = index.precision
-        self._left_out = unreadable
-        self._on_progress = on_progress
-        self._stop = stop
-        self._sum_files = sum_files
-        self._sum_states = sum_states
+    def __post_init__(self) -> None:
+        self.files = Files(self.index.root)
         self._lock = threading.Lock()
         self._own = threading.local()
 
@@ -168,11 +154,11 @@ class Reading:
             for bundle in bundles
             for begin in range(0, bundle.numel, CHUNK_ELEMENTS)
         )
-        run_all(jobs, num_workers(), self._stop)
+        run_all(jobs, num_workers(), self.stop)
 
     def crc_of(self, path: str, start: int, stop: int) -> int:
         """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
-        read = partial(crc_of_range, self.files, path, on_progress=self._on_progress)
+        read = partial(crc_of_range, self.files, path, on_progress=self.on_progress)
         return self.by_file.crc_of(path, start, stop, read)
 
     def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
@@ -197,7 +183,7 @@ class Reading:
             if stream.is_copy and reference is not None and not is_original:
                 offset, itemsize = low + stream.begin - begin, ITEMSIZE[original.held.dtype]
                 part = reference[offset * itemsize : (offset + high - low) * itemsize]
-                mask = differing(part, original.held.dtype, data, dtype, self._precision)
+                mask = differing(part, original.held.dtype, data, dtype, self.index.precision)
                 lost += [(max(0, first - offset), max(0, last - offset)) for first, last in lost_there]
                 self._note(stream.state, DIFFERS, mask, lost, low)
 
@@ -208,12 +194,10 @@ class Reading:
             mask[low:high] = False
         where = mask.nonzero()[0]
         if len(where):
-            first, last = begin + int(where[0]), begin + int(where[-1])
             with self._lock:
-                found = self.bad_values.setdefault((state, problem), BadValues(0, first, []))
+                found = self.bad_values.setdefault((state, problem), BadValues())
                 found.count += len(where)
-                found.first = min(found.first, first)
-                found.runs.append((first, last + 1))
+                found.runs.append((begin + int(where[0]), begin + int(where[-1]) + 1))
 
     def _read_stream(self, stream: Stream, begin: int, end: int, is_original: bool) -> tuple[memoryview, list[_Run]]:
         """Return elements ``begin``..``end``, and the runs of them, relative to ``begin``, that are lost (set to zero).
@@ -228,17 +212,17 @@ class Reading:
             if not self._fill(part, extent.path, extent.start):
                 part[:] = bytes(len(part))
                 lost.append((low, high))
-            elif self._sum_states or extent.path in self._sum_files:
+            elif self.sum_states or extent.path in self.sum_files:
                 crc = crc32(part)
                 self.by_file.add(extent.path, extent.start, extent.stop, crc)
-                if self._sum_states:
+                if self.sum_states:
                     self.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
-        self._on_progress(len(view))
+        self.on_progress(len(view))
         return view, lost
 
     def _fill(self, room: memoryview, path: str, offset: int) -> bool:
         """Read bytes of a file; return whether that succeeded."""
-        if path in self._left_out or path in self.unreadable:
+        if path in self.left_out or path in self.unreadable:
             return False
         try:
             self.files.read_into(path, offset, room)

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +36,11 @@ from llmtailor.verify.bad_values import held_of
 from llmtailor.verify.read import CHUNK_ELEMENTS
 from llmtailor.verify.verdict import Verdict, by_severity
 
-CrcOf = Callable[[State, int, int, str], int]
-"""(state, begin, end, dtype) -> CRC-32 of those elements of the files, cast to dtype"""
-
-_DTYPES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.bfloat16": "BF16",
-    "torch.float16": "F16",
-}
+_DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 _FIX = "verify with --deep to find damage, or use another checkpoint"
 
 
-def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: str, crc_of: CrcOf) -> list[Finding]:
+def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: str) -> list[Finding]:
     """Return the differences between a trial resume and the files; ``results`` has one item per rank.
 
     ``log`` is the end of the ranks' output.
@@ -59,11 +50,12 @@ def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: s
         last = log.splitlines()[-1:] or ["no output"]
         what = f"a stock resume fails: {problems[0] if problems else f'a rank died or hung ({last[0]})'}"
         return [Finding(index.name, what, _FIX, Code.RESUME_FAILS, ERROR)]
-    differences = (*_states(index, results, crc_of), *_steps(index, results), *_others(index, results[0]))
+    with Files(index.root) as files:
+        differences = [*_states(index, results, files), *_others(index, results)]
     return [Finding(index.name, f"after a resume {what}", _FIX, Code.RESUME_DIFFERS, ERROR) for what in differences]
 
 
-def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], crc_of: CrcOf) -> Iterator[str]:
+def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], files: Files) -> Iterator[str]:
     counted: Counter[State] = Counter()
     wrong: dict[str, dict[str, None]] = {}
     for fragment in (fragment for result in results for fragment in result["fragments"]):
@@ -71,7 +63,8 @@ def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], crc_of
         counted[state] += end - begin
         source = State(state.param, MASTER) if state.kind == MODULE and index.stage == 3 else state
         is_held = source.param in index.module if source.kind == MODULE else source in index.held
-        if not is_held or crc_of(source, begin, end, _DTYPES.get(fragment["dtype"], "")) != fragment["crc"]:
+        dtype = _DTYPES.get(fragment["dtype"], "")
+        if not is_held or _checksum(index, files, source, begin, end, dtype) != fragment["crc"]:
             wrong.setdefault(state.kind, {})[state.param] = None
     for state, held in index.held.items():
         if state.kind not in (WEIGHT, FROZEN, BUFFER) and counted[state] != held.numel:
@@ -81,21 +74,19 @@ def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], crc_of
         yield f"the engine holds another {name} of {some(params)} than the files ({len(params)} params)"
 
 
-def _steps(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _others(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Compare Adam's steps, counters, scheduler and param groups."""
     has_state = any(state.kind not in (WEIGHT, MASTER, FROZEN, BUFFER) for state in index.held)
-    expected = [one.step if has_state else None for one in index.sub_groups]
+    steps = [one.step if has_state else None for one in index.sub_groups]
     for rank, result in enumerate(results):
-        if result["steps"] != expected:
-            yield f"Adam's steps on rank {rank} are {result['steps']}, but {expected} in the files"
-
-
-def _others(index: CheckpointIndex, result: Mapping[str, Any]) -> Iterator[str]:
-    """Compare counters, scheduler and param groups."""
+        if result["steps"] != steps:
+            yield f"Adam's steps on rank {rank} are {result['steps']}, but {steps} in the files"
+    result = results[0]
     for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.skipped_steps)):
-        if result[key] not in (None, expected):
+        if result.get(key, expected) != expected:
             yield f"{key} is {result[key]}, but {expected} in the files"
-    if problem := result["scheduler"]["problem"]:
-        yield f"the scheduler can't continue: {problem}"
+    if result["scheduler"]:
+        yield f"the scheduler can't continue: {result['scheduler']}"
     for number, (group, have) in enumerate(zip(index.groups, result["groups"], strict=True)):
         off = [key for key, value in have.items() if key in group.hyper and _plain(group.hyper[key]) != _plain(value)]
         if off:
@@ -140,11 +131,11 @@ def resume_smoke(index: CheckpointIndex) -> list[Finding]:
         results, log = _run(make_task(index, folder), index.world_size if index.stage else 1, Path(folder))
     if refusal := next((result["refusal"] for result in results if result["refusal"]), None):
         raise UsageError.at("--resume-smoke", refusal, "verify without it, or resume with the script that trained")
-    with Files(index.root) as files:
-        return compare(index, results, log, partial(_checksum, index, files))
+    return compare(index, results, log)
 
 
 def _checksum(index: CheckpointIndex, files: Files, state: State, begin: int, end: int, dtype: str) -> int:
+    """Return the CRC-32 of elements in the files, cast to a dtype."""
     held, crc = held_of(index, state), 0
     for low in range(begin, end, CHUNK_ELEMENTS):
         for fragment in held.place.cover(low, min(low + CHUNK_ELEMENTS, end)):
@@ -165,7 +156,7 @@ def needed_bytes(index: CheckpointIndex) -> int:
 
 def check_possible(index: CheckpointIndex) -> None:
     """Raise UsageError with everything that prevents a trial resume here."""
-    wanted = ["torch", "transformers", "accelerate", *(["deepspeed"] if index.stage else [])]
+    wanted = ("torch", "transformers", "accelerate", *(("deepspeed",) if index.stage else ()))
     lacking = [name for name in wanted if importlib.util.find_spec(name) is None]
     dtypes = {held.dtype for state, held in index.held.items() if state.kind == MASTER}
     needed, free = needed_bytes(index), _available_bytes()
@@ -183,10 +174,8 @@ def check_possible(index: CheckpointIndex) -> None:
         what = f"the masters are {', '.join(sorted(dtypes))}; only fp32 masters are supported"
         problems.append((what, "verify without it"))
     if needed > free:
-        ranks = f"the ranks need about {needed / 1e9:.1f} GB of memory in total"
-        problems.append(
-            (f"{ranks}, but {free / 1e9:.1f} GB are free", "try it on a larger machine, or verify without it")
-        )
+        what = f"the ranks need about {needed / 1e9:.1f} GB of memory in total, but {free / 1e9:.1f} GB are free"
+        problems.append((what, "try it on a larger machine, or verify without it"))
     if problems:
         raise UsageError(Problem("--resume-smoke", what, fix) for what, fix in problems)
 

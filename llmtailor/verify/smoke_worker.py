@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,6 @@ def build_optimizer(model: Any, task: dict[str, Any]) -> torch.optim.Optimizer:
     )
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-
 def fragment(param: str, kind: str, begin: int, tensor: torch.Tensor) -> dict[str, Any]:
     return {
         "param": param,
@@ -66,7 +62,7 @@ def fragment(param: str, kind: str, begin: int, tensor: torch.Tensor) -> dict[st
         "begin": begin,
         "end": begin + tensor.numel(),
         "dtype": str(tensor.dtype),
-        "crc": checksum(tensor),
+        "crc": zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()),
     }
 
 
@@ -139,17 +135,12 @@ def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
         scheduler.load_state_dict(torch.load(Path(task["root"], "scheduler.pt"), weights_only=True))
     zero, names = engine.optimizer, {id(param): name for name, param in engine.module.named_parameters()}
     fragments = partitioned if engine.zero_optimization_stage() == 3 else vectors
+    found = fragments(zero, engine.module, names, torch.distributed.get_rank())
     return {
-        "fragments": [
-            one
-            for one in fragments(zero, engine.module, names, torch.distributed.get_rank())
-            if one["begin"] < one["end"]
-        ],
-        "steps": [step_of(zero.optimizer, flat) for flat in flat_tensors(zero)],
-        "groups": group_facts(zero.optimizer),
+        "fragments": [one for one in found if one["begin"] < one["end"]],
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "scheduler": try_step(scheduler or engine.lr_scheduler),
+        **facts(zero.optimizer, flat_tensors(zero), scheduler or engine.lr_scheduler),
     }
 
 
@@ -174,42 +165,34 @@ def resume_trainer(task: dict[str, Any]) -> dict[str, Any]:
         fragment(name, "master" if param.requires_grad else "frozen", 0, param)
         for name, param in model.named_parameters()
     ]
-    return {
-        "fragments": weights + moments,
-        "steps": [step_of(optimizer, param) for param in params],
-        "groups": group_facts(optimizer),
-        "global_steps": None,
-        "skipped_steps": None,
-        "scheduler": try_step(scheduler),
-    }
+    return {"fragments": weights + moments, **facts(optimizer, params, scheduler)}
 
 
 def constant_rate(optimizer: torch.optim.Optimizer, task: dict[str, Any]) -> torch.optim.lr_scheduler.LambdaLR:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(task["groups"]))
 
 
-def step_of(optimizer: Any, flat: torch.Tensor) -> float | None:
-    step = optimizer.state.get(flat, {}).get("step")
-    return None if step is None else float(step)
-
-
-def group_facts(optimizer: Any) -> list[dict[str, Any]]:
+def facts(optimizer: Any, flats: Iterable[torch.Tensor], scheduler: Any) -> dict[str, Any]:
+    """Return Adam's steps, the hyperparameters of the param groups, and whether the scheduler works."""
     plain = (bool, int, float, str, type(None), list, tuple)
-    return [
-        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-        for group in optimizer.param_groups
-    ]
+    steps = [optimizer.state.get(flat, {}).get("step") for flat in flats]
+    return {
+        "steps": [None if step is None else float(step) for step in steps],
+        "groups": [
+            {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+            for group in optimizer.param_groups
+        ],
+        "scheduler": try_step(scheduler),
+    }
 
 
-def try_step(scheduler: Any) -> dict[str, Any]:
-    """Return the scheduler's counter and rates, and whether it can step: lists of a wrong length show only then."""
-    state = scheduler.state_dict()
-    facts = {"num_steps": state.get("last_epoch"), "rates": state.get("_last_lr"), "problem": None}
+def try_step(scheduler: Any) -> str | None:
+    """Return why the scheduler can't step, or None: lists of a wrong length show only then."""
     try:
         scheduler.step()
     except Exception as error:
-        facts["problem"] = f"{type(error).__name__}: {error}"
-    return facts
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def main() -> None:

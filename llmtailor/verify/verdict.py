@@ -1,12 +1,17 @@
-"""The result of `verify`: a level, findings, and the damaged files and states."""
+"""The result of `verify`: a level, findings, and the damaged files and states; as text and as JSON data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.placement import Runs
+from llmtailor.errors import some
 from llmtailor.findings import ERROR, SEVERITIES, WARNING, Finding
+from llmtailor.formats.partial.manifest import FOLDER
+from llmtailor.formats.registry import display_name
 from llmtailor.model.states import State
 
 RESUMABLE = "resumable"
@@ -15,8 +20,6 @@ NOT_RESUMABLE = "not resumable"
 INTACT = "partial, intact"
 INTACT_WITH_WARNINGS = "partial, intact with warnings"
 DAMAGED = "partial, damaged"
-SCHEMA_VERIFY = "llmtailor.verify/1"
-SCHEMA_LATEST = "llmtailor.latest/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,8 @@ class Damage:
 
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Files that are missing, incomplete or wrong: relative path -> what is wrong"""
-    states: Mapping[State, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Elements ``begin``..``end`` of a state that are lost or wrong, as ascending, disjoint runs. If two states
-    contradict each other, both are listed."""
+    states: Mapping[State, Runs] = field(default_factory=dict)
+    """Elements of a state that are lost or wrong. If two states contradict each other, both are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +82,54 @@ class Verdict:
 def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
     """Return the findings without duplicates, the most severe first."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def to_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as JSON data; the keys are stable within a schema version."""
+    index, holding = verdict.index, verdict.holding
+    known = ("format", "world_size", "global_step")
+    return {
+        "schema": "llmtailor.verify/1",
+        "name": verdict.name,
+        "verdict": verdict.level,
+        "resumable": verdict.is_resumable,
+        "intact": verdict.is_intact,
+        "parts": {"held": [*holding.held], "absent": [*holding.absent]} if holding else None,
+        "deep": verdict.is_deep,
+        **{name: getattr(index, name, None) for name in known},
+        "findings": [finding.to_json() for finding in verdict.findings],
+        "damaged_files": [{"path": path, "what": list(what)} for path, what in sorted(verdict.damage.files.items())],
+        "damaged_states": [
+            {"param": state.param, "kind": state.kind, "elements": [list(run) for run in runs]}
+            for state, runs in sorted(verdict.damage.states.items())
+        ],
+    }
+
+
+def to_text(verdict: Verdict) -> str:
+    """Return the verdict in one line, followed by the findings, the most severe first."""
+    counts = ", ".join(
+        f"{len(found)} {severity}{'s' if len(found) > 1 else ''}"
+        for severity in SEVERITIES
+        if (found := verdict.of_severity(severity))
+    )
+    lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
+    if (index := verdict.index) is not None:
+        read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
+        lines.append(f"{index.format}, step {index.global_step}, for {index.world_size} ranks; {read}")
+        if verdict.holding is not None:
+            lines.append(_what_it_holds(verdict.holding, index, verdict.is_intact))
+    lines += [f"{finding.severity}: {finding}" for finding in verdict.findings]
+    return "\n".join(lines)
+
+
+def _what_it_holds(holding: Holding, index: CheckpointIndex, is_intact: bool) -> str:
+    """Return what a partial checkpoint holds, and the command that makes a resumable checkpoint of it."""
+    total = len(holding.held) + len(holding.absent)
+    parts = f"{len(holding.held)} of {total} parts: {some(holding.held)}" if holding.absent else f"all {total} parts"
+    if not is_intact:
+        return f"holds {parts}"
+    merge = "llmtailor merge RECIPE"
+    if index.root.absolute().parent.name == FOLDER:
+        merge = f"llmtailor merge --run {display_name(index.root.absolute().parent.parent)} --at {index.global_step}"
+    return f"holds {parts}; for a resumable checkpoint: {merge}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
@@ -14,7 +15,7 @@ from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.manifest import ManifestFacts, read_manifest
+from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.partial.read import looks_partial
@@ -41,6 +42,14 @@ _READ = {SCHEDULER, SCALER, OPTIMIZER, TRAINER_STATE, CONFIG, MANIFEST}
 _FIX = "a resume does not read it; copy it again if you need it"
 
 
+def check_file(root: Path, path: str, where: str) -> None:
+    """Check that a JSON or torch file can be read. Raises SourceError, OSError, ValueError or RecursionError."""
+    if path.endswith(".json"):
+        json.loads(read_source(root / path, where, MAX_BYTES).decode())
+    elif path.endswith((".bin", ".pt", ".pth")):
+        list_records(root, path, where)
+
+
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
     for path in index.files:
@@ -48,10 +57,7 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
         if "/" in path or path in _READ or is_rng_file(path):
             continue
         try:
-            if path.endswith(".json"):
-                json.loads(read_source(index.root / path, where, MAX_BYTES).decode())
-            elif path.endswith((".bin", ".pt", ".pth")):
-                list_records(index.root, path, where)
+            check_file(index.root, path, where)
         except (OSError, ValueError, RecursionError) as error:
             yield Finding(where, f"the file is not JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
         except SourceError as error:
@@ -109,21 +115,26 @@ def verify_checkpoint(
     findings = [
         Finding.of(problem, _severity(problem, root)) for error in survey.problems.errors for problem in error.problems
     ]
-    index, states, holding = survey.index, {}, None
-    values: list[Finding] = []
+    index, states, holding, manifest = survey.index, {}, None, None
+    values: tuple[Finding, ...] = ()
     if index is not None:
-        manifest = _manifest_of(index, findings)
+        with _noting(findings, WARNING):
+            manifest = read_manifest(index.root, index.name)
         findings += [*index.findings, *check_files_beside(index)]
         if index.is_partial:
             findings += check_partial(index)
-            holding = _holding(index, findings)
+            with _noting(findings, ERROR):  # its config.json may not define parts
+                structure = find_structure(index)
+                absent = absent_parts(index, structure)
+                held = tuple(part for part in structure.parts if part not in absent)
+                holding = Holding(held, tuple(part for part in structure.parts if part in absent))
         else:
             findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
         if deep:
             from llmtailor.verify.deep import read_everything  # numpy takes a while
 
             found = read_everything(index, survey.unreadable, manifest, on_progress)
-            findings, values, states = [*findings, *found.findings], [*found.values], found.states
+            findings, values, states = [*findings, *found.findings], found.values, found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
     findings = _without_doubles(findings)
@@ -175,26 +186,13 @@ def _severity(problem: Problem, root: Path) -> str:
     return ERROR
 
 
-def _holding(index: CheckpointIndex, findings: list[Finding]) -> Holding | None:
-    """Return which parts a partial checkpoint has; None if its config.json does not define them."""
+@contextmanager
+def _noting(findings: list[Finding], severity: str) -> Iterator[None]:
+    """Add the problems of a SourceError to the findings."""
     try:
-        structure = find_structure(index)
+        yield
     except SourceError as error:
-        findings += [Finding.of(problem, ERROR) for problem in error.problems]
-        return None
-    absent = absent_parts(index, structure)
-    return Holding(
-        tuple(part for part in structure.parts if part not in absent),
-        tuple(part for part in structure.parts if part in absent),
-    )
-
-
-def _manifest_of(index: CheckpointIndex, findings: list[Finding]) -> ManifestFacts | None:
-    try:
-        return read_manifest(index.root, index.name)
-    except SourceError as error:
-        findings += [Finding.of(problem, WARNING) for problem in error.problems]
-        return None
+        findings += [Finding.of(problem, severity) for problem in error.problems]
 
 
 def _damaged_files(findings: Iterable[Finding], root: Path) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_structure, scan_run
-from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
+from llmtailor.runs.to_partial import plan_conversion, write_conversion
 from llmtailor.verify.inspect import describe
 from scripts.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 
@@ -32,8 +32,8 @@ def make_partial(full: Path, run: Path) -> Path:
     after = Ledger("fuzz").after(index.global_step, structure.parts, structure.parts)
     target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True)
-    contents = Contents(dict.fromkeys(structure.parts, "all"), after, {"name": "full"})
-    write_conversion(plan_conversion(index, structure, target, contents, {}), Stop())
+    plan = plan_conversion(index, structure, target, dict.fromkeys(structure.parts, "all"), after, {"name": "full"}, {})
+    write_conversion(plan, Stop())
     return target
 
 

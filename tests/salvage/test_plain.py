@@ -81,7 +81,7 @@ def test_without_deepspeed_half_a_checkpoint_gives_nothing(run: Path, lost: str)
     shutil.rmtree(run / "partial")
     truncate(run / "checkpoint-4" / lost)
     found = plan_salvage(run)
-    assert found.composition is None and found.base.checkpoint.path == run / "checkpoint-2"
+    assert found.composition is None and found.base.index.root == run / "checkpoint-2"
 
 
 def test_a_lost_schedule_comes_with_older_trainer_state(run: Path) -> None:
@@ -117,5 +117,5 @@ def test_a_damaged_partial_checkpoint_is_passed_over(run: Path) -> None:
     truncate(bundle)
     found, _ = compose(run)
     assert {row.step for row in rows(found)} == {2, 3} and found.base.step == 3
-    assert found.scan.newest[0] == 4 and found.scan.refused
+    assert found.newest[0] == 4 and found.refused
     assert not verify_checkpoint(run / "partial/step-00000004").is_resumable

@@ -88,7 +88,7 @@ def test_where_every_part_lies_on_all_ranks_a_lost_one_leaves_none_whole(runs: R
     shard(run / "checkpoint-6", "optim", 0).unlink()
     found = plan_salvage(run)
     assert found.composition is None and not found.is_intact
-    assert found.base.checkpoint.path == run / "checkpoint-4"
+    assert found.base.index.root == run / "checkpoint-4"
     assert 0.4 < gain(found) <= 0.6  # two ranks
 
 
@@ -210,7 +210,7 @@ def test_no_base(runs: Runs, tmp_path: Path) -> None:
 
 def test_an_intact_run_is_left_alone(runs: Runs) -> None:
     found = plan_salvage(runs["llama"].folder)
-    assert found.is_intact and len(found.scan.holders) == 1
+    assert found.is_intact and len(found.holders) == 1
 
 
 def test_three_ranks(runs: Runs, tmp_path: Path) -> None:

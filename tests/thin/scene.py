@@ -19,7 +19,7 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_structure, recipe_for_run
-from llmtailor.runs.to_partial import Contents, plan_conversion, write_conversion
+from llmtailor.runs.to_partial import plan_conversion, write_conversion
 
 
 def call(*words: object) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) ->
     index = index_checkpoint(full)
     structure = find_structure(index)
     after = ledger.after(index.global_step, list(parts), structure.parts)
-    contents = Contents(dict.fromkeys(parts, "test"), after, {"name": "test"})
     target = RunFolder(run).at(index.global_step)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_conversion(plan_conversion(index, structure, target, contents, {}), Stop())
+    plan = plan_conversion(index, structure, target, dict.fromkeys(parts, "test"), after, {"name": "test"}, {})
+    write_conversion(plan, Stop())
     return after
 
 

@@ -176,12 +176,12 @@ def test_thinning_keeps_every_step_that_it_promises(
         path_of=lambda step: Path(f"partial/step-{step:08}"),
     )
     try:
-        decision = pruner.decide()
+        actions = pruner.decide()
     except SourceError as error:
-        assert "nothing would be left" in str(error)
+        assert "no resumable checkpoint would be left" in str(error)
         return
     there = list(everything)
-    for action in decision.actions:
+    for action in actions:
         if action.becomes == STAYS:
             continue
         assert action.becomes == (WEIGHTS if strategy is None else PARTIAL)
@@ -191,15 +191,14 @@ def test_thinning_keeps_every_step_that_it_promises(
         ]
         there += [action.successor] if action.successor else []
         steps = [step for step in before if outcome(there, step)]  # at each moment, not only in the end
-        given_up = {one.checkpoint.step for one in decision.actions if one.becomes == WEIGHTS}
+        given_up = {one.checkpoint.step for one in actions if one.becomes == WEIGHTS}
         assert set(before) - given_up <= set(steps)
         if action.is_written:
             chosen = outcome(there, action.checkpoint.step)
             assert chosen
             assert {part for part in action.parts if chosen[1][part] != action.successor.path} == set()
-    assert list(decision.after) == able(there)
     newest = sorted(disk.full)[-keep_full:]
-    assert {action.checkpoint.step for action in decision.actions if action.becomes == STAYS} >= set(newest)
+    assert {action.checkpoint.step for action in actions if action.becomes == STAYS} >= set(newest)
 
 
 def test_an_incomplete_save_of_the_present_attempt_keeps_what_it_builds_on():

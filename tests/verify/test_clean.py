@@ -7,8 +7,7 @@ import json
 import pytest
 
 from llmtailor.model.states import EXP_AVG, MASTER
-from llmtailor.verify.report import to_json
-from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE
+from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE, to_json
 from llmtailor.verify.verify import verify_checkpoint
 from real.runs import BATCHES
 

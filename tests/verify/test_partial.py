@@ -214,7 +214,7 @@ def test_values(copy_of, form, kind, value, told):
     mend_manifest(path)
     check(checkpoint, True, path, told)
     assert verify_checkpoint(checkpoint, deep=True).damage.states == {state: ((2, 3),)}
-    assert assess(checkpoint, 0, deep=True).lost == {state: ((2, 3),)}  # a salvage takes the rest
+    assert assess(checkpoint, deep=True).lost == {state: ((2, 3),)}  # a salvage takes the rest
 
 
 def test_values_of_frozen_params(copy_of):
@@ -230,7 +230,7 @@ def test_a_deep_salvage_takes_nothing_out_of_a_bundle_that_is_another(copy_of):
     path = bundles(partials(copy_of("zero3"))[1])[1]
     flip(path, -1)
     with pytest.raises(SourceError, match=OTHER):
-        assess(path.parent, 200, deep=True)
+        assess(path.parent, deep=True)
 
 
 def found(verdict: Verdict) -> list[tuple[str, str]]:
