@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,17 +165,12 @@ class Node:
         return cls(nodes.index(mine), len(nodes), tuple(rank for rank, name in enumerate(names) if name == mine))
 
 
-def tensor_files(ranks: Iterable[int], world_size: int) -> set[str]:
+def tensor_files(ranks: Collection[int], world_size: int) -> set[str]:
     """Return the names of the tensor files that these ranks write."""
-    return {
-        name
-        for rank in ranks
-        for name in (
-            bundle_name(rank, world_size),
-            frozen_name(rank, world_size if rank else 1),
-            frozen_name(rank, world_size),
-        )
-    }
+    names = {frozen_name(0, 1)} if 0 in ranks else set()
+    for rank in ranks:
+        names |= {bundle_name(rank, world_size), frozen_name(rank, world_size)}
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,17 @@ def saver_for(
         what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
-    options = SavingOptions(max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, moments)
+    options = SavingOptions(
+        max_staleness=max_staleness,
+        keep_composable=keep_composable,
+        background=background,
+        host_buffer=host_buffer,
+        when_busy=when_busy,
+        write_timeout=write_timeout,
+        staging_dir=staging_dir,
+        mirror=mirror,
+        moments=moments,
+    )
     return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, policy, options)
 
 

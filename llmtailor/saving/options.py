@@ -12,7 +12,7 @@ from llmtailor.errors import Problem, UsageError
 MIN_HOST_BUFFER = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOptions:
     """The options of a saver. Raises UsageError with all problems."""
 

@@ -370,7 +370,7 @@ class PartialSaver:
         laid_out: list[tuple[Work, _Commit]] = []
 
         def lay_out() -> list[str]:
-            laid_out.append(self._lay_out(save, drift, write_state, rng))
+            laid_out.append(self._lay_out(save, drift, write_state, rng, began))
             return [*laid_out[0][0].report.parts]
 
         made: PendingSave
@@ -407,6 +407,7 @@ class PartialSaver:
         drift: Mapping[str, float],
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
+        began: float,
     ) -> tuple[Work, _Commit]:
         """Choose parts, and lay out what this rank writes of them."""
         before, policy_state = self._before, state_of(self.policy)
@@ -433,7 +434,7 @@ class PartialSaver:
             publication=self._publication(save, chosen, ledger, write_state) if is_first else None,
             elsewhere=self._elsewhere,
             record=partial(self._record, past),
-            on_published=partial(self._on_published, save, ledger, time.monotonic()),
+            on_published=partial(self._on_published, save, ledger, began),
             log=self._log,
         )
         samples = self.drift.samples(self.training.masters(), chosen) if self.policy.needs_drift else {}

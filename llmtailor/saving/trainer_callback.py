@@ -63,15 +63,25 @@ def attach(
         max_staleness: the maximum age of a part, in saves.
         keep_composable: how many steps stay composable.
         background: copy and write a save while training continues.
-        host_buffer, when_busy, write_timeout, staging_dir, mirror, moments: see
-            `SavingOptions`, as for the three before.
+        host_buffer, when_busy, write_timeout, staging_dir, mirror, moments: see `SavingOptions`, also for the three
+            before.
 
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments
             contradict partial checkpoints. All reasons are reported together.
         UnsupportedCheckpoint: the training uses FSDP.
     """
-    options = SavingOptions(max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, moments)
+    options = SavingOptions(
+        max_staleness=max_staleness,
+        keep_composable=keep_composable,
+        background=background,
+        host_buffer=host_buffer,
+        when_busy=when_busy,
+        write_timeout=write_timeout,
+        staging_dir=staging_dir,
+        mirror=mirror,
+        moments=moments,
+    )
     callback = PartialSaving(trainer, policy, save_steps, options)
     trainer.add_callback(callback)
     return callback

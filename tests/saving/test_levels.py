@@ -1,0 +1,198 @@
+"""Two levels of storage: a disk of the node first, then a shared folder; or the run's folder, then a mirror."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from llmtailor.errors import UsageError  # noqa: E402
+from llmtailor.saving import levels  # noqa: E402
+from saving.loop import Loop  # noqa: E402
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    monkeypatch.setattr(levels, "_PAUSE_S", (0.05, 0.2))
+    made = []
+
+    def start(step=0, **options):
+        staging = {"staging_dir": tmp_path / "node"} if "mirror" not in options else {}
+        run = Loop(tmp_path / "run", **{"policy": "full", **staging, **options})
+        made.append(run)
+        return run.start(step)
+
+    yield start
+    for run in made:
+        run.saver.close()
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names(folder):
+    return sorted(path.parent.name for path in folder.glob("partial/*/manifest.json"))
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_saves_are_on_the_node_first_and_then_shared(make, tmp_path):
+    run = make(policy="parity")
+    for _ in range(3):
+        run.train()
+        assert run.save().wait(60).path.parents[1] == tmp_path / "node"
+    run.saver.close()
+    assert names(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
+    assert names(tmp_path / "node") == ["step-00000003"]  # the others are of no use any more
+    assert files(tmp_path / "node/partial/step-00000003") == files(tmp_path / "run/partial/step-00000003")
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    assert all(line["copied_s"] >= line["publish_s"] for line in lines(tmp_path / "run"))
+    run.check(1, tmp_path / "out")
+
+
+def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monkeypatch, caplog):
+    run = make()
+    put, is_away = levels.SharedFolder.put, True
+
+    def put_if_there(*args):
+        if is_away:
+            raise OSError(116, "Stale file handle")
+        put(*args)
+
+    monkeypatch.setattr(levels.SharedFolder, "put", put_if_there)
+    for _ in range(3):
+        run.train()
+        run.save().wait(60)
+    until(lambda: "step 1 can't be copied" in caplog.text)
+    assert not names(tmp_path / "run")
+    assert len(names(tmp_path / "node")) == 3
+    is_away = False
+    run.saver.close()
+    assert len(names(tmp_path / "run")) == 3
+    assert "step 1 is copied after all" in caplog.text
+
+
+def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monkeypatch, caplog):
+    run = make(write_timeout=0.2)
+    run.train()
+    run.save().wait(60)
+    until(lambda: names(tmp_path / "run"))
+    with monkeypatch.context() as away:
+        away.setattr(levels.SharedFolder, "put", lambda *_: 1 / 0)
+        run.train()
+        run.save().wait(60)
+        run.saver.close()
+    assert "the saves of steps 2" in caplog.text
+    assert names(tmp_path / "run") == ["step-00000001"]
+    again = make(step=2)
+    assert again.saver.ledger.step == 2
+    assert names(tmp_path / "run") == ["step-00000001", "step-00000002"]
+    assert not names(tmp_path / "node")
+    again.train()
+    again.save().wait(60)
+    again.saver.close()
+    assert names(tmp_path / "run")[-1] == "step-00000003"
+
+
+def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch):
+    run = make(policy="parity", write_timeout=0.2)
+    for _ in range(2):
+        run.train()
+        run.save().wait(60)
+    until(lambda: len(names(tmp_path / "run")) == 2)
+    monkeypatch.setattr(levels.SharedFolder, "put", lambda *_: 1 / 0)
+    run.train()
+    run.save().wait(60)
+    run.saver.close()
+    shutil.rmtree(tmp_path / "node")
+    run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
+
+
+def run_of(tmp_path, name):
+    """Return the newest step of which the run has this param's state."""
+    found = 0
+    for path in sorted(tmp_path.glob("run/partial/*/manifest.json")):
+        manifest = json.loads(path.read_text())
+        if any(name in part["params"] for part in manifest["parts"]):
+            found = manifest["step"]
+    return found
+
+
+def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
+    """Every copy is read back."""
+    run = make()
+    crcs, crc_of = [True], levels.crc_of
+    monkeypatch.setattr(levels, "crc_of", lambda file: crc_of(file) ^ (crcs.pop() if crcs else 0))
+    run.train()
+    run.save().wait(60)
+    until(lambda: names(tmp_path / "run"))
+    assert "the copy differs from what was saved" in caplog.text
+    run.check(1, tmp_path / "out")
+
+
+def test_a_run_may_keep_few_checkpoints_on_both_levels(make, tmp_path):
+    run = make(keep_composable=1)
+    for _ in range(4):
+        run.train()
+        run.save().wait(60)
+    run.saver.close()
+    assert names(tmp_path / "run") == ["step-00000004"]
+
+
+def test_another_runs_saves_are_not_touched(make, tmp_path):
+    run = make(write_timeout=0.2)
+    run.train()
+    run.save().wait(60)
+    run.saver.close()
+    with pytest.raises(UsageError, match="it holds saves of another run, of steps 1"):
+        Loop(tmp_path / "other", policy="full", staging_dir=tmp_path / "node").start()
+    assert names(tmp_path / "node") == ["step-00000001"]
+
+
+def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
+    url = "memory://bucket/run"
+    fs, root = fsspec.core.url_to_fs(url)
+    order = []
+    for name in ("put_file", "pipe_file"):
+        call = getattr(levels.Mirror("memory://x").fs, name)
+        monkeypatch.setattr(
+            type(fs), name, lambda self, a, b, call=call, **more: (order.append((a, b)), call(a, b, **more))[1]
+        )
+    run = make(policy="parity", mirror=url, keep_composable=2)
+    for _ in range(5):
+        run.train()
+        run.save().wait(60)
+    run.saver.close()
+    there = sorted(path.split("/")[-2] for path in fs.glob(f"{root}/partial/*/manifest.json"))
+    assert there == names(tmp_path / "run") and len(there) == 3
+    for step in there:
+        found = {path.split("/")[-1]: fs.cat_file(path) for path in fs.ls(f"{root}/partial/{step}", detail=False)}
+        assert found == files(tmp_path / "run/partial" / step)
+    ends = [place for place in order if "manifest.json" in str(place[0])]
+    assert len(ends) == 5
+    for end in ends:
+        folder = end[0].rpartition("/")[0]
+        later = order[order.index(end) + 1 :]
+        assert not any(folder in str(place[1]) for place in later)
+
+
+def test_a_mirror_that_cannot_be_used_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="can't be used"):
+        Loop(tmp_path / "run", mirror="nosuch://bucket/run")
