@@ -140,6 +140,11 @@ class SourceError(TailorError):
     )
 
 
+def damaged(where: str, what: str, code: Code = Code.DAMAGED) -> SourceError:
+    """Return an error on a file that is to be copied again."""
+    return SourceError.at(where, what, COPY_FILE, code)
+
+
 class UnsupportedCheckpoint(SourceError):
     code = Code.UNSUPPORTED
     meaning = "an intact checkpoint of an unsupported kind"

@@ -20,7 +20,7 @@ from llmtailor.errors import (
     printable,
 )
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.format import Reader, Writer
+from llmtailor.formats.format import Reader, Writer, attempt
 from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.partial import index as partial_reader
 from llmtailor.formats.plain import read as plain_reader
@@ -29,7 +29,6 @@ from llmtailor.formats.plain.ask_transformers import describe_model
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
-from llmtailor.formats.zero.common import attempt
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT

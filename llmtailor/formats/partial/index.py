@@ -15,13 +15,13 @@ from llmtailor.checkpoint.optimizer import ParamGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Absent, Sliced
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.findings import Finding
+from llmtailor.formats.format import attempt
 from llmtailor.formats.partial.manifest import bundle_name, frozen_name
 from llmtailor.formats.partial.read import Partial, looks_partial, open_partial
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.plain.read import number_params
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import OPTIMIZER, SCHEDULER, read_trainer_files
-from llmtailor.formats.zero.common import attempt
 from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.formats.zero.read import survey_shards
 from llmtailor.model.parts import Param

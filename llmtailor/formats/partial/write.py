@@ -43,7 +43,7 @@ from llmtailor.formats.trainer import (
     rng_file,
 )
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
-from llmtailor.formats.zero.target import ZeroTarget
+from llmtailor.formats.zero.trees import ZeroTarget
 from llmtailor.formats.zero.write import make_shards
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs

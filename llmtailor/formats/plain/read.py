@@ -21,7 +21,7 @@ from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.format import FileTrees
+from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
@@ -42,7 +42,6 @@ from llmtailor.formats.trainer import (
     read_trainer_files,
 )
 from llmtailor.formats.weights import read_adapter
-from llmtailor.formats.zero.common import attempt
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 FORMAT = "trainer"

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import as_dict
-from llmtailor.containers.pickle_nodes import as_ints
-from llmtailor.errors import COPY_FILE, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.format import Trees
 from llmtailor.storage.local import read_source
 
@@ -276,18 +274,3 @@ def unsupported_parallelism(place: str, kind: str, evidence: str) -> Unsupported
         f"the checkpoint uses {kind}, which is not supported ({evidence})",
         "leave it out; of DeepSpeed's checkpoints, those of data-parallel ZeRO-1, 2 and 3 can be composed",
     )
-
-
-def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the sub-groups that a param group owns, and its hyperparameters."""
-    group = as_dict(group, "a param group", where)
-    ids = as_ints(group.get("params"))
-    if ids is None:
-        raise SourceError.at(where, "a param group's params are not a list of sub-groups", COPY_FILE, Code.FIELD_TYPE)
-    if group.get("moe"):
-        raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
-    if group.get("use_muon"):
-        raise UnsupportedCheckpoint.at(
-            where, "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
-        )
-    return ids, {key: value for key, value in group.items() if key != "params"}

@@ -19,9 +19,8 @@ from llmtailor.formats.format import Wanted
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
-from llmtailor.formats.zero import write3, write12
 from llmtailor.formats.zero.files import LATEST, model_name, optim_name
-from llmtailor.formats.zero.target import ZeroTarget, new_engine
+from llmtailor.formats.zero.trees import ZeroTarget, model_tree, new_engine, optim_tree
 from llmtailor.model.states import MASTER, WEIGHT, State
 
 
@@ -61,15 +60,15 @@ def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Ite
 
 def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
-    layout, write = target.layout, write3 if target.layout.stage == 3 else write12
+    layout = target.layout
     for rank in range(layout.world_size):
         name = optim_name(rank, target.precision == "BF16")
-        yield rank, f"{target.tag}/{name}", write.optim_tree(target, rank, _of_rank(train.optim, rank))
+        yield rank, f"{target.tag}/{name}", optim_tree(target, rank, _of_rank(train.optim, rank))
     for rank in range(layout.world_size if layout.stage == 3 else 1):
         rest = dict(_of_rank(train.model, rank))
         if "ds_config" in rest:
             rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
-        yield rank, f"{target.tag}/{model_name(rank, layout.stage)}", write.model_tree(target, rank, rest)
+        yield rank, f"{target.tag}/{model_name(rank, layout.stage)}", model_tree(target, rank, rest)
 
 
 def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
