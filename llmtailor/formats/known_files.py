@@ -23,6 +23,7 @@ from llmtailor.errors import SourceError, TargetError, some
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.partial.manifest import is_tensor_file
 from llmtailor.formats.partial.read import looks_partial
+from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.trainer import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -33,7 +34,6 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
-    is_rng_file,
     is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, is_shard_name

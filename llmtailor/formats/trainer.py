@@ -26,17 +26,16 @@ from llmtailor.containers.safetensors import (
 )
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, TailorError
-from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.format import Trees, Wanted
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
+from llmtailor.formats.rng import check_rng, find_swapped, is_rng_file, rng_file
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
     TRAINING_ARGS,
     RunFacts,
-    check_rng,
     check_scaler,
     check_trainer_state,
-    find_swapped,
     is_trainers,
     read_global_step,
     read_run_facts,
@@ -61,8 +60,6 @@ _TOKENIZER = re.compile(
     r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
 )
 """The names under which transformers' tokenizers save"""
-RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
-"""The regex group is the rank"""
 _OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -176,33 +173,6 @@ def _report_non_files(root: Path, name: str, problems: Problems) -> None:
                 check_regular(path.stat().st_mode, PathIn(name, path.name))
             except SourceError as error:
                 problems.add(error)
-
-
-def rng_file(rank: int, world_size: int) -> str:
-    """Return the name of a rank's random number states: one process has ``rng_state.pth``, several have one file each.
-
-    As ``Trainer._save_rng_state`` of transformers.
-    """
-    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
-
-
-def is_rng_file(path: str) -> bool:
-    """Return whether a file in the root holds the random number states of a rank."""
-    return bool(RNG_FILE.fullmatch(path))
-
-
-def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Finding]:
-    """Return findings on ranks without a random number state."""
-    names = [rng_file(rank, world_size) for rank in range(world_size)]
-    if not (lost := [file for file in names if file not in trainer.files and file not in trainer.inside]):
-        return []
-    fix = "dropout and shuffling restart from the seed; copy the files back if that matters"
-    if len(lost) == world_size:
-        return [Finding(name, "there are no RNG states", fix, Code.RNG_MISSING, WARNING)]
-    return [
-        Finding(PathIn(name, file), "the RNG state of this rank is missing", fix, Code.RNG_MISSING, WARNING)
-        for file in lost
-    ]
 
 
 def file_fact(path: Path) -> FileFact | None:

@@ -16,7 +16,8 @@ from llmtailor.containers.torch_zip import Record, list_records
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest
-from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_rng_file, is_weight_file
+from llmtailor.formats.rng import is_rng_file
+from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import Files

@@ -31,6 +31,7 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
 from llmtailor.formats.plain.write import optimizer_tree
+from llmtailor.formats.rng import is_rng_file, rng_file
 from llmtailor.formats.trainer import (
     CARD,
     CONFIG,
@@ -38,9 +39,7 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     carry,
-    is_rng_file,
     is_weight_file,
-    rng_file,
 )
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
 from llmtailor.formats.zero.trees import ZeroTarget

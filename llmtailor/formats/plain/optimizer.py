@@ -26,32 +26,33 @@ from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.field_tables import (
+    EACH,
+    FAILS,
+    FAILS_AT_STEP,
+    Kind,
+    Table,
+    check_fields,
+    decays_vectors_alone,
+    field,
+    has,
+    is_a,
+    is_adam,
+    is_number,
+    optimizer_fields,
+)
 from llmtailor.formats.format import Trees
-from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
-from llmtailor.formats.resumed.tables import EACH, Field, Kind, Says, Table, check_fields, has, is_number
 from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.formats.trainer_checks import find_refused
 
-_GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
-_STEP = "torch.optim.AdamW.step"
-_OFF = Kind(
-    "false, as in every run that minimizes its loss",
-    lambda value: isinstance(value, bool),
-    lambda value: not value,
-    ("x", None),
-    (True,),
-)
-_OFF_OR_NONE = Kind(
-    _OFF.name, lambda value: value is None or isinstance(value, bool), lambda value: not value, ("x",), (True,)
-)
-_COUNTER = Kind(
-    "step", lambda value: is_number(value) or as_tensor(value) is not None, lambda value: True, (None, "x", [4.0])
-)
+_STEP, _ADAM = "torch.optim.AdamW.step", "Adam and its variants"
+_OFF = Kind("false, as in every run that minimizes its loss", is_a(bool), ("x", None), lambda on: not on, (True,))
+_COUNTER = Kind("step", lambda value: is_number(value) or as_tensor(value) is not None, (None, "x", [4.0]))
 
 
 def _counts_by_param(tree: Any) -> bool:
-    """Return whether the step is in the param group, as in some variants of Adam."""
-    return is_adam(tree) and has(tree, *_STATE, "step")
+    """Return whether the step is in the params' states, not in the param group, as in some variants of Adam."""
+    return is_adam(tree) and has(tree, "state", EACH, "step")
 
 
 OPTIMIZER_TABLE = Table(
@@ -59,18 +60,20 @@ OPTIMIZER_TABLE = Table(
     "optimizer.pt",
     (
         *optimizer_fields(),
-        Field(
-            (*_GROUP, "maximize"), _OFF, _STEP, None, FAILS_AT_STEP, Says(ERROR, "silent: the weights move uphill"),
-            only="Adam and its variants", applies=is_adam,
+        field(
+            *("param_groups.*.maximize", _OFF, _STEP, "", FAILS_AT_STEP, "silent: the weights move uphill"),
+            only=_ADAM,
+            applies=is_adam,
         ),
-        Field(
-            (*_GROUP, "differentiable"), _OFF, _STEP, None, FAILS_AT_STEP, FAILS_AT_STEP,
-            only="Adam and its variants", applies=is_adam,
+        field(
+            *("param_groups.*.differentiable", _OFF, _STEP, "", FAILS_AT_STEP, FAILS_AT_STEP),
+            only=_ADAM,
+            applies=is_adam,
         ),
-        Field(
-            (*_STATE, "step"), _COUNTER, _STEP,
-            Says(ERROR, "a resume fails"), Says(ERROR, "a resume fails"),
-            only="Adam and its variants, where some state has it", applies=_counts_by_param,
+        field(
+            *("state.*.step", _COUNTER, _STEP, FAILS, FAILS),
+            only=f"{_ADAM}, where some state has it",
+            applies=_counts_by_param,
         ),
     ),
     (
@@ -78,7 +81,7 @@ OPTIMIZER_TABLE = Table(
         ("foreach, fused, capturable", "they change only how the result is computed, up to rounding"),
         ("a hyperparameter changed alike in all groups", "no longer matches the run's arguments"),
     ),
-)  # fmt: skip
+)
 
 
 def check_groups(

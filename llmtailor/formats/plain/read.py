@@ -21,26 +21,25 @@ from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.field_tables import check_fields
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.resumed.tables import check_fields
-from llmtailor.formats.resumed.trainer import CONFIG_TABLE
+from llmtailor.formats.rng import RNG_FILE, find_lost_rng
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
     OPTIMIZER,
-    RNG_FILE,
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
     TrainerFiles,
-    find_lost_rng,
     read_trainer_files,
 )
+from llmtailor.formats.trainer_checks import CONFIG_TABLE
 from llmtailor.formats.weights import read_adapter
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
@@ -151,7 +150,7 @@ def _index(
         hyper = [group.hyper for group in optimizer.groups]
         findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
     world_size = _world_size(trainer.files)
-    findings += find_lost_rng(trainer, world_size, name)
+    findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name)
     held = _hold(groups, optimizer, stored, known, world_size)
     dtypes = Counter(weight.dtype for weight in stored.values())
     return CheckpointIndex(

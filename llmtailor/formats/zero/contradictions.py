@@ -13,7 +13,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.resumed.optimizers import decays_vectors_alone
+from llmtailor.formats.field_tables import decays_vectors_alone
 from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE
 
@@ -31,7 +31,7 @@ class Shards:
     files: ShardFiles
     ds_config: Mapping[str, Any]
     facts: Mapping[str, object]
-    """The facts on the optimizer's file that `formats.resumed` uses, by the field's name"""
+    """The facts on the optimizer's file that `formats.field_tables` uses, by the field's name"""
     is_composite: bool
     """Whether a manifest of ours says that it is made of several saves."""
 

@@ -19,6 +19,7 @@ from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.format import FileTrees, Trees, attempt
+from llmtailor.formats.rng import find_lost_rng
 from llmtailor.formats.scheduler import SchedulerFacts, compare_scheduler
 from llmtailor.formats.trainer import (
     MANIFEST,
@@ -27,7 +28,6 @@ from llmtailor.formats.trainer import (
     TRAINER_STATE,
     TrainerFiles,
     file_fact,
-    find_lost_rng,
     read_trainer_files,
 )
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
@@ -105,7 +105,7 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
         *_folder(index, files, trainer, config),
         *_scheduler(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
         *_trainer_state(index, trainer),
-        *find_lost_rng(trainer, index.world_size, name),
+        *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name),
     )
     return Survey(replace(index, findings=findings), problems, ranks.unreadable)
 

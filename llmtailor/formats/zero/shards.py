@@ -39,8 +39,8 @@ from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_ints, as_tensor
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import Finding
+from llmtailor.formats.field_tables import check_fields, facts_of_rank
 from llmtailor.formats.format import Trees
-from llmtailor.formats.resumed.tables import check_fields, facts_of_rank
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.files import read_shard, unsupported_parallelism
