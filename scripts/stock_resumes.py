@@ -2,8 +2,8 @@
 
     python scripts/stock_resumes.py OUT [--only WORD]
 
-Every row of the field tables about files without DeepSpeed, in every way that it speaks of, is made in a checkpoint of a
-tiny model, which one CPU process then resumes; a second or two each. The losses, learning rates, logs and saves that
+Every row of the field tables about files without DeepSpeed, in every way that it speaks of, is made in a checkpoint of
+a tiny model, which one CPU process then resumes; a second or two each. The losses, learning rates, logs and saves that
 follow are compared with those of the run that went on. Printed is what stock did for every damage, with a mark where a
 row that is an error did no harm, or a row that is none did.
 """

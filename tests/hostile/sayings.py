@@ -105,7 +105,7 @@ SAYINGS: dict[str, tuple[Build, str]] = {
     "a module without params": (tells(module={}), "module lacks"),
     "a module with more params": (model(lambda tree: tree["module"].update(x=torch.empty(0))), "have no state"),
     "ds_config in a list": (tells(ds_config=[1]), "ds_config is a list"),
-    "a param of 2**60 elements": (shapes(0, NORM, torch.Size([2**60])), "add up to"),
+    "a param of 2**60 elements": (shapes(0, NORM, torch.Size([2**60])), "elements instead of 5764"),
     "a shape of 2**70": (shapes(1, NORM, (2**70,)), "gives no shape"),
     "a shape of 70 dimensions": (shapes(1, NORM, (1,) * 70), "gives no shape"),
     "a param in two groups": (shapes(0, NORM, torch.Size([0])), "twice"),
