@@ -22,7 +22,7 @@ from llmtailor.errors import (
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.format import Reader, Writer, attempt
 from llmtailor.formats.manifest import read_part_steps
-from llmtailor.formats.partial import index as partial_reader
+from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
 from llmtailor.formats.plain.ask_transformers import describe_model

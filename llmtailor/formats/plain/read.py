@@ -8,7 +8,7 @@ Adam counts its ``step`` per param here, so every param is its own sub-group, nu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +41,9 @@ from llmtailor.formats.trainer import (
 )
 from llmtailor.formats.trainer_checks import CONFIG_TABLE
 from llmtailor.formats.weights import read_adapter
+from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
-FORMAT = "trainer"
 OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
@@ -146,33 +146,65 @@ def _index(
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
     steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
     findings += attempt(lambda: [*_check_steps(root, groups, steps, trainer, name)], problems) or ()
-    if trainer.scheduler is not None:
-        hyper = [group.hyper for group in optimizer.groups]
-        findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
+    findings += compare_schedule(optimizer, trainer, name)
     world_size = _world_size(trainer.files)
     findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name)
-    held = _hold(groups, optimizer, stored, known, world_size)
     dtypes = Counter(weight.dtype for weight in stored.values())
+    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
+    return replace(
+        index,
+        world_size=world_size,
+        global_step=index.global_step if trainer.global_step is None else trainer.global_step,
+        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+        held={**index.held, **dict(_hold_weights(weights, known, world_size)), **trainer.weights},
+        findings=tuple(findings),
+    )
+
+
+def compare_schedule(optimizer: SavedOptimizer, trainer: TrainerFiles, name: str) -> list[Finding]:
+    """Return findings on a scheduler.pt that does not fit the optimizer's groups."""
+    hyper, where = [group.hyper for group in optimizer.groups], PathIn(name, SCHEDULER)
+    return compare_scheduler(trainer.scheduler, where, hyper, None) if trainer.scheduler else []
+
+
+def make_index(
+    root: Path,
+    name: str,
+    optimizer: SavedOptimizer,
+    trainer: TrainerFiles,
+    groups: Sequence[tuple[str, ...]],
+    params: Mapping[str, Param],
+    tied: Mapping[str, str],
+) -> CheckpointIndex:
+    """Return what is known from ``optimizer.pt`` and the names of its params: as if of one rank, in fp32."""
+    owned = [
+        (at, param, number)
+        for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True))
+        for param, number in zip(names, saved.ids, strict=True)
+    ]
     return CheckpointIndex(
         root=root,
         name=name,
-        format=FORMAT,
+        format="trainer",
         stage=0,
-        world_size=world_size,
-        global_step=trainer.global_step if trainer.global_step is not None else int(max(steps)),
+        world_size=1,
+        global_step=int(max(optimizer.steps.values())),
         skipped_steps=0,
         tag="",
-        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+        precision="F32",
         optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
-        params=known.params,
-        tied=known.tied,
-        held={**held, **trainer.weights},
-        groups=tuple(ParamGroup(params, group.hyper) for params, group in zip(groups, optimizer.groups, strict=True)),
-        sub_groups=number_params(groups, steps),
+        params=params,
+        tied=tied,
+        held={
+            State(param, kind): TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
+            for _, param, number in owned
+            for kind, one in optimizer.kinds[number].items()
+        },
+        groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
+        sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
-        findings=tuple(findings),
         train=TrainState(optimizer.step_is_tensor, trees=trainer.trees),
     )
 
@@ -214,29 +246,18 @@ def _ask_model(
         return None
 
 
-def _hold(
-    groups: tuple[tuple[str, ...], ...],
-    optimizer: SavedOptimizer,
-    weights: Mapping[State, TensorEntry],
-    known: Fitted,
-    world_size: int,
-) -> dict[State, TensorEntry]:
-    held: dict[State, TensorEntry] = {}
-    for group, saved in zip(groups, optimizer.groups, strict=True):
-        for name, number in zip(group, saved.ids, strict=True):
-            for kind, tensor in optimizer.kinds[number].items():
-                place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-                held[State(name, kind)] = TensorEntry(tensor.dtype, tensor.shape, place)
+def _hold_weights(
+    weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
+) -> Iterator[tuple[State, TensorEntry]]:
+    """Yield the states that the weights are: masters, frozen params and buffers."""
     for name, weight_name in known.weight_of.items():
-        weight = weights[State(weight_name, WEIGHT)]
-        role = known.params[name].role
+        weight, role = weights[weight_name], known.params[name].role
         if role != "buffer":
-            held[State(name, MASTER if role == "trainable" else FROZEN)] = weight
+            yield State(name, MASTER if role == "trainable" else FROZEN), weight
             continue
         for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
             copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
-            held[State(name, BUFFER)] = TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
-    return held
+            yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
 
 
 def _check_steps(
@@ -270,12 +291,6 @@ def _check_steps(
         if is_sure:
             fix = "silent: data order and step count follow the former; copy the file of this save"
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
-
-
-def number_params(groups: Iterable[tuple[str, ...]], steps: Iterable[float]) -> tuple[SubGroup, ...]:
-    """Return a sub-group for each param, through the groups; ``steps`` are Adam's, in the same order."""
-    owned = ((number, param) for number, group in enumerate(groups) for param in group)
-    return tuple(SubGroup(number, (param,), step) for (number, param), step in zip(owned, steps, strict=True))
 
 
 def _world_size(files: Iterable[str]) -> int:
