@@ -42,8 +42,7 @@ from llmtailor.formats.trainer import (
     is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
-from llmtailor.formats.zero.trees import ZeroTarget
-from llmtailor.formats.zero.write import make_shards
+from llmtailor.formats.zero.write import ZeroTarget, make_shards, slice_of
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -276,11 +275,8 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
         entries = []
         for name, held in frozen.items():
             part = part_size(held.numel, ranks)
-            begin, end = min(rank * part, held.numel), min((rank + 1) * part, held.numel)
-            content: list[Piece] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
-            if padding := part - (end - begin):
-                content.append(Zeros(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
-            entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, tuple(content)))
+            content = tuple(slice_of(State(name, FROZEN), held.dtype, held.numel, rank, ranks))
+            entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, content))
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 
 
