@@ -15,10 +15,9 @@ from pathlib import Path
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
-from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
 from llmtailor.errors import PathIn, Problem, SourceError, some
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CONFIG, carry
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, carry, read_config
 from llmtailor.model.disk_names import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -175,7 +174,7 @@ def lay_out_missing_weights(
         return [], []
     if ADAPTER_CONFIG in base.files:
         return lay_out_adapter(base, dtype, is_alone)
-    config = read_json(base.root / CONFIG, PathIn(base.name, CONFIG)) if CONFIG in base.files else {}
+    config = read_config(base)
     model_type = str(config["model_type"]) if "model_type" in config else None
     naming = AS_IN_MEMORY if base.saved_as is not None else naming_of(model_type)
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]

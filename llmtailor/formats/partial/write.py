@@ -16,7 +16,6 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.sharding import part_size
 from llmtailor.containers.fields import extent_of
-from llmtailor.containers.json import read_json
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import (
@@ -34,12 +33,12 @@ from llmtailor.formats.plain.write import optimizer_tree
 from llmtailor.formats.rng import is_rng_file, rng_file
 from llmtailor.formats.trainer import (
     CARD,
-    CONFIG,
     OPTIMIZER,
     SCALER,
     SCHEDULER,
     carry,
     is_weight_file,
+    read_config,
 )
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
 from llmtailor.formats.zero.write import ZeroTarget, make_shards, slice_of
@@ -205,8 +204,7 @@ def describe_partial(
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
     """Return each param's names in the weight files; None if there are none, or they are not all explained."""
     weights = {state.param: held.shape for state, held in index.held.items() if state.kind == WEIGHT}
-    config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
-    for naming in (AS_IN_MEMORY, naming_of(str(config.get("model_type")))):
+    for naming in (AS_IN_MEMORY, naming_of(str(read_config(index).get("model_type")))):
         found = {name: tuple(on_disk(param, naming)) for name, param in index.params.items()} if naming else {}
         made = {one.name: one.shape for ones in found.values() for one in ones}
         if weights and made == {name: shape for name, shape in weights.items() if name not in index.tied}:

@@ -16,7 +16,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from itertools import accumulate
+from typing import TypeVar
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
@@ -36,44 +37,23 @@ _Shard = TypeVar("_Shard", bound=Shard)
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 
 
-class _Cut(Protocol):
+@dataclass(frozen=True, slots=True)
+class _Cut:
     """How a sub-group's flat tensors are spread over the ranks."""
+
+    parts: tuple[int, ...]
+    """ZeRO-3: the elements of each param per rank"""
+    vector: Vector
+    """ZeRO-1/2; empty for ZeRO-3"""
 
     def length(self, rank: int, is_stripped: bool) -> int:
         """Return how many elements a rank has, without padding at the vector's end if ``is_stripped``."""
-        ...
+        return sum(self.parts) + self.vector.partition - (self.vector.padding(rank) if is_stripped else 0)
 
     def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
         """Yield the place of each param in the ranks' flat tensors."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Slices:
-    """ZeRO-3: every param is cut on its own."""
-
-    parts: tuple[int, ...]
-
-    def length(self, rank: int, is_stripped: bool) -> int:
-        return sum(self.parts)
-
-    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
-        at = 0
-        for part in self.parts:
-            yield Sliced(extents, at, part, itemsize)
-            at += part
-
-
-@dataclass(frozen=True, slots=True)
-class _Partitions:
-    """ZeRO-1/2: the params of a group are one vector."""
-
-    vector: Vector
-
-    def length(self, rank: int, is_stripped: bool) -> int:
-        return self.vector.partition - (self.vector.padding(rank) if is_stripped else 0)
-
-    def places(self, extents: tuple[Extent, ...], itemsize: int) -> Iterator[Placement]:
+        for offset, part in zip(accumulate(self.parts, initial=0), self.parts, strict=False):
+            yield Sliced(extents, offset, part, itemsize)
         for offset in self.vector.offsets:
             yield Partitioned(extents, offset, self.vector.partition, itemsize)
 
@@ -173,25 +153,21 @@ def _read_all(
         shards.append(attempt(lambda: read(trees, path, where, files.is_zero3), problems) if there else None)  # noqa: B023
     found += [finding for shard in shards if shard is not None for finding in shard.findings]
     kinds: list[list[int]] = []
-    for rank, shard in enumerate(shards):
-        if shard is None:
-            continue
-        same = next((kind for kind in kinds if shards[kind[0]].facts == shard.facts), None)  # type: ignore[union-attr]
+    known = {rank: shard for rank, shard in enumerate(shards) if shard is not None}
+    for rank, shard in known.items():
+        same = next((kind for kind in kinds if known[kind[0]].facts == shard.facts), None)
         if same is None:
-            kinds.append([rank])
-        else:
-            same.append(rank)
+            kinds.append(same := [])
+        same.append(rank)
     usual = max(kinds, key=len, default=[])
-    for path, shard in zip(paths, shards, strict=True):
-        reference = shards[usual[0]] if usual else None
-        if shard is None or reference is None:
-            continue
-        for what in {**reference.facts, **shard.facts}:
-            value, usual_value = shard.facts.get(what), reference.facts.get(what)
+    for rank, shard in known.items():
+        reference = known[usual[0]].facts
+        for what in {**reference, **shard.facts}:
+            value, usual_value = shard.facts.get(what), reference.get(what)
             if value != usual_value:
                 detail = f" ({value} and {usual_value})" if len(f"{value}{usual_value}") < 80 else ""
                 text = f"{what} differs from that of rank {usual[0]}{detail}"
-                problems.add(SourceError.at(PathIn(name, path), text, COPY_CHECKPOINT, Code.RANKS_DIFFER))
+                problems.add(SourceError.at(PathIn(name, paths[rank]), text, COPY_CHECKPOINT, Code.RANKS_DIFFER))
     return [shard if rank in usual else None for rank, shard in enumerate(shards)]
 
 
@@ -224,9 +200,9 @@ def _pad(shards: Sequence[_Shard | None], count: int) -> list[_Shard | None]:
 def _cut(group: int, model: ModelShard, sample: OptimShard) -> _Cut:
     numels = [math.prod(shape) for shape in model.param_shapes[group].values()]
     if sample.stage == 3:
-        return _Slices(tuple(part_size(numel, model.world_size) for numel in numels))
+        return _Cut(tuple(part_size(numel, model.world_size) for numel in numels), lay_out_vector((), (), 1))
     fits = list(map(len, sample.gaps)) == list(map(len, model.param_shapes))
-    return _Partitions(lay_out_vector(numels, sample.gaps[group] if fits else (), model.world_size))
+    return _Cut((), lay_out_vector(numels, sample.gaps[group] if fits else (), model.world_size))
 
 
 def _wrong_flats(model: ModelShard, cuts: Sequence[_Cut]) -> Callable[[int, OptimShard], Iterator[str]]:
@@ -284,12 +260,8 @@ def _check_mappings(
     """
     if any(shard is not None and is_dealt_out(shard) for shard in shards):
         return
-    groups = [
-        (shapes, cut.vector)
-        for shapes, cut in zip(model.param_shapes, cuts, strict=True)
-        if isinstance(cut, _Partitions)
-    ]
-    of_rank = [tuple(_mapping(*group, rank) for group in groups) for rank in range(len(shards))]
+    groups = [*zip(model.param_shapes, cuts, strict=True)]
+    of_rank = [tuple(_mapping(shapes, cut.vector, rank) for shapes, cut in groups) for rank in range(len(shards))]
     for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         if shard is not None and shard.mappings != of_rank[rank] and shard.mappings in of_rank:
             what = f"its param_slice_mappings are those of rank {of_rank.index(shard.mappings)}"
@@ -345,9 +317,12 @@ def _check_params(
             raise SourceError.at(where, text.format(some(sorted(names))), COPY_CHECKPOINT, code)
 
 
-def _place_of(tensor: Tensor | None, path: str) -> Extent:
-    """Return where a rank's tensor lies; for an unreadable file, a meaningless place in it."""
-    return tensor.extent if tensor is not None else Extent(path, 0, 0)
+def _extents(
+    paths: Sequence[str], shards: Sequence[_Shard | None], tensor: Callable[[_Shard], Tensor]
+) -> tuple[Extent, ...]:
+    """Return where a tensor lies in each rank's file; for an unreadable file, a meaningless place in it."""
+    ranks = zip(paths, shards, strict=True)
+    return tuple(Extent(path, 0, 0) if shard is None else tensor(shard).extent for path, shard in ranks)
 
 
 _Held = Iterator[tuple[Param, str, TensorEntry | None]]
@@ -357,10 +332,9 @@ def _trained(
     files: ShardFiles, model: ModelShard, sample: OptimShard, optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]
 ) -> _Held:
     """Yield the trained params, with the places of their states."""
-    ranks = [*zip(files.optim, optim, strict=True)]
     for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
         for kind, like in sample.flats[flat_id].items():
-            extents = tuple(_place_of(shard.flats[flat_id][kind] if shard else None, path) for path, shard in ranks)
+            extents = _extents(files.optim, optim, lambda shard: shard.flats[flat_id][kind])  # noqa: B023
             places = cut.places(extents, ITEMSIZE[like.dtype])
             for (param, shape), place in zip(shapes.items(), places, strict=True):
                 yield Param(param, shape, "trainable"), kind, TensorEntry(like.dtype, shape, place)
@@ -368,16 +342,15 @@ def _trained(
 
 def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | None]) -> _Held:
     """Yield the other params of ZeRO-3, with the places of their states."""
-    ranks = [*zip(files.model, model, strict=True)]
     for param, shape in usual.frozen_shapes.items():
         entry = None
         if like := usual.fragments.get(param):
-            extents = tuple(_place_of(rank.fragments[param] if rank else None, path) for path, rank in ranks)
+            extents = _extents(files.model, model, lambda shard: shard.fragments[param])  # noqa: B023
             part = part_size(math.prod(shape), usual.world_size)
             entry = TensorEntry(like.dtype, shape, Sliced(extents, 0, part, ITEMSIZE[like.dtype]))
         yield Param(param, shape, "frozen"), FROZEN, entry
     for param, like in usual.module.items():
-        extents = tuple(_place_of(rank.module[param] if rank else None, path) for path, rank in ranks)
+        extents = _extents(files.model, model, lambda shard: shard.module[param])  # noqa: B023
         yield Param(param, like.shape, "buffer"), BUFFER, _copies(extents, like)
 
 
