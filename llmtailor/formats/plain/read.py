@@ -130,27 +130,24 @@ def _index(
         groups = derived_names(optimizer, model, where)
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
+    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
         fix = "if they were trained, their states are lost: leave this checkpoint out"
-        findings.append(
-            Finding(where, f"it has no state of {some(frozen)}: assumed to be frozen", fix, Code.STATE_MISSING)
-        )
+        what = f"it has no state of {some(frozen)}: assumed to be frozen"
+        findings.append(Finding(where, what, fix, Code.STATE_MISSING))
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
-        fix = (
-            "save with llmtailor.saving, or under DeepSpeed; from this one, transformers 5.23 keeps the initial values"
-        )
+        from_this = "from this one, transformers 5.23 keeps the initial values"
+        fix = f"save with llmtailor.saving, or under DeepSpeed; {from_this}"
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
-    findings += attempt(lambda: [*_check_steps(root, groups, steps, trainer, name)], problems) or ()
+    findings += attempt(lambda: [*_check_steps(index, trainer)], problems) or ()
     findings += compare_schedule(optimizer, trainer, name)
     world_size = _world_size(trainer.files)
     findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name)
     dtypes = Counter(weight.dtype for weight in stored.values())
-    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
     return replace(
         index,
         world_size=world_size,
@@ -214,9 +211,8 @@ def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] 
     problems = []
     if SCHEDULER not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
-        problems.append(
-            Problem(PathIn(name, SCHEDULER), what, "copy it back, or leave this checkpoint out", Code.FILE_MISSING)
-        )
+        fix = "copy it back, or leave this checkpoint out"
+        problems.append(Problem(PathIn(name, SCHEDULER), what, fix, Code.FILE_MISSING))
     if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
@@ -260,24 +256,22 @@ def _hold_weights(
             yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
 
 
-def _check_steps(
-    root: Path, groups: tuple[tuple[str, ...], ...], steps: list[float], trainer: TrainerFiles, name: str
-) -> Iterator[Finding]:
+def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
     """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
 
     A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises
     SourceError if no state is of the schedule's step.
     """
-    counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
+    counted, name = trainer.scheduler.num_steps if trainer.scheduler is not None else None, index.name
     if counted is None or MANIFEST in trainer.files:
         return
-    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
-    if counted not in steps:
-        what = f"the optimizer's states are from step {max(steps):g}, but the schedule is at step {counted}"
-        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     of_step: dict[float, list[str]] = {}
-    for param, step in zip((param for group in groups for param in group), steps, strict=True):
+    for param, step in index.steps().items():
         of_step.setdefault(step, []).append(param)
+    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
+    if counted not in of_step:
+        what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
+        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     for step, params in of_step.items():
         if step > counted or (step == 0 and counted) or (step < counted and len(params) == 1):
             what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
@@ -286,7 +280,7 @@ def _check_steps(
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
     if trainer.global_step not in (None, counted):
         what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
-        is_sure = counted > (trainer.global_step or 0) or step_of(root) == counted
+        is_sure = counted > (trainer.global_step or 0) or step_of(index.root) == counted
         fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
         if is_sure:
             fix = "silent: data order and step count follow the former; copy the file of this save"
@@ -294,15 +288,10 @@ def _check_steps(
 
 
 def _world_size(files: Iterable[str]) -> int:
-    ranks = (int(match[1] or 0) for path in files if (match := RNG_FILE.fullmatch(path)))
-    return max((rank + 1 for rank in ranks), default=1)
+    return max((int(match[1] or 0) + 1 for path in files if (match := RNG_FILE.fullmatch(path))), default=1)
 
 
 def _listed_buffers(root: Path, name: str) -> set[str]:
     """Return the buffers that a composite's weight files list; others don't tell them from params."""
-    return {
-        buffer
-        for file in read_weights(root, name)
-        for buffer in file.metadata.get(BUFFERS_KEY, "").split(",")
-        if buffer
-    }
+    listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
+    return {buffer for names in listed for buffer in names.split(",") if buffer}
