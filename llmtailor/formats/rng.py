@@ -14,8 +14,8 @@ from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.field_tables import FAILS, Kind, Table, check_fields, field, warns
-from llmtailor.formats.trainer_checks import find_refused
+from llmtailor.formats.field_tables import FAILS, Kind, Table, field, warns
+from llmtailor.formats.trainer_checks import check_file
 from llmtailor.storage.local import open_source
 
 RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
@@ -145,13 +145,8 @@ def is_rng_file(path: str) -> bool:
 
 def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
     """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
-    yield from find_refused(tree, where, _OF_ARRAYS)
-    if not isinstance(tree, dict):
-        fix = f"a resume fails; {COPY_FILE}"
-        yield Finding(where, f"it holds a {type(tree).__name__}, not random states", fix, Code.FIELD_TYPE, ERROR)
-        return
-    yield from check_fields(tree, RNG_TABLE, where)
-    view = as_tensor(tree.get("cpu"))
+    yield from check_file(tree, RNG_TABLE, "random states", where, _OF_ARRAYS)
+    view = as_tensor(tree.get("cpu")) if isinstance(tree, dict) else None
     if view is None or not _is_torch_state(tree["cpu"]):
         return
     extent = extent_of(view, "cpu", where)

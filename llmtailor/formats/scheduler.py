@@ -25,14 +25,13 @@ from llmtailor.formats.field_tables import (
     NAN,
     Kind,
     Table,
-    check_fields,
     field,
     is_a,
     is_number,
     number,
     warns,
 )
-from llmtailor.formats.trainer_checks import find_refused
+from llmtailor.formats.trainer_checks import check_file
 
 _PER_GROUP = frozenset(
     (
@@ -192,13 +191,8 @@ _OWN_NAMES = frozenset(
 
 def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
     """Yield findings on what makes a resume reject ``scheduler.pt``, whatever the optimizer's state."""
-    yield from find_refused(tree, where)
-    if not isinstance(tree, dict):
-        what = f"it holds a {type(tree).__name__}, not a scheduler state"
-        yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_TYPE, ERROR)
-        return
-    yield from check_fields(tree, SCHEDULER_TABLE, where)
-    for key, value in tree.items():
+    yield from check_file(tree, SCHEDULER_TABLE, "a scheduler state", where)
+    for key, value in tree.items() if isinstance(tree, dict) else ():
         if key in _OWN_NAMES:
             what = f"it has a field {key}, which would replace the scheduler's own"
             yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_UNKNOWN, ERROR)

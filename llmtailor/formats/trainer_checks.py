@@ -21,7 +21,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import is_count
 from llmtailor.containers.pickle_nodes import Call, Global, children
 from llmtailor.containers.torch_zip import read_attributes
-from llmtailor.errors import COPY_FILE, SourceError, some
+from llmtailor.errors import COPY_FILE, SourceError, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.field_tables import (
     ANYTHING,
@@ -48,15 +48,18 @@ from llmtailor.formats.field_tables import (
 TRAINING_ARGS = "training_args.bin"
 
 
+_BY_STEPS = {"logging_strategy": "logging_steps", "save_strategy": "save_steps", "eval_strategy": "eval_steps"}
+"""Arguments, and the fields of the state that matter only if the argument is ``steps``"""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The content of ``training_args.bin``; None where it is missing or says nothing."""
+    """The content of ``training_args.bin``."""
 
-    logs_by_steps: bool | None = None
-    saves_by_steps: bool | None = None
-    evaluates_by_steps: bool | None = None
+    unread: frozenset[str] = frozenset()
+    """Fields of the state that the run does not read, as far as is known"""
     scales_loss: bool | None = None
-    """Whether it trains in fp16: with a loss scale, and maybe with skipped steps"""
+    """Whether it trains in fp16: with a loss scale, and maybe with skipped steps; None if unknown"""
 
 
 def read_run_facts(root: Path, where: str) -> RunFacts:
@@ -65,20 +68,15 @@ def read_run_facts(root: Path, where: str) -> RunFacts:
         args = read_attributes(root, TRAINING_ARGS, where)
     except SourceError:
         return RunFacts()
+    strategies = {name: _value(args.get(argument)) for argument, name in _BY_STEPS.items()}
+    unread = (name for name, value in strategies.items() if isinstance(value, str) and value.lower() != "steps")
     fp16 = args.get("fp16")
-    return RunFacts(
-        _by_steps(args, "logging_strategy"),
-        _by_steps(args, "save_strategy"),
-        _by_steps(args, "eval_strategy"),
-        fp16 if isinstance(fp16, bool) else None,
-    )
+    return RunFacts(frozenset(unread), fp16 if isinstance(fp16, bool) else None)
 
 
-def _by_steps(args: Mapping[str, Any], key: str) -> bool | None:
-    """Return whether a strategy is by steps. It is an enum: ``Class(value)`` or ``getattr(Class, name)``."""
-    node = args.get(key)
-    value = node.args[-1] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
-    return value.lower() == "steps" if isinstance(value, str) else None
+def _value(node: Any) -> Any:
+    """Return an enum's value, or its name: ``Class(value)`` or ``getattr(Class, name)``."""
+    return node.args[-1] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
 
 
 _FIX = "a resume fails: torch.load considers it unsafe; copy the file again, or save it with plain numbers and tensors"
@@ -105,6 +103,18 @@ def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) 
     return [Finding(where, f"it names {name}", _FIX, Code.FIELD_TYPE, ERROR) for name in refused]
 
 
+def check_file(
+    tree: Any, table: Table, content: str, where: str, of_numpy: frozenset[str] = frozenset()
+) -> Iterator[Finding]:
+    """Yield findings on a file that a resume loads as a dict; ``content`` says what it is."""
+    yield from find_refused(tree, where, of_numpy)
+    if isinstance(tree, dict):
+        yield from check_fields(tree, table, where)
+    else:
+        what, fix = f"it holds a {type(tree).__name__}, not {content}", f"a resume fails; {COPY_FILE}"
+        yield Finding(where, what, fix, Code.FIELD_TYPE, ERROR)
+
+
 _GRADES, _LATER = "torch.amp.GradScaler.load_state_dict", "a resume fails after a while"
 _SKIPS = "silent: no more steps are made, or each with wrong gradients"
 _GROWTH = number("number above 1", lambda value: value > 1, (1.0, 0.5, -1.0))
@@ -124,15 +134,10 @@ SCALER_TABLE = Table(
 
 def check_scaler(tree: Any, facts: RunFacts, where: str) -> Iterator[Finding]:
     """Yield findings on a loss scale that a resume rejects, or that makes it skip every step."""
-    yield from find_refused(tree, where)
+    yield from check_file(tree, SCALER_TABLE, "a loss scale", where)
     if facts.scales_loss is False:
         what = "the run trained without a loss scale, and can't load one"
         yield Finding(where, what, "a resume fails; remove the file", Code.FIELD_UNKNOWN, ERROR)
-    if not isinstance(tree, dict):
-        fix = "a resume fails; copy the file again"
-        yield Finding(where, f"it holds a {type(tree).__name__}, not a loss scale", fix, Code.FIELD_TYPE, ERROR)
-        return
-    yield from check_fields(tree, SCALER_TABLE, where)
 
 
 INTERVAL = number("number other than 0", lambda value: value != 0, (0,))
@@ -266,13 +271,11 @@ _SAME_TO = 0.011
 def read_global_step(content: Mapping[str, Any], where: str) -> int:
     """Return the step of a state. Raises SourceError if it has none."""
     if "global_step" not in content:
-        raise SourceError.at(
-            where, "it has no global_step, so a resume would start at step 0", COPY_FILE, Code.FIELD_MISSING
-        )
+        raise damaged(where, "it has no global_step, so a resume would start at step 0", Code.FIELD_MISSING)
     step = content["global_step"]
     if not is_count(step):
         code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
-        raise SourceError.at(where, f"global_step is {step!r:.40}, not a number of steps", COPY_FILE, code)
+        raise damaged(where, f"global_step is {step!r:.40}, not a number of steps", code)
     return int(step)
 
 
@@ -292,39 +295,22 @@ def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str)
     if not is_trainers(content):
         return
     yield from _unknown(content, where)
-    yield from check_fields(content, _read_in(facts), where)
+    read = tuple(one for one in TRAINER_STATE_TABLE.fields if one.path[0] not in facts.unread)
+    yield from check_fields(content, replace(TRAINER_STATE_TABLE, fields=read), where)
     yield from _log(content, where)
-
-
-def _read_in(facts: RunFacts) -> Table:
-    unread = {
-        key
-        for key, is_read in (
-            ("logging_steps", facts.logs_by_steps),
-            ("save_steps", facts.saves_by_steps),
-            ("eval_steps", facts.evaluates_by_steps),
-        )
-        if is_read is False
-    }
-    return replace(
-        TRAINER_STATE_TABLE,
-        fields=tuple(field for field in TRAINER_STATE_TABLE.fields if field.path[0] not in unread),
-    )
 
 
 def _unknown(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
     installed = installed_keys()
     unknown = sorted(content.keys() - (KEYS if installed is None else installed[1]))
-    if not unknown:
-        return
-    if installed is None:
+    if unknown and installed is None:
         what = f"it has {some(unknown)}, which transformers {KEYS_OF} does not know"
         fix = "a resume fails unless the transformers there knows it; copy the file again"
         yield Finding(where, what, fix, Code.FIELD_UNKNOWN, WARNING)
-        return
-    what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
-    fix = "a resume fails; remove what was added, or resume with the transformers that saved it"
-    yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
+    elif unknown and installed is not None:
+        what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
+        fix = "a resume fails; remove what was added, or resume with the transformers that saved it"
+        yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
 
 
 @lru_cache(maxsize=1)
@@ -359,8 +345,7 @@ def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
         return
     if steps and max(steps) > step:
         what = f"global_step is {step}, but log_history continues to step {max(steps)}"
-        fix = f"a resume follows the former; {COPY_FILE}"
-        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
+        yield Finding(where, what, f"a resume follows the former; {COPY_FILE}", Code.FIELD_CONFLICT, ERROR)
     best = content.get("best_global_step")
     if type(best) is int and best > step:
         what = f"global_step is {step}, but best_global_step is {best}"
