@@ -43,7 +43,7 @@ from llmtailor.formats.trainer import (
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
 from llmtailor.formats.zero.write import ZeroTarget, make_shards, slice_of
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.parts import SavedAs
+from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 
@@ -132,12 +132,10 @@ class PartialLayout:
 
 def check_can_be_partial(index: CheckpointIndex) -> None:
     """Raise UnsupportedCheckpoint for a full checkpoint with content that only its weight files hold."""
-    reason = None
+    reason, only = None, "and have its only master weights"
     for param in index.params.values():
         if param.role == "trainable" and State(param.name, MASTER) not in index.held:
-            reason = (
-                f"its weight files use other names for {param.name} than the model, and have its only master weights"
-            )
+            reason = f"its weight files use other names for {param.name} than the model, {only}"
         elif param.role == "frozen" and State(param.name, FROZEN) not in index.held:
             reason = f"only its weight files hold the frozen {param.name}"
     if reason is None and _saved_as(index) is None and any(state.kind == WEIGHT for state in index.held):
@@ -189,10 +187,7 @@ def describe_partial(
         tag=index.tag or "plain",
         parts=parts,
         params_of=params_of,
-        params={
-            param.name: ParamFact(param.shape, param.role, _live_dtype(index, param.name))
-            for param in index.params.values()
-        },
+        params={name: ParamFact(one.shape, one.role, _live_dtype(index, one)) for name, one in index.params.items()},
         tied=index.tied,
         saved_as=_saved_as(index),
         bundles=bundles,
@@ -221,12 +216,12 @@ def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
     return states
 
 
-def _live_dtype(index: CheckpointIndex, name: str) -> str:
+def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
-    role = index.params[name].role
-    if role == "trainable" and index.stage:
+    if param.role == "trainable" and index.stage:
         return index.precision
-    return index.held[State(name, {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[role])].dtype
+    kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
+    return index.held[State(param.name, kind)].dtype
 
 
 def _is_carried(path: str) -> bool:
@@ -280,7 +275,6 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
 
 def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     """Add the object trees of all stock files that are not copied, each to the shard of its rank."""
-    ranks = range(index.world_size)
 
     def add(rank: int, path: str, tree: Any) -> None:
         bundles[rank].add_tree(path, tree, PathIn(index.name, path))
@@ -293,11 +287,9 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
         add(0, OPTIMIZER, optimizer_tree(index, index.layout))
-    for path in (SCHEDULER, *(() if index.has_masters else (SCALER,))):
-        if path in index.train.trees:
-            add(0, path, index.train.trees[path])
-    for rank in ranks:
-        path = rng_file(rank, index.world_size)
+    owners = {SCHEDULER: 0, **({} if index.has_masters else {SCALER: 0})}
+    owners |= {rng_file(rank, index.world_size): rank for rank in range(index.world_size)}
+    for path, rank in owners.items():
         if path in index.train.trees:
             add(rank, path, index.train.trees[path])
 
