@@ -88,6 +88,7 @@ SAYINGS: dict[str, tuple[Build, str]] = {
         file("global_step100/zero_pp_rank_999999_mp_rank_00_model_states.pt", b"x"), "files are for 1000000 ranks",
     ),
     "10**15 ranks": (tells(dp_world_size=10**15), "files are for 1000000000000000 ranks"),
+    "no ranks": (tells(dp_world_size=0), "not a valid count"),
     "a negative number of ranks": (tells(dp_world_size=-2), "not a valid count"),
     "True ranks": (tells(dp_world_size=True), "not a valid count"),
     "negative steps": (tells(global_steps=-100), "not a valid count"),

@@ -285,6 +285,8 @@ def read_model_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Mod
     fragments = _fragments(tree.get("frozen_param_fragments"), frozen_shapes, where, is_zero3)
     global_steps, skipped_steps = (get_count(tree, key, where) for key in ("global_steps", "skipped_steps"))
     world_size, scheduler = get_count(tree, "dp_world_size", where), tree.get("lr_scheduler")
+    if not world_size:
+        raise damaged(where, "dp_world_size is 0, not a valid count", Code.FIELD_RANGE)
     alike = {
         "global_steps": global_steps,
         "skipped_steps": skipped_steps,
