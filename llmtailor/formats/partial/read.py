@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry
@@ -95,6 +96,9 @@ def looks_partial(root: Path) -> bool:
     return is_partial(root) or root.absolute().parent.name == FOLDER
 
 
+detects = looks_partial
+
+
 def open_partial(root: Path, name: str) -> Partial:
     """Read the manifest and the headers of all rank shards; no tensor byte is read.
 
@@ -105,18 +109,15 @@ def open_partial(root: Path, name: str) -> Partial:
     files: dict[str, WeightFile] = {}
     ranks = {bundle_name(rank, manifest.world_size): rank for rank in range(manifest.world_size)}
     for fact in manifest.bundles:
-        try:
-            files[fact.path] = _read_bundle(root, fact, manifest, ranks, name)
-        except SourceError as error:
-            problems.add(error)
+        if file := attempt(lambda: _read_bundle(root, fact, manifest, ranks, name), problems):  # noqa: B023
+            files[fact.path] = file
     problems.raise_if_any()
     tree_of = {
         key.removeprefix(TREE): path for path, file in files.items() for key in file.metadata if key.startswith(TREE)
     }
     if unexpected := [path for path in tree_of if not is_path_below(path)]:
-        raise SourceError.at(
-            PathIn(name, tree_of[unexpected[0]]), f"it contains an unknown file {unexpected[0]!r:.80}", _FIX
-        )
+        what = f"it contains an unknown file {unexpected[0]!r:.80}"
+        raise SourceError.at(PathIn(name, tree_of[unexpected[0]]), what, _FIX)
     return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
 
 
@@ -136,10 +137,8 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
         raise SourceError.at(where, "it is of another save than manifest.json", _FIX)
     wanted = {"step": manifest.step, "world_size": manifest.world_size, "rank": ranks[fact.path]}
     if wrong := [f"{key} {stated[key]!r:.20}" for key, value in wanted.items() if stated[key] != str(value)]:
-        what = (
-            f"it states {', '.join(wrong)}, but manifest.json states {', '.join(f'{k} {v}' for k, v in wanted.items())}"
-        )
-        raise SourceError.at(where, what, _FIX)
+        right = ", ".join(f"{key} {value}" for key, value in wanted.items())
+        raise SourceError.at(where, f"it states {', '.join(wrong)}, but manifest.json states {right}", _FIX)
     return file
 
 
@@ -161,27 +160,18 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     problems = []
     for state, fragments in found.items():
         fragments.sort(key=lambda one: one[0])
+        begins, paths, parts = zip(*fragments, strict=True)
+        cuts, dtype = (0, *accumulate(held.numel for held in parts)), parts[0].dtype
         shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
-        cuts, at = [], 0
-        for begin, _, held in fragments:
-            if begin != at or held.dtype != fragments[0][2].dtype:
-                break
-            cuts.append(at)
-            at += held.numel
-        else:
-            dtype = fragments[0][2].dtype
-            starts = tuple(_extent(held).start for _, _, held in fragments)
-            place = Bundled(tuple(path for _, path, _ in fragments), starts, (*cuts, at), ITEMSIZE[dtype])
-            joined[state] = TensorEntry(dtype, shape, place)
-        if state not in joined or joined[state].numel != at:
+        place = Bundled(paths, tuple(_extent(held).start for held in parts), cuts, ITEMSIZE[dtype])
+        joined[state] = TensorEntry(dtype, shape, place)
+        is_whole = begins == cuts[:-1] and joined[state].numel == cuts[-1]
+        if not is_whole or any(held.dtype != dtype for held in parts):
             what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
             problems.append(Problem(name, what, _FIX))
     if problems:
         raise SourceError(problems)
     return joined
-
-
-detects = looks_partial
 
 
 def survey(root: Path, name: str) -> Survey:
