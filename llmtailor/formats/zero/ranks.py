@@ -29,7 +29,7 @@ from llmtailor.findings import Finding
 from llmtailor.formats.format import Trees, attempt
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.files import ShardFiles, fit_world_size
-from llmtailor.formats.zero.shards import ModelShard, OptimShard, Shard, read_model_shard, read_optim_shard
+from llmtailor.formats.zero.shards import ModelShard, OptimShard, Shard, read_model_shard, read_optim_shard, section
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 
@@ -106,10 +106,8 @@ def read_ranks(trees: Trees, files: ShardFiles, name: str, problems: Problems) -
         attempt(lambda: _check_tied_once(name, files.model, model), problems)
     else:
         attempt(lambda: _check_whole_module(known, first), problems)
-    if sample is None:
-        return None
-    cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes))]
-    if not files.is_zero3:
+    cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes)) if sample is not None]
+    if sample is not None and not files.is_zero3:
         attempt(lambda: _check_mappings(name, files.optim, optim, known, cuts), problems)
     optim = _drop(files.optim, optim, _wrong_flats(usual, cuts), name, problems, Code.STATE_SIZE)
     if files.is_zero3:
@@ -276,8 +274,7 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
 
 def is_dealt_out(shard: OptimShard) -> bool:
     """Return whether ``round_robin_gradients`` has dealt out a group's params; BF16_Optimizer ignores the setting."""
-    zero = shard.ds_config.get("zero_optimization")
-    dealt = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+    dealt = section(shard.ds_config, "zero_optimization").get("round_robin_gradients") is True
     return dealt and shard.variant != "bf16_optimizer" and shard.stage < 3
 
 

@@ -33,6 +33,7 @@ from llmtailor.formats.trainer import (
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
 from llmtailor.formats.zero.files import LATEST, ShardFiles, survey_shard_files
 from llmtailor.formats.zero.ranks import Ranks, is_dealt_out, read_ranks
+from llmtailor.formats.zero.shards import section
 
 _MIXED = "copy the whole tag folder again; its files come from different saves"
 
@@ -74,7 +75,7 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
         global_step=model.global_steps,
         skipped_steps=model.skipped_steps,
         tag=files.tag,
-        precision="BF16" if files.is_bf16 else "F16" if _section(config, "fp16").get("enabled") is True else "F32",
+        precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
         optimizer=_optimizer_name(groups, optim.step_is_tensor),
         params=ranks.params,
         tied={tied: stored for tied, stored in model.tied.items() if stored in ranks.params},
@@ -130,17 +131,11 @@ def _groups(ranks: Ranks) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]
     return tuple(groups), cut
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a section of a ``ds_config``; empty if it is none."""
-    found = config.get(key)
-    return found if isinstance(found, dict) else {}
-
-
 def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
     """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
-    zero = _section(config, "zero_optimization")
-    gradients = _section(config, "data_types").get("grad_accum_dtype")
-    offloaded = _section(zero, "offload_optimizer").get("device") == "cpu"
+    zero = section(config, "zero_optimization")
+    gradients = section(config, "data_types").get("grad_accum_dtype")
+    offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
     size = zero.get("sub_group_size")
     known = type(size) is int or (isinstance(size, float) and math.isfinite(size))  # JSON may have 1e9
     fp32_gradients = variant == "bf16_optimizer" or (is_bf16 and not offloaded and gradients in ("fp32", "float32"))
@@ -213,7 +208,7 @@ def _folder(
     if SCALER in trainer.files:
         what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails if it finds this file; remove it"
         yield Finding(PathIn(index.name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
-    enabled = _section(config, "bf16").get("enabled")
+    enabled = section(config, "bf16").get("enabled")
     if isinstance(enabled, bool) and enabled != files.is_bf16:
         named, run = ("have", "off") if files.is_bf16 else ("lack", "on")
         what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"

@@ -122,6 +122,12 @@ class ModelShard(Shard):
     """DeepSpeed's own, or one handed to it; None if the Trainer keeps the scheduler"""
 
 
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a section of a ``ds_config``; empty if it is none."""
+    found = config.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = read_shard(trees, path, where)
@@ -363,10 +369,8 @@ def _check_placeholders(module: dict[str, Any], listed: frozenset[str], where: s
 def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
     degrees = as_dict(tree.get("checkpoint_parallel_dimensions") or {}, "checkpoint_parallel_dimensions", where)
     config = as_dict(tree.get("ds_config") or {}, "ds_config", where)
-    zero = config.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    offload = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
-    on_nvme = any(isinstance(entry, dict) and entry.get("device") == "nvme" for entry in offload)
+    zero = section(config, "zero_optimization")
+    on_nvme = any(section(zero, key).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
     signs = [
         (tree.get("mp_world_size", 1) != 1, "tensor (model) parallelism", "mp_world_size"),
         (degrees.get("tp_degree", 1) not in (0, 1), "tensor parallelism", "tp_degree"),
