@@ -20,9 +20,11 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
+from llmtailor.formats.field_tables import WAYS, Says, Table  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.resumed.tables import WAYS, Says, Table  # noqa: E402
-from llmtailor.formats.resumed.trainer import TABLES as TRAINER  # noqa: E402
+from llmtailor.formats.rng import RNG_TABLE  # noqa: E402
+from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
+from llmtailor.formats.trainer_checks import CONFIG_TABLE, SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.formats.zero.contradictions import CONTRADICTIONS  # noqa: E402
 from llmtailor.formats.zero.tables import TABLES as DEEPSPEED  # noqa: E402
 
@@ -151,7 +153,15 @@ def finding_codes() -> str:
     return table(("code of a finding", "what it says"), [(f"`{code.value}`", code.meaning) for code in Code])
 
 
-FIELD_TABLES = (*DEEPSPEED, *TRAINER, OPTIMIZER_TABLE)
+FIELD_TABLES = (
+    *DEEPSPEED,
+    TRAINER_STATE_TABLE,
+    SCHEDULER_TABLE,
+    RNG_TABLE,
+    SCALER_TABLE,
+    CONFIG_TABLE,
+    OPTIMIZER_TABLE,
+)
 """The tables of what a stock resume reads, in the order of docs/findings.md"""
 
 

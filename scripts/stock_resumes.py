@@ -2,10 +2,10 @@
 
     python scripts/stock_resumes.py OUT [--only WORD]
 
-Every row of `llmtailor.formats.resumed` about files without DeepSpeed, in every way that it speaks of, is made in a
-checkpoint of a tiny model, which one CPU process then resumes; a second or two each. The losses, learning rates, logs
-and saves that follow are compared with those of the run that went on. Printed is what stock did for every damage, with
-a mark where a row that is an error did no harm, or a row that is none did.
+Every row of the field tables about files without DeepSpeed, in every way that it speaks of, is made in a checkpoint of
+a tiny model, which one CPU process then resumes; a second or two each. The losses, learning rates, logs and saves that
+follow are compared with those of the run that went on. Printed is what stock did for every damage, with a mark where a
+row that is an error did no harm, or a row that is none did.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 
 from helpers.fields import damages_of, places_of  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
+from llmtailor.formats.field_tables import UNLIKE  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.resumed.tables import UNLIKE  # noqa: E402
-from llmtailor.formats.resumed.trainer import TABLES  # noqa: E402
+from llmtailor.formats.rng import RNG_TABLE  # noqa: E402
+from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
+from llmtailor.formats.trainer_checks import CONFIG_TABLE, SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from plain.training import DECAY, RATE, Tokens  # noqa: E402
 from real.models import build  # noqa: E402
 
@@ -147,7 +149,7 @@ def main() -> None:
     wanted = in_a_child(lambda: train(options.out / "whole", None))
     source = options.out / "whole" / f"checkpoint-{STEP}"
     counts: dict[str, int] = {}
-    for table in (*TABLES, OPTIMIZER_TABLE):
+    for table in (TRAINER_STATE_TABLE, SCHEDULER_TABLE, RNG_TABLE, SCALER_TABLE, CONFIG_TABLE, OPTIMIZER_TABLE):
         path = FILES.get(table.title)
         for field in table.fields if path else ():
             for damage in damages_of(field):

@@ -10,7 +10,7 @@ cut into equal partitions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,14 @@ class Vector:
     def padding(self, rank: int) -> int:
         """Return the number of padding elements at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.total))
+
+    def on_rank(self, numels: Mapping[str, int], rank: int) -> Iterator[tuple[str, int, int, int]]:
+        """Yield (param, begin, end, offset in the partition) of the params that overlap a rank's partition."""
+        low, high = rank * self.partition, (rank + 1) * self.partition
+        for (param, numel), offset in zip(numels.items(), self.offsets, strict=True):
+            begin, end = max(low, offset), min(high, offset + numel)
+            if begin < end:
+                yield param, begin - offset, end - offset, begin - low
 
 
 def lay_out_vector(numels: Sequence[int], gaps: Sequence[int], world_size: int) -> Vector:

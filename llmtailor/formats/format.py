@@ -6,16 +6,16 @@ A reader turns a folder into a `CheckpointIndex` with its `TrainState`. A writer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.torch_zip import read_torch_file
-from llmtailor.errors import Problem
+from llmtailor.errors import Problem, Problems, SourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,18 @@ class Wanted:
     """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
     is_alone: bool = False
     """Whether the base is the only source"""
+
+
+_Result = TypeVar("_Result")
+
+
+def attempt(call: Callable[[], _Result], problems: Problems) -> _Result | None:
+    """Return the result of a call; add errors about the checkpoint to ``problems``, and raise all others."""
+    try:
+        return call()
+    except SourceError as error:
+        problems.add(error)
+        return None
 
 
 class Reader(Protocol):

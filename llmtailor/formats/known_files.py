@@ -23,6 +23,7 @@ from llmtailor.errors import SourceError, TargetError, some
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.partial.manifest import is_tensor_file
 from llmtailor.formats.partial.read import looks_partial
+from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.trainer import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -33,21 +34,14 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
-    is_rng_file,
     is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, is_shard_name
 from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
 
 _TRAINING = {
-    TRAINER_STATE,
-    OPTIMIZER,
-    SCHEDULER,
-    SCALER,
-    "training_args.bin",
-    LATEST,
-    "zero_to_fp32.py",
-    "zero_to_torch.py",
+    *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, "training_args.bin"),
+    *(LATEST, "zero_to_fp32.py", "zero_to_torch.py"),
 }
 _MODEL = {
     *(CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -149,13 +143,12 @@ class _Recognizer:
         self.root, self.top = root, top
         self.is_partial = looks_partial(root)
         self.weights = frozenset() if self.is_partial else frozenset(self._weights())
-        self.code = frozenset(self._code())
+        self.names = {*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST, *self.weights, *self._code()}
         self.tag = self._find_tag()
         self.written = self._written()
 
     def file(self, path: str) -> bool:
-        names = (*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST)
-        if path in names or path in self.weights or path in self.code or is_rng_file(path):
+        if path in self.names or is_rng_file(path):
             return True
         if self.is_partial and (path == PARTIAL_MANIFEST or is_tensor_file(path)):
             return True

@@ -13,23 +13,17 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_json
-from llmtailor.errors import (
-    PathIn,
-    SourceError,
-    printable,
-)
+from llmtailor.errors import SourceError, printable
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.format import Reader, Writer
+from llmtailor.formats.format import Reader, Writer, attempt
 from llmtailor.formats.manifest import read_part_steps
-from llmtailor.formats.partial import index as partial_reader
+from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
 from llmtailor.formats.plain.ask_transformers import describe_model
-from llmtailor.formats.trainer import CONFIG
+from llmtailor.formats.trainer import CONFIG, read_config
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
-from llmtailor.formats.zero.common import attempt
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT
@@ -94,15 +88,8 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
     if not outside:
         return []
     what = f"{len(outside)} of its files are symbolic links to outside the folder: {', '.join(outside[:_SHOWN])}"
-    return [
-        Finding(
-            index.name,
-            what,
-            "check their targets if you did not create them: a composite gets copies",
-            Code.LINKS_OUTSIDE,
-            NOTE,
-        )
-    ]
+    fix = "check their targets if you did not create them: a composite gets copies"
+    return [Finding(index.name, what, fix, Code.LINKS_OUTSIDE, NOTE)]
 
 
 def display_name(path: Path) -> str:
@@ -116,7 +103,7 @@ def find_structure(index: CheckpointIndex) -> ModelStructure:
     """Return the parts of the model in a checkpoint."""
     numels = {name: param.numel for name, param in index.params.items()}
     numels |= {state.param: held.numel for state, held in index.held.items() if state.kind == WEIGHT}
-    config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else None
+    config = read_config(index) if CONFIG in index.files else None
     return find_parts([*numels, *index.tied], dict(index.tied), numels, config)
 
 

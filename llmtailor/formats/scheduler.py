@@ -1,4 +1,4 @@
-"""Regrouping a learning-rate scheduler's state: ``scheduler.pt``, and ``lr_scheduler`` of DeepSpeed.
+"""A learning-rate scheduler's state: ``scheduler.pt``, and ``lr_scheduler`` of DeepSpeed (torch 2.13).
 
 Schedulers keep lists with one entry per param group, in the order of the optimizer. torch's and transformers' are known
 by their keys; DeepSpeed's own schedulers save a counter and no list.
@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
+from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.resumed.optimizers import SCHEDULER_OWN_NAMES, SCHEDULER_TABLE
-from llmtailor.formats.resumed.tables import check_fields
-from llmtailor.formats.trainer_checks import find_refused
+from llmtailor.formats.field_tables import (
+    FAILS,
+    FAILS_AT_END,
+    FINITE,
+    INF,
+    NAN,
+    Kind,
+    Table,
+    field,
+    is_a,
+    is_number,
+    number,
+    warns,
+)
+from llmtailor.formats.trainer_checks import check_file
 
 _PER_GROUP = frozenset(
     (
@@ -40,20 +53,20 @@ _OTHER_SAVE = "copy the whole checkpoint again; its files come from different sa
 class SchedulerFacts:
     """The facts in a scheduler's state."""
 
-    lengths: Mapping[str, int] = field(default_factory=dict)
+    lengths: Mapping[str, int]
     """The length of each list known to have one entry per param group"""
-    last_rates: tuple[float, ...] = ()
+    last_rates: tuple[float, ...]
     """The learning rates that it has set, per param group; empty if it does not keep them"""
-    base_rates: tuple[float, ...] = ()
+    base_rates: tuple[float, ...]
     """The learning rates that it computes them from; empty if it does not keep them, or they change"""
-    num_steps: int | None = None
+    num_steps: int | None
     """The number of steps it has counted; None if it may count something else"""
 
 
 def read_scheduler(tree: Any) -> SchedulerFacts:
     """Return the facts in a decoded scheduler's state; none if it is not a scheduler's."""
     if not isinstance(tree, dict):
-        return SchedulerFacts()
+        return SchedulerFacts({}, (), (), None)
     lengths = {
         str(key): len(value) for key, value in tree.items() if key in _PER_GROUP and isinstance(value, (list, tuple))
     }
@@ -79,16 +92,108 @@ def _rates(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value)) if known else ()
 
 
+_BASE_KEYS = frozenset(
+    ("base_lrs", "last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
+)
+"""What every scheduler of torch saves"""
+
+
+def is_torch_scheduler(tree: Any) -> bool:
+    """Whether this is the state of a scheduler that sets rates by counting."""
+    return isinstance(tree, dict) and bool({"lr_lambdas", "base_lrs", "_step_count"} & tree.keys())
+
+
+def is_lambda(tree: Any) -> bool:
+    """Whether this is the state of a LambdaLR, which all of the Trainer's schedules are but two, or was one."""
+    return is_torch_scheduler(tree) and ("lr_lambdas" in tree or not tree.keys() - _BASE_KEYS)
+
+
+def is_by_metric(tree: Any) -> bool:
+    """Whether this is the state of ReduceLROnPlateau."""
+    return isinstance(tree, dict) and "num_bad_epochs" in tree
+
+
+def _are_rates(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_number, value))
+
+
+def _in_range(rates: Any) -> bool:
+    return all(not isinstance(rate, (int, float)) or (math.isfinite(rate) and rate >= 0) for rate in rates)
+
+
+_NO_RATES: tuple[Any, ...] = (None, "x", 0.1, {}, ["x", "x"], [None, None])
+_BAD_RATES: tuple[Any, ...] = ([NAN, NAN], [INF, INF], [-1.0, -1.0])
+RATES = Kind("list of learning rates", _are_rates, _NO_RATES, _in_range, _BAD_RATES)
+LAST_RATES = Kind(RATES.name, _are_rates, _NO_RATES, lambda value: bool(value) and _in_range(value), (*_BAD_RATES, []))
+LAMBDAS = Kind(
+    "list of None and dicts",
+    lambda value: isinstance(value, (list, tuple)) and all(one is None or isinstance(one, dict) for one in value),
+    (None, "x", 3, [1, 2]),
+)
+STEPS = number(
+    "count", lambda value: 0 <= value < MAX_COUNT and value == int(value), (-1, 10**30, 3.5), lambda value: value + 1
+)
+MODE = Kind("min or max", is_a(str), (None, 3), lambda one: one in ("min", "max"), ("x",))
+_TORCH = "torch.optim.lr_scheduler"
+_NO_RATE = "a resume fails at the first step, or logs no learning rate there"
+
+SCHEDULER_TABLE = Table(
+    "scheduler.pt",
+    "scheduler.pt",
+    (
+        field(
+            *("last_epoch", STEPS, f"{_TORCH}.LRScheduler.step", "silent: the schedule starts over", FAILS_AT_END),
+            "silent: the schedule continues from elsewhere",
+            only="all but ChainedScheduler",
+            applies=lambda tree: is_torch_scheduler(tree) or is_by_metric(tree),
+        ),
+        field(
+            *("base_lrs", RATES, f"{_TORCH}.LambdaLR.get_lr"),
+            warns("a resume uses the rates of the new run's arguments, not those of the old run"),
+            *(FAILS_AT_END, "silent: the weights become NaN, or move uphill"),
+            only="LambdaLR",
+            applies=is_lambda,
+        ),
+        field(
+            *("_last_lr", LAST_RATES, "Trainer._get_learning_rate"),
+            warns("a resume works, and logs a wrong learning rate at the first step"),
+            *(_NO_RATE, _NO_RATE),
+            only="LambdaLR",
+            applies=is_lambda,
+        ),
+        field(
+            *("lr_lambdas", LAMBDAS, f"{_TORCH}.LambdaLR.load_state_dict"),
+            *("a resume with any schedule of the Trainer's fails", FAILS),
+            only="LambdaLR",
+            applies=is_lambda,
+        ),
+        field("_step_count", FINITE, f"{_TORCH}.LRScheduler.step", "", FAILS_AT_END, applies=is_torch_scheduler),
+        field(
+            *("mode", MODE, f"{_TORCH}.ReduceLROnPlateau.load_state_dict", "", FAILS, FAILS),
+            only="ReduceLROnPlateau",
+            applies=is_by_metric,
+        ),
+    ),
+    (
+        ("_get_lr_called_within_step, _is_initial, verbose", "reset before they are read"),
+        ("everything else of schedulers that are not LambdaLR", "their classes are known by their keys only"),
+        ("a whole file of another class", "only the run's script knows which class it uses"),
+    ),
+)
+_OWN_NAMES = frozenset(
+    (
+        *("optimizer", "step", "get_lr", "get_last_lr", "state_dict", "load_state_dict", "_update_lr"),
+        *("_initial_step", "_get_closed_form_lr", "__class__", "__dict__"),
+    )
+)
+"""Attributes of a scheduler that its state must not replace: all keys of a state become attributes"""
+
+
 def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
     """Yield findings on what makes a resume reject ``scheduler.pt``, whatever the optimizer's state."""
-    yield from find_refused(tree, where)
-    if not isinstance(tree, dict):
-        what = f"it holds a {type(tree).__name__}, not a scheduler state"
-        yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_TYPE, ERROR)
-        return
-    yield from check_fields(tree, SCHEDULER_TABLE, where)
-    for key, value in tree.items():
-        if key in SCHEDULER_OWN_NAMES:
+    yield from check_file(tree, SCHEDULER_TABLE, "a scheduler state", where)
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if key in _OWN_NAMES:
             what = f"it has a field {key}, which would replace the scheduler's own"
             yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_UNKNOWN, ERROR)
         if isinstance(value, float) and math.isnan(value) and key != "last_epoch":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,17 @@ from llmtailor.containers.safetensors import (
     survey_weights,
 )
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import COPY_FILE, PathIn, Problems, SourceError, TailorError
-from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError, damaged
+from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.format import Trees, Wanted
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
+from llmtailor.formats.rng import check_rng, find_swapped, is_rng_file, rng_file
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
     TRAINING_ARGS,
     RunFacts,
-    check_rng,
     check_scaler,
     check_trainer_state,
-    find_swapped,
     is_trainers,
     read_global_step,
     read_run_facts,
@@ -61,8 +60,6 @@ _TOKENIZER = re.compile(
     r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
 )
 """The names under which transformers' tokenizers save"""
-RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
-"""The regex group is the rank"""
 _OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -104,68 +101,50 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFi
     has_all_weights = len(problems.errors) == sound
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
         findings.append(_no_weights(files, name))
-    reading = _Reading(trees, name, facts=read_run_facts(root, PathIn(name, TRAINING_ARGS)))
+    facts = read_run_facts(root, PathIn(name, TRAINING_ARGS))
+    global_step, scheduler, is_the_trainers = None, None, True
+    saved_as: dict[str, str] = {}
+    known: dict[str, Any] = {}
     in_root = [path for path in inside if "/" not in path and path != OPTIMIZER]
     for path in sorted((*files, *in_root), key=lambda path: path != TRAINER_STATE):  # the others depend on it
+        where, is_rng = PathIn(name, path), is_rng_file(path)
         try:
-            findings += reading.read(path, path in inside)
+            if path == CONFIG:
+                read_json(root / path, where)
+            elif path == TRAINER_STATE:
+                content = read_json(root / path, where)
+                is_the_trainers = is_trainers(content)
+                global_step = read_global_step(content, where)
+                findings += check_trainer_state(content, facts, where)
+            elif path in inside or is_rng or path in (SCHEDULER, SCALER):
+                decoded = trees.read(path, where)
+                known[path] = decoded.tree
+                if is_rng and decoded.archive is not None:
+                    saved_as[path] = f"{decoded.archive}.pth"
+                if is_rng and is_the_trainers:
+                    findings += check_rng(root, decoded.tree, where)
+                elif path == SCHEDULER:
+                    findings += check_scheduler(decoded.tree, where)
+                    scheduler = _check_rates(decoded.tree, where)
+                elif path == SCALER:
+                    findings += check_scaler(decoded.tree, facts, where)
         except TailorError as error:
             problems.add(error)
     if TRAINER_STATE not in files:
         fix = "copy it back; the Trainer can't resume without it"
         findings.append(Finding(PathIn(name, TRAINER_STATE), "the file is missing", fix, Code.FILE_MISSING, ERROR))
-    findings += find_swapped(reading.saved_as, name, may_repeat=MANIFEST in files)
+    findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
     return TrainerFiles(
         files,
         frozenset(inside),
-        reading.trees,
+        known,
         weights,
-        reading.global_step,
-        reading.scheduler,
-        reading.facts,
+        global_step,
+        scheduler,
+        facts,
         tuple(findings),
         has_all_weights,
     )
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A reader of one file after the other, which keeps what is compared later."""
-
-    files: Trees
-    name: str
-    facts: RunFacts
-    global_step: int | None = None
-    scheduler: SchedulerFacts | None = None
-    saved_as: dict[str, str] = field(default_factory=dict)
-    trees: dict[str, Any] = field(default_factory=dict)
-    is_trainers: bool = True
-
-    def read(self, path: str, is_inside: bool) -> Iterator[Finding]:
-        """Yield findings on a single file. Raises SourceError and UnsafePickle."""
-        where = PathIn(self.name, path)
-        if path in (TRAINER_STATE, CONFIG):
-            content = read_json(self.files.root / path, where)
-            if path == TRAINER_STATE:
-                self.is_trainers = is_trainers(content)
-                self.global_step = read_global_step(content, where)
-                yield from check_trainer_state(content, self.facts, where)
-            return
-        is_rng = is_rng_file(path)
-        if not (is_inside or is_rng or path in (SCHEDULER, SCALER)):
-            return
-        file = self.files.read(path, where)
-        tree = file.tree
-        if is_rng and file.archive is not None:
-            self.saved_as[path] = f"{file.archive}.pth"
-        self.trees[path] = tree
-        if is_rng and self.is_trainers:
-            yield from check_rng(self.files.root, tree, where)
-        elif path == SCHEDULER:
-            yield from check_scheduler(tree, where)
-            self.scheduler = _check_rates(tree, where)
-        elif path == SCALER:
-            yield from check_scaler(tree, self.facts, where)
 
 
 def _report_non_files(root: Path, name: str, problems: Problems) -> None:
@@ -176,33 +155,6 @@ def _report_non_files(root: Path, name: str, problems: Problems) -> None:
                 check_regular(path.stat().st_mode, PathIn(name, path.name))
             except SourceError as error:
                 problems.add(error)
-
-
-def rng_file(rank: int, world_size: int) -> str:
-    """Return the name of a rank's random number states: one process has ``rng_state.pth``, several have one file each.
-
-    As ``Trainer._save_rng_state`` of transformers.
-    """
-    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
-
-
-def is_rng_file(path: str) -> bool:
-    """Return whether a file in the root holds the random number states of a rank."""
-    return bool(RNG_FILE.fullmatch(path))
-
-
-def find_lost_rng(trainer: TrainerFiles, world_size: int, name: str) -> list[Finding]:
-    """Return findings on ranks without a random number state."""
-    names = [rng_file(rank, world_size) for rank in range(world_size)]
-    if not (lost := [file for file in names if file not in trainer.files and file not in trainer.inside]):
-        return []
-    fix = "dropout and shuffling restart from the seed; copy the files back if that matters"
-    if len(lost) == world_size:
-        return [Finding(name, "there are no RNG states", fix, Code.RNG_MISSING, WARNING)]
-    return [
-        Finding(PathIn(name, file), "the RNG state of this rank is missing", fix, Code.RNG_MISSING, WARNING)
-        for file in lost
-    ]
 
 
 def file_fact(path: Path) -> FileFact | None:
@@ -218,18 +170,14 @@ def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
     what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
     if any(re.fullmatch(r"pytorch_model.*\.bin", path) for path in files):
         what = "the weights are in pytorch_model.bin form, which is left out"
-    return Finding(
-        name,
-        what,
-        "nothing: a resume does not read them, and they can be rounded from the master weights",
-        Code.WEIGHTS_MISSING,
-    )
+    fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
+    return Finding(name, what, fix, Code.WEIGHTS_MISSING)
 
 
 def _check_rates(tree: Any, where: str) -> SchedulerFacts:
     facts = read_scheduler(tree)
     if not facts.lengths:
-        raise SourceError.at(where, "the scheduler state holds no learning rates", COPY_FILE, Code.FIELD_MISSING)
+        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
     return facts
 
 
@@ -270,7 +218,7 @@ def lay_out_trainer_files(
         return "/" in path or is_ours or is_laid_out or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, base.world_size, wanted.layout.world_size)
-    layouts += [_lay_out_tree(path, base, path) for path in base.inside if not is_left(path)]
+    layouts += [lay_out_torch_file(path, base.train.trees[path]) for path in base.inside if not is_left(path)]
     for path, fact in base.files.items():
         if not is_left(path):
             is_cast = path == CONFIG and dtype
@@ -297,13 +245,18 @@ def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) 
     return layouts
 
 
+def read_config(index: CheckpointIndex) -> dict[str, Any]:
+    """Return the content of ``config.json``; empty without the file. Raises SourceError for a damaged one."""
+    return read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
+
+
 def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
     """Return the source of each tensor in the weight files, by its name there: a param and its first element.
 
     With it, a weight can be rounded from the master weights even under another name. Names that follow an unknown rule
     are not included.
     """
-    config = read_json(base.root / CONFIG, f"{base.name}/{CONFIG}") if CONFIG in base.files else {}
+    config = read_config(base)
     naming = naming_of(str(config["model_type"]) if "model_type" in config else None) or AS_IN_MEMORY
     found = {one.name: (param, one) for param in base.params.values() for one in on_disk(param, naming)}
     found |= {param.name: (param, SavedAs(param.name, param.shape)) for param in base.params.values()}
@@ -324,13 +277,8 @@ def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
         if source in base.files:
             layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
         elif source in base.inside:
-            layouts.append(_lay_out_tree(path, base, source))
+            layouts.append(lay_out_torch_file(path, base.train.trees[source]))
     return layouts
-
-
-def _lay_out_tree(path: str, base: CheckpointIndex, source: str) -> FileLayout:
-    """Return the layout of a file that the base contains in a rank shard."""
-    return lay_out_torch_file(path, base.train.trees[source])
 
 
 def carry(path: str, fact: FileFact) -> FileLayout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import struct
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,35 +18,48 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import extent_of
 from llmtailor.containers.json import is_count
-from llmtailor.containers.pickle_nodes import Call, Global, as_tensor, children
+from llmtailor.containers.pickle_nodes import Call, Global, children
 from llmtailor.containers.torch_zip import read_attributes
-from llmtailor.errors import COPY_FILE, PathIn, SourceError, some
+from llmtailor.errors import COPY_FILE, SourceError, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.resumed.tables import Table, check_fields
-from llmtailor.formats.resumed.trainer import (
-    RNG_TABLE,
-    SCALER_TABLE,
-    TORCH_STATE_BYTES,
-    TRAINER_STATE_TABLE,
-    TWISTER_WORDS,
-    is_torch_state,
+from llmtailor.formats.field_tables import (
+    ANYTHING,
+    DICT,
+    FAILS,
+    FAILS_AT_END,
+    FINITE,
+    FROM_ZERO,
+    NAN,
+    POSITIVE,
+    WAYS,
+    Kind,
+    Table,
+    check_fields,
+    count,
+    field,
+    is_a,
+    is_number,
+    number,
+    optional,
+    warns,
 )
-from llmtailor.storage.local import open_source
 
 TRAINING_ARGS = "training_args.bin"
 
 
+_BY_STEPS = {"logging_strategy": "logging_steps", "save_strategy": "save_steps", "eval_strategy": "eval_steps"}
+"""Arguments, and the fields of the state that matter only if the argument is ``steps``"""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The content of ``training_args.bin``; None where it is missing or says nothing."""
+    """The content of ``training_args.bin``."""
 
-    logs_by_steps: bool | None = None
-    saves_by_steps: bool | None = None
-    evaluates_by_steps: bool | None = None
+    unread: frozenset[str] = frozenset()
+    """Fields of the state that the run does not read, as far as is known"""
     scales_loss: bool | None = None
-    """Whether it trains in fp16: with a loss scale, and maybe with skipped steps"""
+    """Whether it trains in fp16: with a loss scale, and maybe with skipped steps; None if unknown"""
 
 
 def read_run_facts(root: Path, where: str) -> RunFacts:
@@ -55,26 +68,19 @@ def read_run_facts(root: Path, where: str) -> RunFacts:
         args = read_attributes(root, TRAINING_ARGS, where)
     except SourceError:
         return RunFacts()
+    strategies = {name: _value(args.get(argument)) for argument, name in _BY_STEPS.items()}
+    unread = (name for name, value in strategies.items() if isinstance(value, str) and value.lower() != "steps")
     fp16 = args.get("fp16")
-    return RunFacts(
-        _by_steps(args, "logging_strategy"),
-        _by_steps(args, "save_strategy"),
-        _by_steps(args, "eval_strategy"),
-        fp16 if isinstance(fp16, bool) else None,
-    )
+    return RunFacts(frozenset(unread), fp16 if isinstance(fp16, bool) else None)
 
 
-def _by_steps(args: Mapping[str, Any], key: str) -> bool | None:
-    """Return whether a strategy is by steps. It is an enum: ``Class(value)`` or ``getattr(Class, name)``."""
-    node = args.get(key)
-    value = node.args[-1] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
-    return value.lower() == "steps" if isinstance(value, str) else None
+def _value(node: Any) -> Any:
+    """Return an enum's value, or its name: ``Class(value)`` or ``getattr(Class, name)``."""
+    return node.args[-1] if isinstance(node, Call) and isinstance(node.args, tuple) and node.args else node
 
 
 _FIX = "a resume fails: torch.load considers it unsafe; copy the file again, or save it with plain numbers and tensors"
 _LEAVES = (str, bytes, int, float, type(None))
-OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
-"""The numpy names that the Trainer allows in files with random number states"""
 
 
 def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) -> list[Finding]:
@@ -97,69 +103,153 @@ def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) 
     return [Finding(where, f"it names {name}", _FIX, Code.FIELD_TYPE, ERROR) for name in refused]
 
 
-_STATE = struct.Struct("<qiiq")
-"""The start of torch's state: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
+def check_file(
+    tree: Any, table: Table, content: str, where: str, of_numpy: frozenset[str] = frozenset()
+) -> Iterator[Finding]:
+    """Yield findings on a file that a resume loads as a dict; ``content`` says what it is."""
+    yield from find_refused(tree, where, of_numpy)
+    if isinstance(tree, dict):
+        yield from check_fields(tree, table, where)
+    else:
+        what, fix = f"it holds a {type(tree).__name__}, not {content}", f"a resume fails; {COPY_FILE}"
+        yield Finding(where, what, fix, Code.FIELD_TYPE, ERROR)
 
 
-def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
-    """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
-    yield from find_refused(tree, where, OF_ARRAYS)
-    if not isinstance(tree, dict):
-        fix = f"a resume fails; {COPY_FILE}"
-        yield Finding(where, f"it holds a {type(tree).__name__}, not random states", fix, Code.FIELD_TYPE, ERROR)
-        return
-    yield from check_fields(tree, RNG_TABLE, where)
-    if is_torch_state(tree.get("cpu")) and not _is_valid(_bytes_of(root, tree["cpu"], where)):
-        fix = f"a resume fails, or reads out of bounds; {COPY_FILE}"
-        yield Finding(where, "cpu does not hold a state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
-
-
-def _bytes_of(root: Path, node: Any, where: str) -> bytes:
-    view = as_tensor(node)
-    assert view is not None
-    extent = extent_of(view, "cpu", where)
-    with open_source(root / extent.path, where) as file:
-        return file.read(extent.start, extent.stop)
-
-
-def _is_valid(state: bytes) -> bool:
-    """Return whether torch accepts the state: it checks each counter. They add up to the words, except at first."""
-    _, left, seeded, following = _STATE.unpack_from(state)
-    words = state[_STATE.size : _STATE.size + 8 * TWISTER_WORDS]
-    return (
-        len(state) == TORCH_STATE_BYTES
-        and seeded == 1
-        and ((left, following) == (1, 0) or (left + following == TWISTER_WORDS + 1 and left > 0 < following))
-        and any(words)
-    )
-
-
-def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> Iterator[Finding]:
-    """Yield findings on files of another rank. ``saved_as`` is the name of each when it was saved.
-
-    With ``may_repeat``, several ranks may share one on purpose, as in a composite for more ranks.
-    """
-    is_mixed = saved_as.keys() != set(saved_as.values())
-    if may_repeat and is_mixed:
-        return
-    for path, other in saved_as.items():
-        if path != other and (not is_mixed or other in saved_as):
-            what = f"the file was saved as {other}, so it holds the random numbers of another rank"
-            fix = "rename it to its own name to repeat dropout exactly"
-            yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
+_GRADES, _LATER = "torch.amp.GradScaler.load_state_dict", "a resume fails after a while"
+_SKIPS = "silent: no more steps are made, or each with wrong gradients"
+_GROWTH = number("number above 1", lambda value: value > 1, (1.0, 0.5, -1.0))
+_BACKOFF = number("number between 0 and 1", lambda value: 0 < value < 1, (0.0, 1.0, -1.0))
+SCALER_TABLE = Table(
+    "scaler.pt (fp16 without DeepSpeed)",
+    "scaler.pt",
+    (
+        field("scale", POSITIVE, _GRADES, FAILS, FAILS, _SKIPS),
+        field("growth_factor", _GROWTH, _GRADES, FAILS, _LATER, _SKIPS),
+        field("backoff_factor", _BACKOFF, _GRADES, FAILS, _LATER, _SKIPS),
+        field("growth_interval", count(least=1), _GRADES, FAILS, _LATER, _SKIPS),
+        field("_growth_tracker", count(), _GRADES, FAILS, FAILS, _SKIPS),
+    ),
+)
 
 
 def check_scaler(tree: Any, facts: RunFacts, where: str) -> Iterator[Finding]:
     """Yield findings on a loss scale that a resume rejects, or that makes it skip every step."""
-    yield from find_refused(tree, where)
+    yield from check_file(tree, SCALER_TABLE, "a loss scale", where)
     if facts.scales_loss is False:
         what = "the run trained without a loss scale, and can't load one"
         yield Finding(where, what, "a resume fails; remove the file", Code.FIELD_UNKNOWN, ERROR)
-    if not isinstance(tree, dict):
-        fix = "a resume fails; copy the file again"
-        yield Finding(where, f"it holds a {type(tree).__name__}, not a loss scale", fix, Code.FIELD_TYPE, ERROR)
-        return
-    yield from check_fields(tree, SCALER_TABLE, where)
+
+
+INTERVAL = number("number other than 0", lambda value: value != 0, (0,))
+NOT_NAN = Kind("number", is_number, ("x", [1.0]), lambda value: not math.isnan(value), (NAN,))
+FOLDER = Kind("path", is_a(str, bool, int), ([], {}))
+LOG = Kind(
+    "list of entries",
+    is_a(list, type(None)),
+    ({}, "x", 3),
+    lambda value: value is not None and all(isinstance(entry, dict) for entry in value),
+    (None, [1]),
+)
+YES_OR_NO = Kind("true or false", is_a(bool), ("x", None))
+STATES = Kind("object or list of them", is_a(dict, list), (None, "x"))
+_INIT, _SAVE, _FLOW = "Trainer._init_training_state", "Trainer._save_checkpoint", "DefaultFlowCallback.on_step_end"
+_LOST = warns("a resume works; what the file said is lost")
+_DIVIDES = "a resume fails: it divides the value"
+_EVALUATES = "a resume fails at the end of the first step, if it evaluates by steps"
+_WHEN_SAVED = "a resume fails when it first saves"
+
+TRAINER_STATE_TABLE = Table(
+    "trainer_state.json",
+    "trainer_state.json",
+    (
+        field(
+            *("global_step", count(), _INIT),
+            *("silent: it starts at step 0", "a resume fails, or starts at another step"),
+            "silent: it starts at another step, or is already at its end",
+            told_by_reader=WAYS[:3],
+        ),
+        field("train_batch_size", number("number"), "compare_trainer_and_checkpoint_args", _DIVIDES, _DIVIDES),
+        field(
+            *("logging_steps", INTERVAL, _FLOW),
+            warns("a resume logs every 500 steps, not as often as the run did"),
+            *(FAILS_AT_END, "a resume fails at the end of the first step, or never logs"),
+            only="logging_strategy steps",
+        ),
+        field(
+            *("save_steps", FINITE, _FLOW),
+            warns("a resume saves every 500 steps, not as often as the run did"),
+            *(FAILS_AT_END, "silent: a resume never saves"),
+            only="save_strategy steps",
+        ),
+        field("eval_steps", INTERVAL, _FLOW, "", _EVALUATES, _EVALUATES, only="eval_strategy steps"),
+        field(
+            *("log_history", LOG, "Trainer.log"),
+            warns("a resume works; the log of the run so far is lost"),
+            "a resume fails when it first logs",
+            warns("a resume works; the log of the run so far is lost, or can't be read"),
+        ),
+        field(
+            "total_flos", FROM_ZERO, "Trainer.store_flos", _LOST, "a resume fails when it first saves or logs", _LOST
+        ),
+        field("num_input_tokens_seen", count(), "Trainer.log", "", _LOST, _LOST),
+        field(
+            *("best_metric", optional(NOT_NAN), "Trainer._determine_best_metric", ""),
+            warns("a resume fails at the first evaluation, if it looks for the best model"),
+            warns("no evaluation after a resume ever counts as the best"),
+        ),
+        field("best_global_step", optional(count()), _SAVE, "", _LOST, _LOST),
+        field("best_model_checkpoint", optional(FOLDER), _INIT, "", "a resume fails: it looks for such a folder"),
+        field("is_hyper_param_search", YES_OR_NO, "integrations for logging", "", _LOST),
+        field("stateful_callbacks", DICT, _SAVE, _WHEN_SAVED, "a resume fails at once, or when it first saves"),
+        field("stateful_callbacks.TrainerControl", ANYTHING, _SAVE, _WHEN_SAVED),
+        field(
+            *("stateful_callbacks.*", STATES, "Trainer._load_callback_state", ""),
+            warns("a resume fails, if it restores the states of callbacks"),
+        ),
+    ),
+    (
+        (
+            "max_steps, num_train_epochs, is_local_process_zero, is_world_process_zero, trial_params",
+            "reset from the run's arguments before anything reads them",
+        ),
+        ("epoch", "reset at the end of the first step; compared with log_history only"),
+        ("trial_name", "only logged"),
+        ("best_model_checkpoint", "a path on the run's machine; one that does not exist is ignored, with a warning"),
+        ("a key that is there twice", "the last one counts, here as there"),
+    ),
+)
+"""Beside it, what follows checks whether the Trainer knows the keys, and what the log says of step and epoch"""
+_DTYPES = frozenset(
+    (
+        *("float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "uint8", "int16", "int32", "int64", "auto"),
+    )
+)
+"""What a config may call the dtype of weights"""
+_CONFIG = "PreTrainedConfig.from_json_file"
+_LABELS = Kind("object or null", is_a(dict, type(None)), ("x", 3))
+_NAMES = Kind(
+    "list of names or null",
+    lambda value: value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+    (3, [1]),
+)
+_DTYPE = Kind(
+    "dtype of torch or null",
+    *(lambda value: True, ()),
+    lambda value: not isinstance(value, str) or value.removeprefix("torch.") in _DTYPES,
+    ("foo",),
+)
+CONFIG_TABLE = Table(
+    "config.json (without DeepSpeed)",
+    "config.json",
+    (
+        *(field(key, _LABELS, _CONFIG, "", FAILS) for key in ("id2label", "rope_scaling", "rope_parameters")),
+        field("num_labels", optional(count()), _CONFIG, "", FAILS),
+        field("layer_types", _NAMES, _CONFIG, "", FAILS),
+        field("dtype", _DTYPE, _CONFIG, "", "", FAILS),
+    ),
+    (("all else", "the run's script builds the model; a resume reads only the version from the config"),),
+)
 
 
 KEYS = frozenset(
@@ -181,13 +271,11 @@ _SAME_TO = 0.011
 def read_global_step(content: Mapping[str, Any], where: str) -> int:
     """Return the step of a state. Raises SourceError if it has none."""
     if "global_step" not in content:
-        raise SourceError.at(
-            where, "it has no global_step, so a resume would start at step 0", COPY_FILE, Code.FIELD_MISSING
-        )
+        raise damaged(where, "it has no global_step, so a resume would start at step 0", Code.FIELD_MISSING)
     step = content["global_step"]
     if not is_count(step):
         code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
-        raise SourceError.at(where, f"global_step is {step!r:.40}, not a number of steps", COPY_FILE, code)
+        raise damaged(where, f"global_step is {step!r:.40}, not a number of steps", code)
     return int(step)
 
 
@@ -207,39 +295,22 @@ def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str)
     if not is_trainers(content):
         return
     yield from _unknown(content, where)
-    yield from check_fields(content, _read_in(facts), where)
+    read = tuple(one for one in TRAINER_STATE_TABLE.fields if one.path[0] not in facts.unread)
+    yield from check_fields(content, replace(TRAINER_STATE_TABLE, fields=read), where)
     yield from _log(content, where)
-
-
-def _read_in(facts: RunFacts) -> Table:
-    unread = {
-        key
-        for key, is_read in (
-            ("logging_steps", facts.logs_by_steps),
-            ("save_steps", facts.saves_by_steps),
-            ("eval_steps", facts.evaluates_by_steps),
-        )
-        if is_read is False
-    }
-    return replace(
-        TRAINER_STATE_TABLE,
-        fields=tuple(field for field in TRAINER_STATE_TABLE.fields if field.path[0] not in unread),
-    )
 
 
 def _unknown(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
     installed = installed_keys()
     unknown = sorted(content.keys() - (KEYS if installed is None else installed[1]))
-    if not unknown:
-        return
-    if installed is None:
+    if unknown and installed is None:
         what = f"it has {some(unknown)}, which transformers {KEYS_OF} does not know"
         fix = "a resume fails unless the transformers there knows it; copy the file again"
         yield Finding(where, what, fix, Code.FIELD_UNKNOWN, WARNING)
-        return
-    what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
-    fix = "a resume fails; remove what was added, or resume with the transformers that saved it"
-    yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
+    elif unknown and installed is not None:
+        what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
+        fix = "a resume fails; remove what was added, or resume with the transformers that saved it"
+        yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
 
 
 @lru_cache(maxsize=1)
@@ -274,8 +345,7 @@ def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
         return
     if steps and max(steps) > step:
         what = f"global_step is {step}, but log_history continues to step {max(steps)}"
-        fix = f"a resume follows the former; {COPY_FILE}"
-        yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
+        yield Finding(where, what, f"a resume follows the former; {COPY_FILE}", Code.FIELD_CONFLICT, ERROR)
     best = content.get("best_global_step")
     if type(best) is int and best > step:
         what = f"global_step is {step}, but best_global_step is {best}"

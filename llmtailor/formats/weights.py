@@ -8,17 +8,16 @@ with DeepSpeed reads none of these; without DeepSpeed the file holds the master 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
-from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
 from llmtailor.errors import PathIn, Problem, SourceError, some
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, CONFIG, carry
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, carry, read_config
 from llmtailor.model.disk_names import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -38,9 +37,11 @@ def new_weights(
     """
     tensors: dict[str, TensorEntry] = {}
     filled_by: dict[str, tuple[State, int]] = {}
-    for param, stored in _listed(index, list_tied):
+    listed = [(name, param) for name, param in index.params.items()]
+    listed += [(name, index.params[stored]) for name, stored in index.tied.items() if list_tied]
+    for name, stored in listed:
         held_as = _dtype(stored, index, dtype)
-        for tensor in _tensors(param, index, naming):
+        for tensor in _tensors(replace(stored, name=name), index, naming):
             # the layout decides its place in the output
             tensors[tensor.name] = TensorEntry(held_as, tensor.shape, Contiguous(Extent("", 0, 0), ITEMSIZE[held_as]))
             filled_by[tensor.name] = (State(stored.name, WEIGHT), tensor.begin)
@@ -56,15 +57,6 @@ def _tensors(param: Param, index: CheckpointIndex, naming: Naming) -> Iterable[S
     if index.saved_as is None:
         return on_disk(param, naming)
     return index.saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is not a separate param
-
-
-def _listed(index: CheckpointIndex, list_tied: bool) -> Iterator[tuple[Param, Param]]:
-    """Yield every param under the name it is listed by, and as it is stored."""
-    yield from ((param, param) for param in index.params.values())
-    if list_tied:
-        yield from (
-            (replace(index.params[stored], name=name), index.params[stored]) for name, stored in index.tied.items()
-        )
 
 
 def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
@@ -124,7 +116,7 @@ def adapter_file(base: CheckpointIndex) -> WeightFile | None:
     if file is None or not file.tensors:  # older Trainers save an empty one where ZeRO-3 does not gather
         return _new_file(base)
     named = {tensor.name: param for param in base.params.values() for tensor in on_disk(param, NAMING)}
-    if any(_shape(named.get(name)) != held.shape for name, held in file.tensors.items()):
+    if any(name not in named or named[name].shape != held.shape for name, held in file.tensors.items()):
         return None
     return replace(file, filled_by={name: (State(named[name].name, WEIGHT), 0) for name in file.tensors})
 
@@ -139,10 +131,6 @@ def read_adapter(root: Path, name: str, trained: Iterable[str]) -> dict[str, Ten
         raise SourceError.at(where, "the file is missing; without DeepSpeed it is what the optimizer updates", _COPY)
     named = {tensor.name: param for param in trained for tensor in on_disk(Param(param, (), "trainable"), NAMING)}
     return {named.get(tensor, tensor): held for tensor, held in read_header(root, ADAPTER, where).tensors.items()}
-
-
-def _shape(param: Param | None) -> tuple[int, ...] | None:
-    return param.shape if param else None
 
 
 def _new_file(base: CheckpointIndex) -> WeightFile | None:
@@ -175,7 +163,7 @@ def lay_out_missing_weights(
         return [], []
     if ADAPTER_CONFIG in base.files:
         return lay_out_adapter(base, dtype, is_alone)
-    config = read_json(base.root / CONFIG, PathIn(base.name, CONFIG)) if CONFIG in base.files else {}
+    config = read_config(base)
     model_type = str(config["model_type"]) if "model_type" in config else None
     naming = AS_IN_MEMORY if base.saved_as is not None else naming_of(model_type)
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]

@@ -33,7 +33,8 @@ from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER, is_rng_file
+from llmtailor.formats.rng import is_rng_file
+from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import Assignment, Recipe

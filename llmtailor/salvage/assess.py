@@ -15,7 +15,8 @@ from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.formats.manifest import read_manifest
-from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_rng_file, is_weight_file
+from llmtailor.formats.rng import is_rng_file
+from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.verify.verify import verify_checkpoint

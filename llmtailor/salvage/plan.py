@@ -16,7 +16,7 @@ from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, find_structure
-from llmtailor.formats.trainer import is_rng_file
+from llmtailor.formats.rng import is_rng_file
 from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe

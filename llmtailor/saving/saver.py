@@ -30,7 +30,8 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import read_mark, with_mark
 from llmtailor.formats.partial.manifest import Manifest
-from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE, rng_file
+from llmtailor.formats.rng import rng_file
+from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
 from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.retention import deletable

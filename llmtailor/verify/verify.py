@@ -21,6 +21,7 @@ from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.partial.read import looks_partial
 from llmtailor.formats.plain.read import detects as is_plain
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, survey_checkpoint
+from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.trainer import (
     CONFIG,
     MANIFEST,
@@ -28,7 +29,6 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
-    is_rng_file,
     is_weight_file,
 )
 from llmtailor.storage.local import read_source

@@ -1,4 +1,4 @@
-"""Damages made from the tables of `llmtailor.formats.resumed`: each field, in each way that its row speaks of."""
+"""Damages made from the tables of `llmtailor.formats.field_tables`: each field, in each way that its row speaks of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.formats.resumed.tables import BEYOND, EACH, MISSING, MISTYPED, UNLIKE, WAYS, Field, Says
+from llmtailor.formats.field_tables import BEYOND, EACH, MISSING, MISTYPED, UNLIKE, WAYS, Field, Says
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from helpers.fields import Damage, damages_of, places_of
 from llmtailor.findings import ERROR
-from llmtailor.formats.resumed.tables import CODES, UNLIKE, Field, Table
+from llmtailor.formats.field_tables import CODES, UNLIKE, Field, Table
 from llmtailor.formats.zero.tables import MODEL, ZERO3, ZERO12
 from llmtailor.verify.verify import verify_checkpoint
 from real.harness import Runs

@@ -16,15 +16,11 @@ pytestmark = pytest.mark.real
 
 from helpers.fields import damages_of, places_of  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
+from llmtailor.formats.field_tables import CODES, EACH, MISSING, UNLIKE, Field, Table  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.resumed.optimizers import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.formats.resumed.tables import CODES, EACH, MISSING, UNLIKE, Field, Table  # noqa: E402
-from llmtailor.formats.resumed.trainer import (  # noqa: E402
-    CONFIG_TABLE,
-    RNG_TABLE,
-    SCALER_TABLE,
-    TRAINER_STATE_TABLE,
-)
+from llmtailor.formats.rng import RNG_TABLE  # noqa: E402
+from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
+from llmtailor.formats.trainer_checks import CONFIG_TABLE, SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.training import NamedGroups, train  # noqa: E402
 from verify.damages import STEP  # noqa: E402

@@ -13,7 +13,7 @@ without padding), ``buffer/FQN``, and small ones that trees refer to. Its metada
 element of this rank's fragments) and, under ``tree:PATH``, the object tree of the stock file PATH in the form of
 `trees`, with placeholders for flat tensors. There are no pickles, and no weights: these are the rounded masters.
 
-Functions for single values of a possibly damaged manifest return the checked value, or raise ValueError.
+The functions that check single values of a possibly damaged manifest return them, or raise ValueError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,54 +37,35 @@ from llmtailor.storage.local import read_source
 _CRC = re.compile(r"[0-9a-f]{8}")
 
 
-def a_list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.80} is not a list")
-    return value
+def _checker(is_it: Callable[[Any], bool], what: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not is_it(value):
+            raise ValueError(f"{value!r:.80} is not {what}")
+        return value
+
+    return check
 
 
-def a_mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.80} is not an object")
-    return value
+def _one_of(*choices: Any) -> Callable[[Any], Any]:
+    is_it = {(type(choice), choice) for choice in choices}
+    return _checker(lambda value: (type(value), value) in is_it, f"one of {choices[:4]}")
 
 
-def a_name(value: Any) -> str:
-    if not is_name(value):
-        raise ValueError(f"{value!r:.80} is not a name")
-    return str(value)
+_list = _checker(lambda value: isinstance(value, list), "a list")
+_mapping = _checker(lambda value: isinstance(value, dict), "an object")
+_count = _checker(is_count, "a count")
+_name = _checker(is_name, "a name")
+_plain_name = _checker(lambda value: is_name(value) and "/" not in value and is_path_below(value), "a plain name")
+_crc = _checker(lambda value: bool(_CRC.fullmatch(value)), "a CRC-32")
+_role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*ITEMSIZE)
 
 
-def a_plain_name(value: Any) -> str:
-    if "/" in a_name(value) or not is_path_below(value):
-        raise ValueError(f"{value!r:.80} is not a plain name")
-    return str(value)
-
-
-def a_shape(value: Any) -> tuple[int, ...]:
-    if len(a_list(value)) > MAX_DIMENSIONS:
+def _shape(value: Any) -> tuple[int, ...]:
+    if len(_list(value)) > MAX_DIMENSIONS:
         raise ValueError("a shape has too many dimensions")
-    shape = tuple(map(a_count, value))
-    a_count(math.prod(shape))
+    shape = tuple(map(_count, value))
+    _count(math.prod(shape))
     return shape
-
-
-def a_count(value: Any) -> int:
-    if not is_count(value):
-        raise ValueError(f"{value!r:.80} is not a count")
-    return int(value)
-
-
-def a_crc(value: Any) -> int:
-    if not _CRC.fullmatch(value):
-        raise ValueError(f"{value!r:.80} is not a CRC-32")
-    return int(value, 16)
-
-
-def one_of(value: Any, choices: tuple[Any, ...]) -> Any:
-    if type(value) is not type(choices[0]) or value not in choices:
-        raise ValueError(f"{value!r:.80} is none of {choices[:4]}")
-    return value
 
 
 MANIFEST = "manifest.json"
@@ -93,7 +74,6 @@ SCHEMA_BUNDLE = "llmtailor.bundle/1"
 FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
 TREE = "tree:"
-LEDGER = "ledger"
 _TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _FIX = "leave this checkpoint out; its save is damaged"
@@ -201,16 +181,12 @@ def manifest_json(
     For people, it also has facts that no reader needs: the policy's name and options, and for each part the bytes of
     its states over all ranks.
     """
+    saved_as = manifest.saved_as
     content = {
         "schema": SCHEMA,
         "llmtailor_version": tool_version,
         "created": created,
-        "step": manifest.step,
-        "save_id": manifest.save_id,
-        "stage": manifest.stage,
-        "world_size": manifest.world_size,
-        "precision": manifest.precision,
-        "tag": manifest.tag,
+        **{key: getattr(manifest, key) for key in _PLAIN},
         "policy": dict(policy),
         "parts": [
             {"part": part, "why": why, "num_bytes": num_bytes[part], "params": list(manifest.params_of[part])}
@@ -221,62 +197,64 @@ def manifest_json(
             for name, fact in manifest.params.items()
         },
         "tied": dict(manifest.tied),
-        "saved_as": None
-        if manifest.saved_as is None
-        else {
-            name: [[one.name, list(one.shape), one.begin] for one in made] for name, made in manifest.saved_as.items()
-        },
+        "saved_as": None if saved_as is None else {name: list(map(_row, made)) for name, made in saved_as.items()},
         "bundles": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc32:08x}"} for one in manifest.bundles
         ],
         "shards": dict(manifest.shards),
-        LEDGER: dict(manifest.ledger),
+        "ledger": dict(manifest.ledger),
     }
     return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def _row(one: SavedAs) -> list[Any]:
+    return [one.name, list(one.shape), one.begin]
+
+
+_PLAIN = {
+    "step": _count,
+    "save_id": _name,
+    "stage": _one_of(0, 1, 2, 3),
+    "world_size": _count,
+    "precision": _one_of("BF16", "F16", "F32"),
+    "tag": _plain_name,
+}
+"""The fields that are plain values, and their checks"""
 
 
 def _parse(data: Any) -> Manifest:
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema {data['schema']!r:.80} instead of {SCHEMA!r}")
-    stage, world_size = one_of(data["stage"], (0, 1, 2, 3)), a_count(data["world_size"])
+    plain = {key: check(data[key]) for key, check in _PLAIN.items()}
     params = {
-        a_name(name): ParamFact(
-            a_shape(one["shape"]),
-            one_of(one["role"], ("trainable", "frozen", "buffer")),
-            one_of(one["dtype"], tuple(ITEMSIZE)),
-        )
+        _name(name): ParamFact(_shape(one["shape"]), _role(one["role"]), _dtype(one["dtype"]))
         for name, one in data["params"].items()
     }
-    chosen = {a_name(one["part"]): one for one in data["parts"]}
-    params_of = {part: tuple(map(a_name, a_list(one["params"]))) for part, one in chosen.items()}
+    chosen = {_name(one["part"]): one for one in data["parts"]}
+    params_of = {part: tuple(map(_name, _list(one["params"]))) for part, one in chosen.items()}
     if len(chosen) != len(data["parts"]):
         raise ValueError("a part is listed twice")
     if any(params[name].role != "trainable" for names in params_of.values() for name in names):
         raise ValueError("a part has params that are not trained")
-    tied = {a_name(name): stored for name, stored in data["tied"].items()}
+    tied = {_name(name): stored for name, stored in data["tied"].items()}
     if any(name in params or stored not in params for name, stored in tied.items()):
         raise ValueError("a name is tied to none of its params")
     return Manifest(
-        step=a_count(data["step"]),
-        save_id=a_name(data["save_id"]),
-        stage=stage,
-        world_size=world_size,
-        precision=one_of(data["precision"], ("BF16", "F16", "F32")),
-        tag=a_plain_name(data["tag"]),
+        **plain,
         parts={part: str(one["why"]) for part, one in chosen.items()},
         params_of=params_of,
         params=params,
         tied=tied,
         saved_as=None if data["saved_as"] is None else _saved_as(data["saved_as"], params),
-        bundles=_bundles(data["bundles"], world_size),
-        shards=_shards(data["shards"], stage, world_size),
-        ledger=a_mapping(data[LEDGER]),
+        bundles=_bundles(data["bundles"], plain["world_size"]),
+        shards=_shards(data["shards"], plain["stage"], plain["world_size"]),
+        ledger=_mapping(data["ledger"]),
     )
 
 
 def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
     """Return one rank shard per rank, then the files of frozen params: one, or one per rank; each once."""
-    listed = a_list(data)
+    listed = _list(data)
     if not 0 < world_size <= len(listed):  # checked before building the names of all ranks
         raise ValueError(f"it lists {len(listed)} rank shards for {world_size} ranks")
     ranks = {bundle_name(rank, world_size) for rank in range(world_size)}
@@ -284,12 +262,12 @@ def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
     names = [one["path"] for one in listed]
     if len(names) != len(set(names)) or set(names) - ranks not in (set(), {frozen_name(0, 1)}, frozen):
         raise ValueError(f"it does not list the rank shards of {world_size} ranks, each once")
-    return tuple(BundleFact(one["path"], a_count(one["num_bytes"]), a_crc(one["crc32"])) for one in listed)
+    return tuple(BundleFact(one["path"], _count(one["num_bytes"]), int(_crc(one["crc32"]), 16)) for one in listed)
 
 
 def _saved_as(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[SavedAs, ...]]:
     found = {
-        param: tuple(SavedAs(a_name(name), a_shape(shape), a_count(begin)) for name, shape, begin in a_list(tensors))
+        param: tuple(SavedAs(_name(name), _shape(shape), _count(begin)) for name, shape, begin in _list(tensors))
         for param, tensors in data.items()
     }
     for param, tensors in found.items():
@@ -307,11 +285,11 @@ def _saved_as(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[Sav
 
 
 def _shards(data: Any, stage: int, world_size: int) -> dict[str, Any]:
-    shards = a_mapping(data)
+    shards: dict[str, Any] = _mapping(data)
     if stage == 0:
         return shards
     for kind, count in (("optim", world_size), ("model", world_size if stage == 3 else 1)):
-        paths = a_list(shards[kind])
+        paths = _list(shards[kind])
         if len(set(paths)) != count or not all(map(is_path_below, paths)):
             raise ValueError(f"{kind} does not name {count} files below the checkpoint")
-    return {**shards, "is_bf16": one_of(shards["is_bf16"], (True, False))}
+    return {**shards, "is_bf16": _one_of(True, False)(shards["is_bf16"])}

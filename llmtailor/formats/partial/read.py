@@ -1,19 +1,23 @@
-"""Opening a partial checkpoint: the tensors and object trees in its rank shards."""
+"""From a partial checkpoint to a `CheckpointIndex`.
+
+Its rank shards contain the object trees of the stock files, so everything except the places of the trained params'
+states is read as from stock files. States left out by the save are listed as absent, with known shapes and dtypes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.placement import Bundled, Extent
+from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry
+from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Sliced
 from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
-from llmtailor.formats.format import Decoded
+from llmtailor.formats.format import Decoded, attempt
 from llmtailor.formats.partial.manifest import (
     FOLDER,
     MANIFEST,
@@ -22,12 +26,22 @@ from llmtailor.formats.partial.manifest import (
     BundleFact,
     Manifest,
     bundle_name,
+    frozen_name,
     read_manifest,
 )
 from llmtailor.formats.partial.trees import decode
-from llmtailor.model.states import BUFFER, ITEMSIZE, State
+from llmtailor.formats.plain.optimizer import read_optimizer
+from llmtailor.formats.plain.read import compare_schedule, make_index
+from llmtailor.formats.trainer import OPTIMIZER, read_trainer_files
+from llmtailor.formats.zero.files import ShardFiles
+from llmtailor.formats.zero.read import survey_shards
+from llmtailor.model.parts import Param
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
+from llmtailor.storage.local import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
+_ABSENT = Absent()
+_KEPT = (FROZEN, BUFFER)
 _NOT_FRAGMENTS = ("tree", BUFFER)
 
 
@@ -63,8 +77,13 @@ class Partial:
 
     def _find(self, file: str, key: str) -> tuple[str, tuple[int, ...], Extent]:
         held = self.files[file].tensors[key]
-        place: Any = held.place
-        return held.dtype, held.shape, place.extent
+        return held.dtype, held.shape, _extent(held)
+
+
+def _extent(held: TensorEntry) -> Extent:
+    """Return where a tensor of a safetensors file is, also an empty one."""
+    assert isinstance(held.place, Contiguous)
+    return held.place.extent
 
 
 def is_partial(root: Path) -> bool:
@@ -77,6 +96,9 @@ def looks_partial(root: Path) -> bool:
     return is_partial(root) or root.absolute().parent.name == FOLDER
 
 
+detects = looks_partial
+
+
 def open_partial(root: Path, name: str) -> Partial:
     """Read the manifest and the headers of all rank shards; no tensor byte is read.
 
@@ -87,18 +109,15 @@ def open_partial(root: Path, name: str) -> Partial:
     files: dict[str, WeightFile] = {}
     ranks = {bundle_name(rank, manifest.world_size): rank for rank in range(manifest.world_size)}
     for fact in manifest.bundles:
-        try:
-            files[fact.path] = _read_bundle(root, fact, manifest, ranks, name)
-        except SourceError as error:
-            problems.add(error)
+        if file := attempt(lambda: _read_bundle(root, fact, manifest, ranks, name), problems):  # noqa: B023
+            files[fact.path] = file
     problems.raise_if_any()
     tree_of = {
         key.removeprefix(TREE): path for path, file in files.items() for key in file.metadata if key.startswith(TREE)
     }
     if unexpected := [path for path in tree_of if not is_path_below(path)]:
-        raise SourceError.at(
-            PathIn(name, tree_of[unexpected[0]]), f"it contains an unknown file {unexpected[0]!r:.80}", _FIX
-        )
+        what = f"it contains an unknown file {unexpected[0]!r:.80}"
+        raise SourceError.at(PathIn(name, tree_of[unexpected[0]]), what, _FIX)
     return Partial(root, name, manifest, files, tree_of, _collect(manifest, files, name))
 
 
@@ -118,10 +137,8 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
         raise SourceError.at(where, "it is of another save than manifest.json", _FIX)
     wanted = {"step": manifest.step, "world_size": manifest.world_size, "rank": ranks[fact.path]}
     if wrong := [f"{key} {stated[key]!r:.20}" for key, value in wanted.items() if stated[key] != str(value)]:
-        what = (
-            f"it states {', '.join(wrong)}, but manifest.json states {', '.join(f'{k} {v}' for k, v in wanted.items())}"
-        )
-        raise SourceError.at(where, what, _FIX)
+        right = ", ".join(f"{key} {value}" for key, value in wanted.items())
+        raise SourceError.at(where, f"it states {', '.join(wrong)}, but manifest.json states {right}", _FIX)
     return file
 
 
@@ -143,19 +160,13 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     problems = []
     for state, fragments in found.items():
         fragments.sort(key=lambda one: one[0])
+        begins, paths, parts = zip(*fragments, strict=True)
+        cuts, dtype = (0, *accumulate(held.numel for held in parts)), parts[0].dtype
         shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
-        cuts, at = [], 0
-        for begin, _, held in fragments:
-            if begin != at or held.dtype != fragments[0][2].dtype:
-                break
-            cuts.append(at)
-            at += held.numel
-        else:
-            dtype = fragments[0][2].dtype
-            starts = tuple(_start(held) for _, _, held in fragments)
-            place = Bundled(tuple(path for _, path, _ in fragments), starts, (*cuts, at), ITEMSIZE[dtype])
-            joined[state] = TensorEntry(dtype, shape, place)
-        if state not in joined or joined[state].numel != at:
+        place = Bundled(paths, tuple(_extent(held).start for held in parts), cuts, ITEMSIZE[dtype])
+        joined[state] = TensorEntry(dtype, shape, place)
+        is_whole = begins == cuts[:-1] and joined[state].numel == cuts[-1]
+        if not is_whole or any(held.dtype != dtype for held in parts):
             what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
             problems.append(Problem(name, what, _FIX))
     if problems:
@@ -163,7 +174,104 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     return joined
 
 
-def _start(held: TensorEntry) -> int:
-    place: Any = held.place
-    start: int = place.extent.start
-    return start
+def survey(root: Path, name: str) -> Survey:
+    """Index a partial checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
+    problems = Problems()
+    return Survey(attempt(lambda: _index(root, name), problems), problems)
+
+
+def _index(root: Path, name: str) -> CheckpointIndex:
+    """Return the index. Raises SourceError with every problem of every file."""
+    partial = open_partial(root, name)
+    manifest = partial.manifest
+    index = _index_zero(partial) if manifest.stage else _index_plain(partial)
+    stated = (index.stage, index.global_step, index.world_size, index.precision)
+    if stated != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
+        what = "the step, stage, world size or precision of its object trees differs from manifest.json"
+        raise SourceError.at(name, what, _FIX)
+    params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
+    if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
+        raise SourceError.at(name, "the params of its object trees are not those that manifest.json lists", _FIX)
+    return replace(
+        index,
+        format=f"partial-{index.format}",
+        held=_place(index.held, partial),
+        files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
+        inside=frozenset(partial.tree_of),
+        saved_as=partial.manifest.saved_as,
+        module={},
+    )
+
+
+def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, TensorEntry]:
+    """Return the trained params' states with their actual places. Raises SourceError if the trees don't match them."""
+    placed: dict[State, TensorEntry] = {}
+    problems = []
+    chosen = {param for names in partial.manifest.params_of.values() for param in names}
+    for state, described in held.items():
+        if state.kind in _KEPT:
+            placed[state] = described
+            continue
+        fragment = partial.fragments.get(state)
+        placed[state] = fragment or replace(described, place=_ABSENT)
+        if fragment and (fragment.dtype, fragment.shape) != (described.dtype, described.shape):
+            what = f"{state.kind} of {state.param} does not match its object tree"
+            problems.append(Problem(partial.name, what, _FIX))
+        elif described.numel and (fragment is not None) != (state.param in chosen):
+            lacks = "lack" if state.param in chosen else "hold"
+            what = f"its rank shards {lacks} {state.kind} of {state.param}, which contradicts manifest.json"
+            problems.append(Problem(partial.name, what, _FIX))
+    if not partial.fragments.keys() <= held.keys():
+        problems.append(Problem(partial.name, "its rank shards hold states that its object trees don't mention", _FIX))
+    if problems:
+        raise SourceError(problems)
+    return placed
+
+
+def _index_zero(partial: Partial) -> CheckpointIndex:
+    """Index a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
+    shards, manifest = partial.manifest.shards, partial.manifest
+    optim, model = tuple(shards["optim"]), tuple(shards["model"])
+    files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
+    return survey_shards(partial, files, partial.name, Problems()).sound_index()
+
+
+def _index_plain(partial: Partial) -> CheckpointIndex:
+    """Index a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
+    manifest, name, problems = partial.manifest, partial.name, Problems()
+    optimizer = read_optimizer(partial, PathIn(name, OPTIMIZER))
+    trainer = read_trainer_files(partial, name, problems)
+    problems.raise_if_any()
+    groups = tuple(group.names or () for group in optimizer.groups)
+    params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
+    trained = {param for param, one in params.items() if one.role == "trainable"}
+    if {param for group in groups for param in group} != trained:
+        raise SourceError.at(name, "its optimizer's params differ from its manifest's", _FIX)
+    index = make_index(partial.root, name, optimizer, trainer, groups, params, manifest.tied)
+    return replace(
+        index,
+        world_size=manifest.world_size,
+        global_step=manifest.step,
+        precision=manifest.precision,
+        held=dict(_hold(partial, index.held)),
+        findings=(*trainer.findings, *optimizer.findings, *compare_schedule(optimizer, trainer, name)),
+        train=replace(index.train, model_order=tuple(params)),
+    )
+
+
+def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterator[tuple[State, TensorEntry]]:
+    """Yield the states of all params; `_place` knows the places of the trained ones."""
+    world_size, params = partial.manifest.world_size, partial.manifest.params
+    for state, held in of_optimizer.items():
+        fact = params[state.param]
+        yield State(state.param, MASTER), TensorEntry(fact.dtype, fact.shape, _ABSENT)
+        yield state, held
+    bundle, frozen = partial.files[bundle_name(0, world_size)], partial.files.get(frozen_name(0, 1))
+    for param, fact in params.items():
+        if fact.role == "frozen" and frozen is not None:
+            yield State(param, FROZEN), frozen.tensors[param]
+        elif fact.role == "buffer":
+            held = bundle.tensors[f"{BUFFER}/{param}"]
+            if held.numel:  # rank 0's, for all ranks, as in the Trainer
+                copies = Sliced((_extent(held),) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
+                yield State(param, BUFFER), TensorEntry(held.dtype, (world_size, *fact.shape), copies)

@@ -12,7 +12,7 @@ import base64
 import copyreg
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -39,8 +39,30 @@ def stored(file: str, key: str) -> dict[str, Any]:
     return {"$": STORED, "file": file, "key": key}
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A value whose JSON is known, in a tree: a tensor stored elsewhere, or nowhere."""
+
+    json: Mapping[str, Any]
+
+
+def encode_nodes(tree: Any, place: Callable[[TensorView], Mapping[str, Any]]) -> Any:
+    """Return a tree as `unpickle.read_pickle` yields it as JSON values.
+
+    ``place`` returns the JSON of a tensor: that of `stored` or `placeholder`.
+    """
+
+    def special(value: Any) -> dict[str, Any] | None:
+        if isinstance(value, Known):
+            return dict(value.json)
+        view = as_tensor(value)
+        return None if view is None else dict(place(view))
+
+    return encode(tree, special)
+
+
 def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str = "") -> Any:
-    """Return live objects as JSON values.
+    """Return live objects, or nodes, as JSON values.
 
     ``special`` is called first for everything that is not a plain value, and returns its JSON or None. Raises
     TypeError, with the path in the tree, for an object that a checkpoint may not hold.
@@ -55,55 +77,58 @@ def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str 
     def below(inner: Any, key: object) -> Any:
         return encode(inner, special, f"{at}[{key!r}]")
 
+    def listed(values: Iterable[Any]) -> list[Any]:
+        return [below(inner, number) for number, inner in enumerate(values)]
+
+    def pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
+        return [[below(key, "key"), below(inner, key)] for key, inner in items]
+
     if type(value) is list:
-        return [below(inner, number) for number, inner in enumerate(value)]
-    if type(value) is tuple:
-        return {"$": "tuple", "items": [below(inner, number) for number, inner in enumerate(value)]}
-    if type(value) is set:
-        return {"$": "set", "items": [below(inner, number) for number, inner in enumerate(sorted(value))]}
+        return listed(value)
+    if type(value) in (tuple, set):
+        return {"$": type(value).__name__, "items": listed(sorted(value) if type(value) is set else value)}
     if type(value) is bytes:
         return {"$": "bytes", "base64": base64.b64encode(value).decode()}
     if type(value) is dict:
         if all(type(key) is str for key in value) and "$" not in value:
             return {key: below(inner, key) for key, inner in value.items()}
-        return {"$": "dict", "items": [[below(key, "key"), below(inner, key)] for key, inner in value.items()]}
-    if type(value) is OrderedDict:
-        items = [[below(key, "key"), below(inner, key)] for key, inner in value.items()]
-        return {"$": "ordered", "items": items, "attributes": below(value.__dict__ or None, "attributes")}
+        return {"$": "dict", "items": pairs(value.items())}
+    if type(value) in (OrderedDict, Ordered):
+        attributes = value.attributes if type(value) is Ordered else value.__dict__ or None
+        return {"$": "ordered", "items": pairs(value.items()), "attributes": below(attributes, "attributes")}
+    node = value if isinstance(value, (Global, Call)) else _node_of(value, at)
+    if isinstance(node, Global):
+        return {"$": "global", "module": node.module, "name": node.name}
+    return {
+        "$": "call",
+        "func": below(node.func, "func"),
+        "args": listed(node.args),
+        "new": node.new,
+        **({"state": below(node.state, "state")} if node.has_state else {}),
+        "appends": listed(node.appends),
+        "items": pairs(node.items),
+    }
+
+
+def _node_of(value: Any, at: str) -> Global | Call:
+    """Return a live object as the name, or the call, by which pickle would recreate it."""
     if isinstance(value, type) or callable(value):
-        return _name(value, at)
-    return _reduced(value, below, at)
-
-
-def _name(value: Any, at: str) -> dict[str, Any]:
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if name not in ALLOWED.get(str(module), ()):
-        raise TypeError(f"{at}: {module}.{name} can't be written into a checkpoint")
-    return {"$": "global", "module": module, "name": name}
-
-
-def _reduced(value: Any, below: Callable[[Any, object], Any], at: str) -> dict[str, Any]:
-    """Return an object as the call by which pickle would recreate it."""
+        return _allowed(getattr(value, "__module__", None), getattr(value, "__qualname__", None), at)
     # as Python 3.11.7 does; 3.11.2 names getattr
     reduced = (type(value), (value.value,)) if isinstance(value, Enum) else value.__reduce_ex__(2)
     if isinstance(reduced, str):  # the name of a constant in its module, e.g. a torch.dtype
-        module = type(value).__module__
-        if reduced not in ALLOWED.get(module, ()):
-            raise TypeError(f"{at}: {module}.{reduced} can't be written into a checkpoint")
-        return {"$": "global", "module": module, "name": reduced}
+        return _allowed(type(value).__module__, reduced, at)
     func, args, state, appends, items = (*reduced, None, None, None)[:5]
     new = func is copyreg.__newobj__  # type: ignore[attr-defined]
     if new:
         func, args = args[0], args[1:]
-    return {
-        "$": "call",
-        "func": _name(func, at),
-        "args": [below(inner, number) for number, inner in enumerate(args)],
-        "new": new,
-        **({} if state is None else {"state": below(state, "state")}),
-        "appends": [below(inner, number) for number, inner in enumerate(appends or ())],
-        "items": [[below(key, "key"), below(inner, key)] for key, inner in items or ()],
-    }
+    return Call(func, args, new, state, state is not None, list(items or ()), list(appends or ()))
+
+
+def _allowed(module: Any, name: Any, at: str) -> Global:
+    if name not in ALLOWED.get(str(module), ()):
+        raise TypeError(f"{at}: {module}.{name} can't be written into a checkpoint")
+    return Global(module, name)
 
 
 Find = Callable[[str, str], tuple[str, tuple[int, ...], Extent]]
@@ -120,6 +145,11 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
 
     def below(inner: Any) -> Any:
         return decode(inner, find, depth + 1)
+
+    def pairs(items: Any) -> list[tuple[Any, Any]]:
+        found = [(below(key), below(inner)) for key, inner in items]
+        check_keys([key for key, _ in found])
+        return found
 
     if isinstance(data, list):
         return [below(inner) for inner in data]
@@ -139,11 +169,9 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
     if kind == "bytes":
         return base64.b64decode(data["base64"], validate=True)
     if kind == "dict":
-        return dict(_pairs(data["items"], below))
+        return dict(pairs(data["items"]))
     if kind == "ordered":
-        ordered = Ordered(_pairs(data["items"], below))
-        ordered.attributes = below(data["attributes"])
-        return ordered
+        return Ordered(pairs(data["items"]), below(data["attributes"]))
     if kind == "global":
         return _global(data)
     if kind == "call":
@@ -153,7 +181,7 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
             new=bool(data["new"]),
             state=below(data.get("state")),
             has_state="state" in data,
-            items=_pairs(data["items"], below),
+            items=pairs(data["items"]),
             appends=[below(inner) for inner in data["appends"]],
         )
     if kind == STORED:
@@ -162,12 +190,6 @@ def decode(data: Any, find: Find, depth: int = 0) -> Any:
     if kind == PLACEHOLDER:
         return _nowhere(data["dtype"], tuple(data["shape"]))
     raise ValueError(f"{kind!r} is not a kind of node")
-
-
-def _pairs(items: Any, below: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    pairs = [(below(key), below(inner)) for key, inner in items]
-    check_keys([key for key, _ in pairs])
-    return pairs
 
 
 def _global(data: dict[str, Any]) -> Global:
@@ -182,52 +204,3 @@ def _nowhere(dtype: str, shape: tuple[int, ...]) -> Call:
         raise ValueError("a placeholder has no shape")
     num_bytes = math.prod(shape) * ITEMSIZE[dtype]
     return make_tensor(dtype, shape, (Copy(Extent("", 0, num_bytes)),))
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A value whose JSON is known, in a tree: a tensor stored elsewhere, or nowhere."""
-
-    json: Mapping[str, Any]
-
-
-def encode_nodes(tree: Any, place: Callable[[TensorView], Mapping[str, Any]]) -> Any:
-    """Return a tree as `unpickle.read_pickle` yields it as JSON values.
-
-    ``place`` returns the JSON of a tensor: that of `stored` or `placeholder`.
-    """
-    return encode(tree, _Nodes(place))
-
-
-class _Nodes:
-    def __init__(self, place: Callable[[TensorView], Mapping[str, Any]]) -> None:
-        self.place = place
-
-    def __call__(self, value: Any) -> dict[str, Any] | None:
-        if isinstance(value, Known):
-            return dict(value.json)
-        if isinstance(value, Global):
-            return {"$": "global", "module": value.module, "name": value.name}
-        if isinstance(value, Ordered):
-            return {"$": "ordered", "items": self._pairs(value.items()), "attributes": self._below(value.attributes)}
-        if isinstance(value, Call):
-            view = as_tensor(value)
-            return self._call(value) if view is None else dict(self.place(view))
-        return None
-
-    def _call(self, value: Call) -> dict[str, Any]:
-        return {
-            "$": "call",
-            "func": self._below(value.func),
-            "args": [self._below(inner) for inner in value.args],
-            "new": value.new,
-            **({"state": self._below(value.state)} if value.has_state else {}),
-            "appends": [self._below(inner) for inner in value.appends],
-            "items": self._pairs(value.items),
-        }
-
-    def _pairs(self, items: Any) -> list[list[Any]]:
-        return [[self._below(key), self._below(inner)] for key, inner in items]
-
-    def _below(self, value: Any) -> Any:
-        return encode(value, self)

@@ -16,7 +16,6 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.fields import extent_of
-from llmtailor.containers.json import read_json
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import (
@@ -31,22 +30,20 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
 from llmtailor.formats.plain.write import optimizer_tree
+from llmtailor.formats.rng import is_rng_file, rng_file
 from llmtailor.formats.trainer import (
     CARD,
-    CONFIG,
     OPTIMIZER,
     SCALER,
     SCHEDULER,
     carry,
-    is_rng_file,
     is_weight_file,
-    rng_file,
+    read_config,
 )
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
-from llmtailor.formats.zero.target import ZeroTarget
-from llmtailor.formats.zero.write import make_shards
+from llmtailor.formats.zero.write import ZeroTarget, make_shards, slice_of
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
-from llmtailor.model.parts import SavedAs
+from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 
@@ -135,12 +132,10 @@ class PartialLayout:
 
 def check_can_be_partial(index: CheckpointIndex) -> None:
     """Raise UnsupportedCheckpoint for a full checkpoint with content that only its weight files hold."""
-    reason = None
+    reason, only = None, "and have its only master weights"
     for param in index.params.values():
         if param.role == "trainable" and State(param.name, MASTER) not in index.held:
-            reason = (
-                f"its weight files use other names for {param.name} than the model, and have its only master weights"
-            )
+            reason = f"its weight files use other names for {param.name} than the model, {only}"
         elif param.role == "frozen" and State(param.name, FROZEN) not in index.held:
             reason = f"only its weight files hold the frozen {param.name}"
     if reason is None and _saved_as(index) is None and any(state.kind == WEIGHT for state in index.held):
@@ -192,10 +187,7 @@ def describe_partial(
         tag=index.tag or "plain",
         parts=parts,
         params_of=params_of,
-        params={
-            param.name: ParamFact(param.shape, param.role, _live_dtype(index, param.name))
-            for param in index.params.values()
-        },
+        params={name: ParamFact(one.shape, one.role, _live_dtype(index, one)) for name, one in index.params.items()},
         tied=index.tied,
         saved_as=_saved_as(index),
         bundles=bundles,
@@ -207,8 +199,7 @@ def describe_partial(
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
     """Return each param's names in the weight files; None if there are none, or they are not all explained."""
     weights = {state.param: held.shape for state, held in index.held.items() if state.kind == WEIGHT}
-    config = read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}
-    for naming in (AS_IN_MEMORY, naming_of(str(config.get("model_type")))):
+    for naming in (AS_IN_MEMORY, naming_of(str(read_config(index).get("model_type")))):
         found = {name: tuple(on_disk(param, naming)) for name, param in index.params.items()} if naming else {}
         made = {one.name: one.shape for ones in found.values() for one in ones}
         if weights and made == {name: shape for name, shape in weights.items() if name not in index.tied}:
@@ -225,12 +216,12 @@ def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
     return states
 
 
-def _live_dtype(index: CheckpointIndex, name: str) -> str:
+def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
-    role = index.params[name].role
-    if role == "trainable" and index.stage:
+    if param.role == "trainable" and index.stage:
         return index.precision
-    return index.held[State(name, {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[role])].dtype
+    kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
+    return index.held[State(param.name, kind)].dtype
 
 
 def _is_carried(path: str) -> bool:
@@ -277,17 +268,13 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
         entries = []
         for name, held in frozen.items():
             part = part_size(held.numel, ranks)
-            begin, end = min(rank * part, held.numel), min((rank + 1) * part, held.numel)
-            content: list[Piece] = [Slot(State(name, FROZEN), held.dtype, begin, end)] if begin < end else []
-            if padding := part - (end - begin):
-                content.append(Zeros(padding * ITEMSIZE[held.dtype], "ZeRO-3 padding"))
-            entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, tuple(content)))
+            content = tuple(slice_of(State(name, FROZEN), held.dtype, held.numel, rank, ranks))
+            entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, content))
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 
 
 def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     """Add the object trees of all stock files that are not copied, each to the shard of its rank."""
-    ranks = range(index.world_size)
 
     def add(rank: int, path: str, tree: Any) -> None:
         bundles[rank].add_tree(path, tree, PathIn(index.name, path))
@@ -300,11 +287,9 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
         add(0, OPTIMIZER, optimizer_tree(index, index.layout))
-    for path in (SCHEDULER, *(() if index.has_masters else (SCALER,))):
-        if path in index.train.trees:
-            add(0, path, index.train.trees[path])
-    for rank in ranks:
-        path = rng_file(rank, index.world_size)
+    owners = {SCHEDULER: 0, **({} if index.has_masters else {SCALER: 0})}
+    owners |= {rng_file(rank, index.world_size): rank for rank in range(index.world_size)}
+    for path, rank in owners.items():
         if path in index.train.trees:
             add(rank, path, index.train.trees[path])
 

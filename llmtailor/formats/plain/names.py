@@ -25,6 +25,7 @@ _NAME_THEM = (
     "be read only if it has the Trainer's own two groups"
 )
 _SHOWN = 5
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def has_names(saved: SavedOptimizer) -> bool:
@@ -50,13 +51,10 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
     if len(saved.groups) != 2 or saved.groups[1].hyper.get("weight_decay") != 0:
         what = f"it has {len(saved.groups)} param groups without names, and they are not the Trainer's two"
         raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
-    wanted = (
-        [name for name in model.params if name in model.decaying],
-        [name for name in model.params if name not in model.decaying],
-    )
     problems: list[Problem] = []
     groups = []
-    for number, (group, names) in enumerate(zip(saved.groups, wanted, strict=True)):
+    for number, group in enumerate(saved.groups):
+        names = [name for name in model.params if (name in model.decaying) == (number == 0)]
         shapes = [saved.shape(param) for param in group.ids]
         if len(shapes) > len(names):
             what = f"group {number} has {len(shapes)} ids, but the model has {len(names)} such params"
@@ -64,21 +62,20 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
         elif len(shapes) == len(names):
             problems += compare_shapes(group.ids, shapes, names, model.params, where)
             groups.append(tuple(names))
-        else:
-            chosen, problem = _without_frozen(number, shapes, names, model.params, where)
-            problems += problem
+        elif chosen := _without_frozen(number, shapes, names, model.params, where):
             groups.append(chosen)
+        else:
+            what = (
+                f"the shapes of group {number}'s {len(shapes)} states do not fit the model's {len(names)} such params"
+            )
+            problems.append(Problem(where, what, _OTHER_RUN))
     if problems:
         raise SourceError(problems)
     return tuple(groups)
 
 
 def compare_shapes(
-    ids: Sequence[int],
-    shapes: Sequence[tuple[int, ...]],
-    names: Sequence[str],
-    wanted: Mapping[str, tuple[int, ...]],
-    where: str,
+    ids: Sequence[int], shapes: Sequence[tuple[int, ...]], names: Sequence[str], wanted: _Shapes, where: str
 ) -> list[Problem]:
     """Return a problem for every id whose state's shape differs from its param's."""
     return [
@@ -89,29 +86,24 @@ def compare_shapes(
 
 
 def _without_frozen(
-    group: int,
-    shapes: Sequence[tuple[int, ...]],
-    names: Sequence[str],
-    params: Mapping[str, tuple[int, ...]],
-    where: str,
-) -> tuple[tuple[str, ...], list[Problem]]:
+    group: int, shapes: Sequence[tuple[int, ...]], names: Sequence[str], params: _Shapes, where: str
+) -> tuple[str, ...] | None:
     """Return the names of fewer ids than the model has params: others are frozen; the shapes must be unambiguous.
 
-    If matching each id as early and as late as possible gives the same result, it is the only one.
+    If matching each id as early and as late as possible gives the same result, it is the only one. None if there is
+    none.
     """
     available = [params[name] for name in names]
-    early = _match(shapes, available)
-    late = _match(shapes[::-1], available[::-1])
+    early, late = _match(shapes, available), _match(shapes[::-1], available[::-1])
     if early is None or late is None:
-        what = f"the shapes of group {group}'s {len(shapes)} states do not fit the model's {len(names)} such params"
-        return (), [Problem(where, what, _OTHER_RUN)]
+        return None
     if early != [len(names) - 1 - at for at in reversed(late)]:
         what = (
             f"group {group} has {len(shapes)} ids for {len(names)} params; some are frozen (or their ids missing), and "
             "the shapes do not show which"
         )
         raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
-    return tuple(names[at] for at in early), []
+    return tuple(names[at] for at in early)
 
 
 def _match(wanted: Sequence[tuple[int, ...]], available: Sequence[tuple[int, ...]]) -> list[int] | None:

@@ -14,7 +14,7 @@ Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consiste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,34 +24,35 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
-from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.field_tables import (
+    EACH,
+    FAILS,
+    FAILS_AT_STEP,
+    Kind,
+    Table,
+    check_fields,
+    decays_vectors_alone,
+    field,
+    has,
+    is_a,
+    is_adam,
+    is_number,
+    optimizer_fields,
+)
 from llmtailor.formats.format import Trees
-from llmtailor.formats.resumed.optimizers import FAILS_AT_STEP, decays_vectors_alone, is_adam, optimizer_fields
-from llmtailor.formats.resumed.tables import EACH, Field, Kind, Says, Table, check_fields, has, is_number
 from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.formats.trainer_checks import find_refused
 
-_GROUP, _STATE = ("param_groups", EACH), ("state", EACH)
-_STEP = "torch.optim.AdamW.step"
-_OFF = Kind(
-    "false, as in every run that minimizes its loss",
-    lambda value: isinstance(value, bool),
-    lambda value: not value,
-    ("x", None),
-    (True,),
-)
-_OFF_OR_NONE = Kind(
-    _OFF.name, lambda value: value is None or isinstance(value, bool), lambda value: not value, ("x",), (True,)
-)
-_COUNTER = Kind(
-    "step", lambda value: is_number(value) or as_tensor(value) is not None, lambda value: True, (None, "x", [4.0])
-)
+_STEP, _ADAM = "torch.optim.AdamW.step", "Adam and its variants"
+_OFF = Kind("false, as in every run that minimizes its loss", is_a(bool), ("x", None), lambda on: not on, (True,))
+_COUNTER = Kind("step", lambda value: is_number(value) or as_tensor(value) is not None, (None, "x", [4.0]))
 
 
 def _counts_by_param(tree: Any) -> bool:
-    """Return whether the step is in the param group, as in some variants of Adam."""
-    return is_adam(tree) and has(tree, *_STATE, "step")
+    """Return whether the step is in the params' states, not in the param group, as in some variants of Adam."""
+    return is_adam(tree) and has(tree, "state", EACH, "step")
 
 
 OPTIMIZER_TABLE = Table(
@@ -59,18 +60,20 @@ OPTIMIZER_TABLE = Table(
     "optimizer.pt",
     (
         *optimizer_fields(),
-        Field(
-            (*_GROUP, "maximize"), _OFF, _STEP, None, FAILS_AT_STEP, Says(ERROR, "silent: the weights move uphill"),
-            only="Adam and its variants", applies=is_adam,
+        field(
+            *("param_groups.*.maximize", _OFF, _STEP, "", FAILS_AT_STEP, "silent: the weights move uphill"),
+            only=_ADAM,
+            applies=is_adam,
         ),
-        Field(
-            (*_GROUP, "differentiable"), _OFF, _STEP, None, FAILS_AT_STEP, FAILS_AT_STEP,
-            only="Adam and its variants", applies=is_adam,
+        field(
+            *("param_groups.*.differentiable", _OFF, _STEP, "", FAILS_AT_STEP, FAILS_AT_STEP),
+            only=_ADAM,
+            applies=is_adam,
         ),
-        Field(
-            (*_STATE, "step"), _COUNTER, _STEP,
-            Says(ERROR, "a resume fails"), Says(ERROR, "a resume fails"),
-            only="Adam and its variants, where some state has it", applies=_counts_by_param,
+        field(
+            *("state.*.step", _COUNTER, _STEP, FAILS, FAILS),
+            only=f"{_ADAM}, where some state has it",
+            applies=_counts_by_param,
         ),
     ),
     (
@@ -78,10 +81,10 @@ OPTIMIZER_TABLE = Table(
         ("foreach, fused, capturable", "they change only how the result is computed, up to rounding"),
         ("a hyperparameter changed alike in all groups", "no longer matches the run's arguments"),
     ),
-)  # fmt: skip
+)
 
 
-def check_groups(
+def _check_groups(
     groups: Sequence[Mapping[str, Any]],
     ids: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...]],
@@ -161,7 +164,7 @@ def read_optimizer(trees: Trees, where: str) -> SavedOptimizer:
         raise
     shapes = {number: saved.shape(number) for number in saved.kinds}
     hyper, ids = [group.hyper for group in saved.groups], [group.ids for group in saved.groups]
-    return replace(saved, findings=(*findings, *check_groups(hyper, ids, shapes, where)))
+    return replace(saved, findings=(*findings, *_check_groups(hyper, ids, shapes, where)))
 
 
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
@@ -170,7 +173,9 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     ids = [number for group in groups for number in group.ids]
     _check_ids(ids, state, where)
     kinds = _read_all(state, ids, where)
-    _check_alike(kinds, where)
+    wanted = kinds[ids[0]].keys()
+    if others := [number for number, tensors in kinds.items() if tensors.keys() != wanted]:
+        raise damaged(where, f"the state of {_some(others)} has other kinds than {', '.join(wanted)}")
     steps = {number: read_step(root, state[number]["step"], number, where) for number in ids}
     return SavedOptimizer(groups, kinds, steps, all(as_tensor(state[number]["step"]) for number in ids))
 
@@ -179,32 +184,30 @@ def _read_group(node: Any, where: str) -> SavedGroup:
     group = as_dict(node, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
-        raise SourceError.at(where, "a param group's params are not a list of ids", COPY_FILE)
-    names = None
-    for key in NAME_KEYS:
-        listed = group.get(key)
-        if listed is None or names is not None:
-            continue
+        raise damaged(where, "a param group's params are not a list of ids")
+    names, key = None, next((key for key in NAME_KEYS if group.get(key) is not None), "")
+    if key:
+        listed = group[key]
         if not isinstance(listed, (list, tuple)):
-            raise SourceError.at(where, f"{key} of a param group is not a list of names", COPY_FILE)
+            raise damaged(where, f"{key} of a param group is not a list of names")
         if len(listed) != len(ids):
-            raise SourceError.at(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}", COPY_FILE)
+            raise damaged(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}")
         names = tuple(check_name(name, key, where) for name in listed)
     return SavedGroup(ids, names, {key: value for key, value in without_names(group).items() if key != "params"})
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
-    problems = []
+    """Raise SourceError unless every id is owned once, and has a state."""
     owned = Counter(ids)
-    if twice := sorted(number for number, count in owned.items() if count > 1):
-        problems.append(Problem(where, f"the param groups own {_some(twice)} twice", COPY_FILE))
-    if lacking := [number for number in ids if number not in state]:
-        what = f"the optimizer state of {_some(lacking)} is missing; a resume would restart Adam there"
-        problems.append(Problem(where, what, COPY_FILE))
-    if unexpected := [number for number in state if number not in owned]:
-        problems.append(
-            Problem(where, f"it holds the state of {_some(unexpected)}, which no param group owns", COPY_FILE)
-        )
+    checks = (
+        ("the param groups own {} twice", sorted(number for number, count in owned.items() if count > 1)),
+        (
+            "the optimizer state of {} is missing; a resume would restart Adam there",
+            [number for number in ids if number not in state],
+        ),
+        ("it holds the state of {}, which no param group owns", [number for number in state if number not in owned]),
+    )
+    problems = [Problem(where, text.format(_some(found)), COPY_FILE) for text, found in checks if found]
     if not ids:
         problems.append(Problem(where, "its param groups are empty", COPY_FILE))
     if problems:
@@ -222,12 +225,8 @@ def _read_all(state: Mapping[Any, Any], ids: list[int], where: str) -> dict[int,
             others.append(error)
     if others and not kinds:
         raise others[0]
-    if others:
-        raise SourceError(
-            Problem(problem.where, problem.what, COPY_FILE, Code.STATE_SIZE)
-            for error in others
-            for problem in error.problems
-        )
+    if problems := [problem for error in others for problem in error.problems]:
+        raise SourceError(Problem(one.where, one.what, COPY_FILE, Code.STATE_SIZE) for one in problems)
     return kinds
 
 
@@ -244,7 +243,7 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
         raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
     if integers := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
         what = f"{integers[0]} of id {number} is {kinds[integers[0]].dtype}, not floating-point"
-        raise SourceError.at(where, what, COPY_FILE, Code.STATE_DTYPE)
+        raise damaged(where, what, Code.STATE_DTYPE)
     if len({tensor.shape for tensor in kinds.values()}) > 1:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
         raise _not_elementwise(f"the states of id {number} have different shapes ({shapes})", where)
@@ -252,21 +251,10 @@ def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Ten
 
 
 def _not_elementwise(what: str, where: str) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint.at(
-        where,
-        f"{what}; only Adam-like optimizers, with one element of state per element of the params, can be composed",
-        "use AdamW; if this is AdamW, the file is damaged: copy it again",
-    )
+    rule = "only Adam-like optimizers, with one element of state per element of the params, can be composed"
+    fix = "use AdamW; if this is AdamW, the file is damaged: copy it again"
+    return UnsupportedCheckpoint.at(where, f"{what}; {rule}", fix)
 
 
-def _check_alike(kinds: Mapping[int, Mapping[str, Tensor]], where: str) -> None:
-    wanted = next(iter(kinds.values())).keys()
-    if others := [number for number, tensors in kinds.items() if tensors.keys() != wanted]:
-        what = f"the state of {_some(others)} has other kinds than {', '.join(wanted)}"
-        raise SourceError.at(where, what, COPY_FILE)
-
-
-def _some(ids: Iterable[Any]) -> str:
-    listed = list(ids)
-    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-    return f"id{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed[:5]))}{more}"
+def _some(ids: list[Any]) -> str:
+    return f"id{'s' if len(ids) > 1 else ''} {some(map(str, ids), 5)}"

@@ -8,7 +8,7 @@ Adam counts its ``step`` per param here, so every param is its own sub-group, nu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,31 +21,29 @@ from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.format import FileTrees
+from llmtailor.formats.field_tables import check_fields
+from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.resumed.tables import check_fields
-from llmtailor.formats.resumed.trainer import CONFIG_TABLE
+from llmtailor.formats.rng import RNG_FILE, find_lost_rng
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
     OPTIMIZER,
-    RNG_FILE,
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
     TrainerFiles,
-    find_lost_rng,
     read_trainer_files,
 )
+from llmtailor.formats.trainer_checks import CONFIG_TABLE
 from llmtailor.formats.weights import read_adapter
-from llmtailor.formats.zero.common import attempt
+from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
-FORMAT = "trainer"
 OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
@@ -132,49 +130,78 @@ def _index(
         groups = derived_names(optimizer, model, where)
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
+    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
         fix = "if they were trained, their states are lost: leave this checkpoint out"
-        findings.append(
-            Finding(where, f"it has no state of {some(frozen)}: assumed to be frozen", fix, Code.STATE_MISSING)
-        )
+        what = f"it has no state of {some(frozen)}: assumed to be frozen"
+        findings.append(Finding(where, what, fix, Code.STATE_MISSING))
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
-        fix = (
-            "save with llmtailor.saving, or under DeepSpeed; from this one, transformers 5.23 keeps the initial values"
-        )
+        from_this = "from this one, transformers 5.23 keeps the initial values"
+        fix = f"save with llmtailor.saving, or under DeepSpeed; {from_this}"
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    steps = [optimizer.steps[number] for group in optimizer.groups for number in group.ids]
-    findings += attempt(lambda: [*_check_steps(root, groups, steps, trainer, name)], problems) or ()
-    if trainer.scheduler is not None:
-        hyper = [group.hyper for group in optimizer.groups]
-        findings += compare_scheduler(trainer.scheduler, PathIn(name, SCHEDULER), hyper, None)
+    findings += attempt(lambda: [*_check_steps(index, trainer)], problems) or ()
+    findings += compare_schedule(optimizer, trainer, name)
     world_size = _world_size(trainer.files)
-    findings += find_lost_rng(trainer, world_size, name)
-    held = _hold(groups, optimizer, stored, known, world_size)
+    findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name)
     dtypes = Counter(weight.dtype for weight in stored.values())
+    return replace(
+        index,
+        world_size=world_size,
+        global_step=index.global_step if trainer.global_step is None else trainer.global_step,
+        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+        held={**index.held, **dict(_hold_weights(weights, known, world_size)), **trainer.weights},
+        findings=tuple(findings),
+    )
+
+
+def compare_schedule(optimizer: SavedOptimizer, trainer: TrainerFiles, name: str) -> list[Finding]:
+    """Return findings on a scheduler.pt that does not fit the optimizer's groups."""
+    hyper, where = [group.hyper for group in optimizer.groups], PathIn(name, SCHEDULER)
+    return compare_scheduler(trainer.scheduler, where, hyper, None) if trainer.scheduler else []
+
+
+def make_index(
+    root: Path,
+    name: str,
+    optimizer: SavedOptimizer,
+    trainer: TrainerFiles,
+    groups: Sequence[tuple[str, ...]],
+    params: Mapping[str, Param],
+    tied: Mapping[str, str],
+) -> CheckpointIndex:
+    """Return what is known from ``optimizer.pt`` and the names of its params: as if of one rank, in fp32."""
+    owned = [
+        (at, param, number)
+        for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True))
+        for param, number in zip(names, saved.ids, strict=True)
+    ]
     return CheckpointIndex(
         root=root,
         name=name,
-        format=FORMAT,
+        format="trainer",
         stage=0,
-        world_size=world_size,
-        global_step=trainer.global_step if trainer.global_step is not None else int(max(steps)),
+        world_size=1,
+        global_step=int(max(optimizer.steps.values())),
         skipped_steps=0,
         tag="",
-        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+        precision="F32",
         optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
-        params=known.params,
-        tied=known.tied,
-        held={**held, **trainer.weights},
-        groups=tuple(ParamGroup(params, group.hyper) for params, group in zip(groups, optimizer.groups, strict=True)),
-        sub_groups=number_params(groups, steps),
+        params=params,
+        tied=tied,
+        held={
+            State(param, kind): TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
+            for _, param, number in owned
+            for kind, one in optimizer.kinds[number].items()
+        },
+        groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
+        sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
-        findings=tuple(findings),
         train=TrainState(optimizer.step_is_tensor, trees=trainer.trees),
     )
 
@@ -184,9 +211,8 @@ def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] 
     problems = []
     if SCHEDULER not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
-        problems.append(
-            Problem(PathIn(name, SCHEDULER), what, "copy it back, or leave this checkpoint out", Code.FILE_MISSING)
-        )
+        fix = "copy it back, or leave this checkpoint out"
+        problems.append(Problem(PathIn(name, SCHEDULER), what, fix, Code.FILE_MISSING))
     if weights is not None and not weights:
         fix = "save in safetensors form; without DeepSpeed the weights are what the optimizer updates"
         problems.append(Problem(name, "there are no weights in safetensors form", fix, Code.WEIGHTS_MISSING))
@@ -216,49 +242,36 @@ def _ask_model(
         return None
 
 
-def _hold(
-    groups: tuple[tuple[str, ...], ...],
-    optimizer: SavedOptimizer,
-    weights: Mapping[State, TensorEntry],
-    known: Fitted,
-    world_size: int,
-) -> dict[State, TensorEntry]:
-    held: dict[State, TensorEntry] = {}
-    for group, saved in zip(groups, optimizer.groups, strict=True):
-        for name, number in zip(group, saved.ids, strict=True):
-            for kind, tensor in optimizer.kinds[number].items():
-                place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
-                held[State(name, kind)] = TensorEntry(tensor.dtype, tensor.shape, place)
+def _hold_weights(
+    weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
+) -> Iterator[tuple[State, TensorEntry]]:
+    """Yield the states that the weights are: masters, frozen params and buffers."""
     for name, weight_name in known.weight_of.items():
-        weight = weights[State(weight_name, WEIGHT)]
-        role = known.params[name].role
+        weight, role = weights[weight_name], known.params[name].role
         if role != "buffer":
-            held[State(name, MASTER if role == "trainable" else FROZEN)] = weight
+            yield State(name, MASTER if role == "trainable" else FROZEN), weight
             continue
         for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
             copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
-            held[State(name, BUFFER)] = TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
-    return held
+            yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
 
 
-def _check_steps(
-    root: Path, groups: tuple[tuple[str, ...], ...], steps: list[float], trainer: TrainerFiles, name: str
-) -> Iterator[Finding]:
+def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
     """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
 
     A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises
     SourceError if no state is of the schedule's step.
     """
-    counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
+    counted, name = trainer.scheduler.num_steps if trainer.scheduler is not None else None, index.name
     if counted is None or MANIFEST in trainer.files:
         return
-    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
-    if counted not in steps:
-        what = f"the optimizer's states are from step {max(steps):g}, but the schedule is at step {counted}"
-        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     of_step: dict[float, list[str]] = {}
-    for param, step in zip((param for group in groups for param in group), steps, strict=True):
+    for param, step in index.steps().items():
         of_step.setdefault(step, []).append(param)
+    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
+    if counted not in of_step:
+        what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
+        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     for step, params in of_step.items():
         if step > counted or (step == 0 and counted) or (step < counted and len(params) == 1):
             what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
@@ -267,29 +280,18 @@ def _check_steps(
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
     if trainer.global_step not in (None, counted):
         what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
-        is_sure = counted > (trainer.global_step or 0) or step_of(root) == counted
+        is_sure = counted > (trainer.global_step or 0) or step_of(index.root) == counted
         fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
         if is_sure:
             fix = "silent: data order and step count follow the former; copy the file of this save"
         yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
 
 
-def number_params(groups: Iterable[tuple[str, ...]], steps: Iterable[float]) -> tuple[SubGroup, ...]:
-    """Return a sub-group for each param, through the groups; ``steps`` are Adam's, in the same order."""
-    owned = ((number, param) for number, group in enumerate(groups) for param in group)
-    return tuple(SubGroup(number, (param,), step) for (number, param), step in zip(owned, steps, strict=True))
-
-
 def _world_size(files: Iterable[str]) -> int:
-    ranks = (int(match[1] or 0) for path in files if (match := RNG_FILE.fullmatch(path)))
-    return max((rank + 1 for rank in ranks), default=1)
+    return max((int(match[1] or 0) + 1 for path in files if (match := RNG_FILE.fullmatch(path))), default=1)
 
 
 def _listed_buffers(root: Path, name: str) -> set[str]:
     """Return the buffers that a composite's weight files list; others don't tell them from params."""
-    return {
-        buffer
-        for file in read_weights(root, name)
-        for buffer in file.metadata.get(BUFFERS_KEY, "").split(",")
-        if buffer
-    }
+    listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
+    return {buffer for names in listed for buffer in names.split(",") if buffer}

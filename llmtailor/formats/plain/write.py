@@ -12,7 +12,7 @@ keeps the key and saves it again.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -104,23 +104,19 @@ def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
 
 
 def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
+    dtype = "F32" if base.has_masters else None
     if ADAPTER_CONFIG in base.files:
         file = adapter_file(base)
         if file is None:
             what = f"{ADAPTER} has the master weights, but its names for the trained params are unknown"
             raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: use --stage 1, 2 or 3")
-        file = replace(file, filled_by=_originals(file.filled_by, base))
-        return [lay_out_weights(file, "F32" if base.has_masters else None)]
-    if not base.has_masters and (base.is_partial or _is_renamed(base)):  # a resume looks for the params' own names
-        files = _with_buffers_named(new_weights(replace(base, saved_as=None)), base)
-        return lay_out_weight_files(
-            tuple(replace(file, filled_by=_originals(file.filled_by, base)) for file in files), None
-        )
-    if base.has_masters:
-        files = _with_buffers_named(new_weights(replace(base, saved_as=None), dtype="F32"), base)
+        return [lay_out_weights(_from_originals(file, base), dtype)]
+    if base.has_masters or base.is_partial or _is_renamed(base):  # a resume looks for the params' own names
+        files = new_weights(replace(base, saved_as=None), dtype=dtype)
+        files = tuple(replace(file, metadata={**file.metadata, **_buffers_in(file.tensors, base)}) for file in files)
     else:
         files = read_weights(base.root, base.name)
-    return lay_out_weight_files(tuple(replace(file, filled_by=_copies(file.tensors, base)) for file in files), None)
+    return lay_out_weight_files(tuple(_from_originals(file, base) for file in files), None)
 
 
 def _is_renamed(base: CheckpointIndex) -> bool:
@@ -130,23 +126,13 @@ def _is_renamed(base: CheckpointIndex) -> bool:
     return bool(unnamed) and all({State(name, MASTER), State(name, FROZEN)} & base.held.keys() for name in unnamed)
 
 
-def _copies(names: Iterable[str], base: CheckpointIndex) -> dict[str, tuple[State, int]]:
-    """Return the weights to fill from the states that they copy; a weight with another name stays a weight."""
-    states = ((name, State(name, kind)) for name in names for kind in (MASTER, FROZEN, BUFFER))
-    return {name: (state, 0) for name, state in states if state in base.held}
-
-
-def _originals(filled_by: Mapping[str, tuple[State, int]], base: CheckpointIndex) -> dict[str, tuple[State, int]]:
-    """Return pieces of weights to fill from the states that they copy."""
-    found = {}
+def _from_originals(file: WeightFile, base: CheckpointIndex) -> WeightFile:
+    """Fill weights from the states that they copy; what has another name than any param stays a weight."""
+    filled_by = {name: (State(name, WEIGHT), 0) for name in file.tensors} | dict(file.filled_by)
     for name, (weight, begin) in filled_by.items():
         states = (State(weight.param, kind) for kind in (MASTER, FROZEN, BUFFER))
-        found[name] = (next((state for state in states if state in base.held), weight), begin)
-    return found
-
-
-def _with_buffers_named(files: tuple[WeightFile, ...], base: CheckpointIndex) -> tuple[WeightFile, ...]:
-    return tuple(replace(file, metadata={**file.metadata, **_buffers_in(file.tensors, base)}) for file in files)
+        filled_by[name] = (next((state for state in states if state in base.held), weight), begin)
+    return replace(file, filled_by=filled_by)
 
 
 def _buffers_in(shard: Iterable[str], base: CheckpointIndex) -> dict[str, str]:

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import as_dict
-from llmtailor.containers.pickle_nodes import as_ints
-from llmtailor.errors import COPY_FILE, PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.format import Trees
 from llmtailor.storage.local import read_source
 
@@ -69,26 +67,19 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
     names = sorted(entry.name for entry in (root / tag).iterdir())
     place = PathIn(where, tag)
     _refuse_other_parallelism(names, place)
-    optim: dict[int, str] = {}
-    prefixes = set()
-    for name in names:
-        if match := _OPTIM.fullmatch(name):
-            optim[int(match[2])] = name
-            prefixes.add(match[1] or "")
-    model = {int(match[1]): name for name in names if (match := _MODEL.fullmatch(name))}
+    matches = [match for name in names if (match := _OPTIM.fullmatch(name))]
+    optim, prefixes = {int(match[2]) for match in matches}, {match[1] or "" for match in matches}
+    model = {int(match[1]) for name in names if (match := _MODEL.fullmatch(name))}
     if len(prefixes) > 1:
         what = "there are optimizer shards both with and without the bf16_ prefix"
-        problems.add(
-            SourceError.at(place, what, "two runs have saved here; remove the files of the wrong one", Code.FILE_NAME)
-        )
+        fix = "two runs have saved here; remove the files of the wrong one"
+        problems.add(SourceError.at(place, what, fix, Code.FILE_NAME))
         return None
     is_zero3 = bool(model) or not (root / tag / WHOLE_MODEL).exists()
     if not is_zero3 and not optim:
-        raise UnsupportedCheckpoint.at(
-            place,
-            "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read",
-            "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out",
-        )
+        what = "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read"
+        fix = "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out"
+        raise UnsupportedCheckpoint.at(place, what, fix)
     if lacking := [kind for kind, shards in (("optim", optim), ("model", model)) if is_zero3 and not shards]:
         fix = "copy the whole tag folder again"
         problems.add(SourceError(Problem(place, f"there are no {kind}_states files", fix) for kind in lacking))
@@ -195,16 +186,11 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
         hint = f"; beside it are {', '.join(near[:5])}" if near else ""
         raise SourceError.at(where, "there is no such checkpoint folder", f"check the path{hint}", Code.NO_CHECKPOINT)
     if not root.is_dir():
-        raise SourceError.at(
-            where, "this is a file, not a checkpoint folder", "name the checkpoint-N folder", Code.NO_CHECKPOINT
-        )
+        what, fix = "this is a file, not a checkpoint folder", "name the checkpoint-N folder"
+        raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
     if any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
-        raise SourceError.at(
-            where,
-            "this is the tag folder inside a checkpoint",
-            f"name the folder above it: {root.parent}",
-            Code.NO_CHECKPOINT,
-        )
+        what, fix = "this is the tag folder inside a checkpoint", f"name the folder above it: {root.parent}"
+        raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
 
 
 def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
@@ -254,40 +240,19 @@ def _no_shards(root: Path, where: str) -> SourceError:
 
 def _refuse_other_parallelism(names: list[str], place: str) -> None:
     for name in names:
-        kind = None
-        if _PIPELINE.fullmatch(name):
-            kind = "pipeline parallelism"
-        elif _EXPERT.fullmatch(name):
-            kind = "DeepSpeed expert parallelism (MoE)"
-        elif name == "offloaded_tensors":
-            kind = "optimizer state offloaded to NVMe"
-        elif (match := _OPTIM.fullmatch(name) or _MODEL.fullmatch(name) or _WHOLE_MODEL.fullmatch(name)) and int(
-            match.groups()[-1]
-        ) > 0:
-            kind = "tensor (model) parallelism"
-        if kind:
-            raise unsupported_parallelism(place, kind, f"it holds {name}")
+        match = _OPTIM.fullmatch(name) or _MODEL.fullmatch(name) or _WHOLE_MODEL.fullmatch(name)
+        signs = (
+            (_PIPELINE.fullmatch(name), "pipeline parallelism"),
+            (_EXPERT.fullmatch(name), "DeepSpeed expert parallelism (MoE)"),
+            (name == "offloaded_tensors", "optimizer state offloaded to NVMe"),
+            (match and int(match.groups()[-1]) > 0, "tensor (model) parallelism"),
+        )
+        for present, kind in signs:
+            if present:
+                raise unsupported_parallelism(place, kind, f"it holds {name}")
 
 
 def unsupported_parallelism(place: str, kind: str, evidence: str) -> UnsupportedCheckpoint:
     """Return the refusal of a checkpoint whose states are partitioned by something other than ZeRO."""
-    return UnsupportedCheckpoint.at(
-        place,
-        f"the checkpoint uses {kind}, which is not supported ({evidence})",
-        "leave it out; of DeepSpeed's checkpoints, those of data-parallel ZeRO-1, 2 and 3 can be composed",
-    )
-
-
-def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the sub-groups that a param group owns, and its hyperparameters."""
-    group = as_dict(group, "a param group", where)
-    ids = as_ints(group.get("params"))
-    if ids is None:
-        raise SourceError.at(where, "a param group's params are not a list of sub-groups", COPY_FILE, Code.FIELD_TYPE)
-    if group.get("moe"):
-        raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
-    if group.get("use_muon"):
-        raise UnsupportedCheckpoint.at(
-            where, "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
-        )
-    return ids, {key: value for key, value in group.items() if key != "params"}
+    fix = "leave it out; of DeepSpeed's checkpoints, those of data-parallel ZeRO-1, 2 and 3 can be composed"
+    return UnsupportedCheckpoint.at(place, f"the checkpoint uses {kind}, which is not supported ({evidence})", fix)

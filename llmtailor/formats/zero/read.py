@@ -6,119 +6,35 @@ them. What a resume does was checked against deepspeed 0.19.8 and transformers 5
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.index import CheckpointIndex, Survey, TrainState
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, round_robin
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError
-from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.format import FileTrees, Trees
-from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.format import FileTrees, Trees, attempt
+from llmtailor.formats.rng import find_lost_rng
+from llmtailor.formats.scheduler import SchedulerFacts, compare_scheduler
 from llmtailor.formats.trainer import (
     MANIFEST,
     SCALER,
     SCHEDULER,
     TRAINER_STATE,
     TrainerFiles,
-    find_lost_rng,
+    file_fact,
     read_trainer_files,
 )
-from llmtailor.formats.zero.common import Saved, attempt, file_facts, optimizer_name, precision, read_settings
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
 from llmtailor.formats.zero.files import LATEST, ShardFiles, survey_shard_files
-from llmtailor.formats.zero.read3 import read_zero3
-from llmtailor.formats.zero.read12 import read_zero12
+from llmtailor.formats.zero.ranks import Ranks, is_dealt_out, read_ranks
+from llmtailor.formats.zero.shards import section
 
 _MIXED = "copy the whole tag folder again; its files come from different saves"
-
-
-def check_steps(root: Path, tag: str, saved: Saved, name: str) -> None:
-    """Raise SourceError unless model states and optimizer states come from the same save.
-
-    Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
-    made a step for each that was not skipped. A composite may mix steps; its manifest says which.
-    """
-    place, counters = PathIn(name, tag), saved.counters
-    tag_step = tag.removeprefix("global_step")
-    if tag_step.isdigit() and int(tag_step) != counters.global_steps:
-        what = f"the model states are from step {counters.global_steps}, but the tag folder says {tag_step}"
-        raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
-    steps = {one.step for one in saved.sub_groups}
-    expected = counters.global_steps - counters.skipped_steps  # fp16: no step when the gradients overflow
-    if not steps or expected in steps or ((root / MANIFEST).is_file() and 0 not in steps):
-        return
-    what = (
-        f"the model states are from step {expected} (without skipped ones), the optimizer states from step "
-        f"{max(steps):g}"
-    )
-    raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
-
-
-def find_oddities(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, name: str) -> list[Finding]:
-    """Return findings on what makes a resume fail, or change, without preventing reading."""
-    return [
-        *trainer.findings,
-        *saved.findings,
-        *find_contradictions(Shards(saved, files, (root / MANIFEST).is_file()), name),
-        *_stray(root, files, name),
-        *_folder(root, files, trainer, saved, name),
-        *_scheduler(trainer, files, saved, name),
-        *_trainer_state(trainer, saved, name),
-        *find_lost_rng(trainer, saved.world_size, name),
-    ]
-
-
-def _folder(root: Path, files: ShardFiles, trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
-    if (root / files.tag).is_dir() and not any(root.glob("global_step*")):
-        what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
-        fix = f"rename it to global_step{saved.counters.global_steps}, and write that into latest"
-        yield Finding(PathIn(name, files.tag), what, fix, Code.FILE_NAME, ERROR)
-    if SCALER in trainer.files:
-        what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails if it finds this file; remove it"
-        yield Finding(PathIn(name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
-    bf16 = saved.ds_config.get("bf16")
-    enabled = bf16.get("enabled") if isinstance(bf16, dict) else None
-    if isinstance(enabled, bool) and enabled != files.is_bf16:
-        named, run = ("have", "off") if files.is_bf16 else ("lack", "on")
-        what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"
-        fix = "DeepSpeed looks for only one of these names; rename the files as they were saved"
-        yield Finding(PathIn(name, files.tag), what, fix, Code.PRECISION, ERROR)
-
-
-def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
-    """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
-    for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
-        kind = path.name.partition("mp_rank_")[0]
-        if f"{files.tag}/{path.name}" not in files.model and (bool(kind) == files.is_zero3):
-            what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
-            fix = "move it out of the tag folder"
-            yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
-
-
-def _scheduler(trainer: TrainerFiles, files: ShardFiles, saved: Saved, name: str) -> Iterator[Finding]:
-    """Yield findings on the scheduler. The Trainer keeps it in scheduler.pt, DeepSpeed in the model states."""
-    counters, where, inside = saved.counters, PathIn(name, SCHEDULER), PathIn(name, files.model[0])
-    groups = [group.hyper for group in saved.groups]
-    expected = counters.global_steps - counters.skipped_steps
-    if trainer.scheduler is not None:
-        yield from compare_scheduler(trainer.scheduler, where, groups, expected)
-    if counters.scheduler is not None:
-        yield from compare_scheduler(counters.scheduler, inside, groups, expected)
-    elif "scheduler" in saved.ds_config:
-        what = "the run had a DeepSpeed scheduler, but the model states hold none"
-        yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)
-    elif trainer.scheduler is None and not any(SCHEDULER in names for names in (trainer.files, trainer.inside)):
-        fix = "a resume with a Trainer scheduler will fail; copy the file back"
-        yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
-
-
-def _trainer_state(trainer: TrainerFiles, saved: Saved, name: str) -> Iterator[Finding]:
-    if trainer.global_step not in (None, saved.counters.global_steps):
-        what = f"global_step is {trainer.global_step}, but DeepSpeed's is {saved.counters.global_steps}"
-        fix = "data order and step count would follow the former; copy the file of this save"
-        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
 
 def detects(root: Path) -> bool:
@@ -142,34 +58,183 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
     trainer = read_trainer_files(trees, name, problems)
     if files is None:
         return Survey(None, problems)
-    facts = file_facts(root, (*files.optim, *files.model))  # before reading, so that no later change goes unnoticed
-    read = read_zero3 if files.is_zero3 else read_zero12
-    saved = read(trees, files, name, problems)
-    if saved is None:
+    # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
+    facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(root / path))}
+    ranks = read_ranks(trees, files, name, problems)
+    if ranks is None:
         return Survey(None, problems)
-    attempt(lambda: check_steps(root, files.tag, saved, name), problems)
+    config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
+    groups, sub_groups = _groups(ranks)
     index = CheckpointIndex(
         root=root,
         name=name,
-        format=f"deepspeed-zero{saved.stage}",
-        stage=saved.stage,
-        world_size=saved.world_size,
-        global_step=saved.counters.global_steps,
-        skipped_steps=saved.counters.skipped_steps,
+        format=f"deepspeed-zero{optim.stage}",
+        stage=optim.stage,
+        world_size=model.world_size,
+        global_step=model.global_steps,
+        skipped_steps=model.skipped_steps,
         tag=files.tag,
-        precision=precision(files.is_bf16, saved.ds_config),
-        optimizer=optimizer_name(saved),
-        params=saved.params,
-        tied=saved.tied,
-        held={**saved.held, **trainer.weights},
-        groups=saved.groups,
-        sub_groups=saved.sub_groups,
-        settings=read_settings(saved.ds_config, files.is_bf16, saved.variant),
-        variant=saved.variant,
+        precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
+        optimizer=_optimizer_name(groups, optim.step_is_tensor),
+        params=ranks.params,
+        tied={tied: stored for tied, stored in model.tied.items() if stored in ranks.params},
+        held={**ranks.held, **trainer.weights},
+        groups=groups,
+        sub_groups=sub_groups,
+        settings=_read_settings(config, files.is_bf16, optim.variant),
+        variant=optim.variant,
         files={**trainer.files, **facts},
-        findings=tuple(find_oddities(root, files, trainer, saved, name)),
-        module=saved.module,
-        unreadable=saved.unreadable,
-        train=replace(saved.train, trees=trainer.trees),
+        module=ranks.hold_module(),
+        unreadable=ranks.unreadable,
+        train=TrainState(
+            optim.step_is_tensor,
+            tuple(model.rest["module"]),
+            trainer.trees,
+            tuple(None if shard is None else shard.rest for shard in ranks.optim),
+            tuple(None if shard is None else shard.rest for shard in ranks.model),
+        ),
     )
-    return Survey(index, problems, saved.unreadable)
+    attempt(lambda: _check_steps(index), problems)
+    shards = Shards(index, files, config, optim.facts, (root / MANIFEST).is_file())
+    findings = (
+        *trainer.findings,
+        *ranks.findings,
+        *_of_ranks(ranks, PathIn(name, files.tag)),
+        *find_contradictions(shards, name),
+        *_stray(root, files, name),
+        *_folder(index, files, trainer, config),
+        *_scheduler(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
+        *_trainer_state(index, trainer),
+        *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name),
+    )
+    return Survey(replace(index, findings=findings), problems, ranks.unreadable)
+
+
+def _groups(ranks: Ranks) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
+    """Return the param groups, in the optimizer's order, with ``round_robin_gradients`` undone; and the sub-groups."""
+    sample, shapes = ranks.some_optim, ranks.some_model.param_shapes
+    group_of = {flat_id: group for group, (owned, _) in enumerate(sample.groups) for flat_id in owned}
+    gaps = sample.gaps if any(any(row) for row in sample.gaps) else ((),) * len(shapes)
+    cut = tuple(
+        SubGroup(group_of[flat_id], tuple(params), step, gap)
+        for flat_id, (params, step, gap) in enumerate(zip(shapes, sample.steps, gaps, strict=True))
+    )
+    orders = [one.params for one in cut]
+    if is_dealt_out(sample):
+        dealt = (zip(round_robin(len(names), ranks.some_model.world_size), names, strict=True) for names in orders)
+        orders = [tuple(name for _, name in sorted(numbered)) for numbered in dealt]
+    groups = [
+        ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper)
+        for owned, hyper in sample.groups
+    ]
+    return tuple(groups), cut
+
+
+def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
+    """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
+    zero = section(config, "zero_optimization")
+    gradients = section(config, "data_types").get("grad_accum_dtype")
+    offloaded = section(zero, "offload_optimizer").get("device") == "cpu"
+    size = zero.get("sub_group_size")
+    known = type(size) is int or (isinstance(size, float) and math.isfinite(size))  # JSON may have 1e9
+    fp32_gradients = variant == "bf16_optimizer" or (is_bf16 and not offloaded and gradients in ("fp32", "float32"))
+    return ZeroSettings(
+        sub_group_size=int(size) if known else ZeroSettings().sub_group_size,  # type: ignore[arg-type]
+        round_robin=zero.get("round_robin_gradients") is True,
+        parameter_alignment=bool(zero.get("parameter_alignment")),
+        fp32_gradients=fp32_gradients,
+    )
+
+
+def _optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str:
+    """Return the optimizer's name, inferred from the hyperparameters."""
+    keys = set(groups[0].hyper) if groups else set()
+    if "bias_correction" in keys or not step_is_tensor:
+        return "DeepSpeed Adam"
+    return "torch AdamW" if "betas" in keys else "unknown"
+
+
+def _check_steps(index: CheckpointIndex) -> None:
+    """Raise SourceError unless model states and optimizer states come from the same save.
+
+    Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
+    made a step for each that was not skipped. A composite may mix steps; its manifest says which.
+    """
+    place, tag_step = PathIn(index.name, index.tag), index.tag.removeprefix("global_step")
+    if tag_step.isdigit() and int(tag_step) != index.global_step:
+        what = f"the model states are from step {index.global_step}, but the tag folder says {tag_step}"
+        raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
+    steps = {one.step for one in index.sub_groups}
+    expected = index.global_step - index.skipped_steps  # fp16: no step when the gradients overflow
+    if not steps or expected in steps or ((index.root / MANIFEST).is_file() and 0 not in steps):
+        return
+    of_optimizer = f"the optimizer states from step {max(steps):g}"
+    what = f"the model states are from step {expected} (without skipped ones), {of_optimizer}"
+    raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
+
+
+def _of_ranks(ranks: Ranks, where: str) -> Iterator[Finding]:
+    sample, world_size = ranks.some_optim, ranks.some_model.world_size
+    if set(sample.partition_counts) - {world_size}:
+        counts = ", ".join(map(str, sorted(set(sample.partition_counts))))
+        what = f"partition_count is {counts}, but the model states say {world_size} ranks saved them"
+        fix = "a resume does not read it, but DeepSpeed's tools do; copy the optim_states again"
+        yield Finding(where, what, fix, Code.PARTITION_COUNT, WARNING)
+    if sample.variant == "elastic" and not sample.has_group_step:
+        what = "elastic checkpoints of an optimizer that keeps its step per param can't be resumed by stock DeepSpeed"
+        fix = "train without elastic_checkpoint; recipes can still use this checkpoint's states"
+        yield Finding(where, what, fix, Code.ELASTIC, ERROR)
+
+
+def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
+    """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
+    for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
+        kind = path.name.partition("mp_rank_")[0]
+        if f"{files.tag}/{path.name}" not in files.model and (bool(kind) == files.is_zero3):
+            what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
+            fix = "move it out of the tag folder"
+            yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
+
+
+def _folder(
+    index: CheckpointIndex, files: ShardFiles, trainer: TrainerFiles, config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    place = PathIn(index.name, files.tag)
+    if (index.root / files.tag).is_dir() and not any(index.root.glob("global_step*")):
+        what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
+        fix = f"rename it to global_step{index.global_step}, and write that into latest"
+        yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
+    if SCALER in trainer.files:
+        what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails if it finds this file; remove it"
+        yield Finding(PathIn(index.name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
+    enabled = section(config, "bf16").get("enabled")
+    if isinstance(enabled, bool) and enabled != files.is_bf16:
+        named, run = ("have", "off") if files.is_bf16 else ("lack", "on")
+        what = f"the optimizer shards {named} the prefix bf16_, but the run that saved them had bf16 {run}"
+        fix = "DeepSpeed looks for only one of these names; rename the files as they were saved"
+        yield Finding(place, what, fix, Code.PRECISION, ERROR)
+
+
+def _scheduler(
+    index: CheckpointIndex, trainer: TrainerFiles, inside: PathIn, engines: SchedulerFacts | None, is_set: bool
+) -> Iterator[Finding]:
+    """Yield findings on the scheduler. The Trainer keeps it in scheduler.pt, DeepSpeed in the model states."""
+    where, groups = PathIn(index.name, SCHEDULER), [group.hyper for group in index.groups]
+    expected = index.global_step - index.skipped_steps
+    if trainer.scheduler is not None:
+        yield from compare_scheduler(trainer.scheduler, where, groups, expected)
+    if engines is not None:
+        yield from compare_scheduler(engines, inside, groups, expected)
+    elif is_set:
+        what = "the run had a DeepSpeed scheduler, but the model states hold none"
+        yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)
+    elif trainer.scheduler is None and not any(SCHEDULER in names for names in (trainer.files, trainer.inside)):
+        fix = "a resume with a Trainer scheduler will fail; copy the file back"
+        yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
+
+
+def _trainer_state(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
+    if trainer.global_step not in (None, index.global_step):
+        what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
+        fix = "data order and step count would follow the former; copy the file of this save"
+        yield Finding(PathIn(index.name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)

@@ -1,0 +1,191 @@
+"""``rng_state.pth``, a rank's random number states: what a resume reads of them (transformers 5.23, torch 2.13)."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtailor.codes import Code
+from llmtailor.containers.fields import extent_of
+from llmtailor.containers.pickle_nodes import Call, as_tensor
+from llmtailor.errors import COPY_FILE, PathIn
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.field_tables import FAILS, Kind, Table, field, warns
+from llmtailor.formats.trainer_checks import check_file
+from llmtailor.storage.local import open_source
+
+RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
+"""The regex group is the rank"""
+_OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
+"""The numpy names that the Trainer allows in files with random number states"""
+_NUM_WORDS = 624
+_TORCH_BYTES = 5056
+"""What the generator of torch's CPU takes, neither more nor less"""
+_TORCH_HEAD = struct.Struct("<qiiq")
+"""The start of torch's state: seed, words left, whether it is seeded, next word; then the words, in 8 bytes each"""
+_NUMPY_NAME = "MT19937"
+
+
+def _is_python_state(value: Any) -> bool:
+    """Whether ``random.setstate`` takes this: version, 624 words and a position, and what ``gauss`` has in store."""
+    if not isinstance(value, (tuple, list)) or len(value) != 3 or value[0] not in (2, 3):
+        return False
+    words, gauss = value[1:]
+    are_words = isinstance(words, tuple) and len(words) == _NUM_WORDS + 1
+    return are_words and all(isinstance(word, int) for word in words) and (gauss is None or isinstance(gauss, float))
+
+
+def _python_in_range(value: Any) -> bool:
+    *words, position = value[1]
+    return all(0 <= word < 1 << 32 for word in words) and any(words) and 0 <= position <= _NUM_WORDS
+
+
+def _is_numpy_state(value: Any) -> bool:
+    """Whether ``numpy.random.set_state`` takes this, and ``torch.load`` without unsafe globals."""
+    if isinstance(value, dict):
+        inner = value.get("state")
+        if not isinstance(inner, dict):
+            return False
+        value = (value.get("bit_generator"), inner.get("key"), inner.get("pos"))
+    if not isinstance(value, (tuple, list)) or len(value) not in (3, 5) or value[0] != _NUMPY_NAME:
+        return False
+    has_gauss, gauss = value[3:] or (0, 0.0)
+    are_words = _numpy_words(value[1]) is not None and type(value[2]) is int
+    return are_words and isinstance(has_gauss, int) and isinstance(gauss, (int, float))
+
+
+def _numpy_in_range(value: Any) -> bool:
+    key, position = (value["state"]["key"], value["state"]["pos"]) if isinstance(value, dict) else value[1:3]
+    return bool(_numpy_words(key)) and 0 <= position <= _NUM_WORDS
+
+
+def _numpy_words(node: Any) -> bool | None:
+    """Whether any of the 624 words of an array is set; None for what is no such array."""
+    if isinstance(node, (list, tuple)):
+        fits = len(node) == _NUM_WORDS and all(type(word) is int and 0 <= word < 1 << 32 for word in node)
+        return any(node) if fits else None
+    if not isinstance(node, Call) or getattr(node.func, "name", "") != "_reconstruct":
+        return None
+    state = node.state
+    if not isinstance(state, tuple) or len(state) != 5 or state[1] != (_NUM_WORDS,):
+        return None
+    dtype, data = state[2], state[4]
+    named = dtype.args[0] if isinstance(dtype, Call) and isinstance(dtype.args, tuple) and dtype.args else None
+    return any(data) if named == "u4" and isinstance(data, bytes) and len(data) == 4 * _NUM_WORDS else None
+
+
+def _is_torch_state(value: Any) -> bool:
+    """Whether this is a tensor that torch's CPU generator takes; `check_rng` looks at what it holds."""
+    view = as_tensor(value)
+    return view is not None and (view.storage.dtype, view.numel, view.is_contiguous) == ("U8", _TORCH_BYTES, True)
+
+
+def _is_cuda_state(value: Any) -> bool:
+    """Whether this is the state of one GPU, or those of several."""
+    views = [as_tensor(state) for state in (value if isinstance(value, (list, tuple)) else [value])]
+    return bool(views) and all(view is not None and view.storage.dtype == "U8" for view in views)
+
+
+_WORDS = tuple(range(1, _NUM_WORDS + 1))
+PYTHON = Kind(
+    "state of Python's generator",
+    _is_python_state,
+    (None, "x", (), {}, (3, [*_WORDS, 624], None), (4, (*_WORDS, 624), None), (3, _WORDS, None), (3, (*_WORDS, 624))),
+    _python_in_range,
+    ((3, (*_WORDS, 625), None), (3, (-1, *_WORDS), None), (3, (*([0] * 624), 624), None)),
+)
+NUMPY = Kind(
+    "state of numpy's generator",
+    _is_numpy_state,
+    (
+        *(None, "x", [], {}),
+        *(("PCG64", [*_WORDS], 624, 0, 0.0), (_NUMPY_NAME, [*_WORDS][:-1], 624, 0, 0.0)),
+        *((_NUMPY_NAME, [*_WORDS], "x", 0, 0.0), (_NUMPY_NAME, [*_WORDS], 624, 0), (_NUMPY_NAME, [*_WORDS])),
+    ),
+    _numpy_in_range,
+    ((_NUMPY_NAME, [*_WORDS], 625, 0, 0.0), (_NUMPY_NAME, [0] * _NUM_WORDS, 624, 0, 0.0)),
+)
+TORCH = Kind("byte tensor of torch's generator", _is_torch_state, (None, [], b"x", math.pi))
+CUDA = Kind("byte tensor of a GPU's generator, or a list of them", _is_cuda_state, ("x", []))
+_LOADS = "Trainer._load_rng_state"
+_UNDEFINED = "undefined: a resume fails, reads beyond the end, or draws the same number forever"
+_OTHER_NUMBERS = warns("a resume on a GPU logs an error, and draws other random numbers", read=True)
+RNG_TABLE = Table(
+    "rng_state.pth, rng_state_N.pth",
+    "rng_state.pth",
+    (
+        field("python", PYTHON, _LOADS, FAILS, FAILS, _UNDEFINED),
+        field("numpy", NUMPY, _LOADS, FAILS, FAILS, _UNDEFINED),
+        field("cpu", TORCH, _LOADS, FAILS, FAILS),
+        field("cuda", CUDA, "set_rng_state_for_device", mistyped=_OTHER_NUMBERS, only="runs on GPUs"),
+    ),
+    (
+        ("random numbers of another step", "nothing else on disk says what they were"),
+        ("xla, npu, hpu, mlu, musa", "read on these machines only"),
+    ),
+)
+
+
+def rng_file(rank: int, world_size: int) -> str:
+    """Return the name of a rank's random number states: one process has ``rng_state.pth``, several have one file each.
+
+    As ``Trainer._save_rng_state`` of transformers.
+    """
+    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
+
+
+def is_rng_file(path: str) -> bool:
+    """Return whether a file in the root holds the random number states of a rank."""
+    return bool(RNG_FILE.fullmatch(path))
+
+
+def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
+    """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
+    yield from check_file(tree, RNG_TABLE, "random states", where, _OF_ARRAYS)
+    view = as_tensor(tree.get("cpu")) if isinstance(tree, dict) else None
+    if view is None or not _is_torch_state(tree["cpu"]):
+        return
+    extent = extent_of(view, "cpu", where)
+    with open_source(root / extent.path, where) as file:
+        state = file.read(extent.start, extent.stop)
+    if not _is_valid(state):
+        fix = f"a resume fails, or reads out of bounds; {COPY_FILE}"
+        yield Finding(where, "cpu does not hold a state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
+
+
+def _is_valid(state: bytes) -> bool:
+    """Return whether torch accepts the state: it checks each counter. They add up to the words, except at first."""
+    _, left, seeded, following = _TORCH_HEAD.unpack_from(state)
+    fits = (left, following) == (1, 0) or (left + following == _NUM_WORDS + 1 and left > 0 < following)
+    words = state[_TORCH_HEAD.size : _TORCH_HEAD.size + 8 * _NUM_WORDS]
+    return len(state) == _TORCH_BYTES and seeded == 1 and fits and any(words)
+
+
+def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> Iterator[Finding]:
+    """Yield findings on files of another rank. ``saved_as`` is the name of each when it was saved.
+
+    With ``may_repeat``, several ranks may share one on purpose, as in a composite for more ranks.
+    """
+    is_mixed = saved_as.keys() != set(saved_as.values())
+    if may_repeat and is_mixed:
+        return
+    for path, other in saved_as.items():
+        if path != other and (not is_mixed or other in saved_as):
+            what = f"the file was saved as {other}, so it holds the random numbers of another rank"
+            fix = "rename it to its own name to repeat dropout exactly"
+            yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
+
+
+def find_lost_rng(there: Container[str], world_size: int, name: str) -> list[Finding]:
+    """Return findings on ranks without a random number state; ``there`` are the files that exist."""
+    lost = [file for rank in range(world_size) if (file := rng_file(rank, world_size)) not in there]
+    where: list[str] = [PathIn(name, file) for file in lost]
+    what = "the RNG state of this rank is missing"
+    if len(lost) == world_size:
+        what, where = "there are no RNG states", [name]
+    fix = "dropout and shuffling restart from the seed; copy the files back if that matters"
+    return [Finding(one, what, fix, Code.RNG_MISSING, WARNING) for one in where]

@@ -1,0 +1,386 @@
+"""One rank's two files of a ZeRO checkpoint, decoded into checked facts.
+
+Key trees, verified against DeepSpeed 0.19.8. ``optim_states``, one per rank, of ZeRO-3::
+
+    optimizer_state_dict
+      zero_stage, loss_scaler, dynamic_loss_scale, overflow, partition_count
+      optimizer_state_dict    {state: {sub-group: {step, exp_avg, exp_avg_sq}}, param_groups: [{.., params: [..]}]}
+      fp32_flat_groups        [flat tensor per sub-group]
+    ds_config, ds_version
+
+and of ZeRO-1 and ZeRO-2::
+
+    optimizer_state_dict
+      loss_scaler, dynamic_loss_scale, overflow, clip_grad
+      base_optimizer_state                {state: {group: {step, exp_avg, exp_avg_sq}}, param_groups}
+      single_partition_of_fp32_groups     [this rank's partition of each group's masters]
+      zero_stage, group_paddings, param_alignment_paddings, partition_count [one per group], param_slice_mappings
+
+Variants of the latter: BF16_Optimizer (ZeRO-1 with fp32 gradient accumulation) has neither ``zero_stage`` nor
+``loss_scaler``, and its master weights keep their padding; elastic checkpoints have a list as ``base_optimizer_state``,
+without param groups, and strip the moments too.
+
+``model_states``: ``module``, ``param_shapes`` (one dict per sub-group, in the order of the flat tensors),
+``frozen_param_shapes`` and ``frozen_param_fragments``, ``shared_params``, counters. ZeRO-3 has a file per rank, with
+empty placeholders for params in ``module``, and full buffers; ZeRO-1/2 have one file for all ranks, with everything in
+full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmtailor.codes import Code
+from llmtailor.containers import fields
+from llmtailor.containers.fields import Tensor, as_dict, get, get_count, read_tensor
+from llmtailor.containers.json import check_name, is_count
+from llmtailor.containers.pickle_nodes import Call, Ordered, as_ints, as_tensor
+from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.findings import Finding
+from llmtailor.formats.field_tables import check_fields, facts_of_rank
+from llmtailor.formats.format import Trees
+from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.formats.trainer import ADAPTER_CONFIG
+from llmtailor.formats.zero.files import read_shard, unsupported_parallelism
+from llmtailor.formats.zero.tables import MODEL, ZERO3, ZERO12
+from llmtailor.model.states import MASTER
+
+_EXTRA = "_extra_state"
+"""torch's name for what a module keeps besides tensors"""
+_STATES = frozenset(
+    (
+        *("optimizer_state_dict", "base_optimizer_state", "fp32_flat_groups", "single_partition_of_fp32_groups"),
+        *("group_paddings", "param_slice_mappings", "partition_count", "zero_stage"),
+    )
+)
+_PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What the readers of all files return."""
+
+    rest: Mapping[str, Any]
+    """The tree without states, params and buffers"""
+    facts: Mapping[str, object]
+    """What must be alike in the files of all ranks"""
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimShard(Shard):
+    """The content of one rank's ``optim_states``. A group of ZeRO-1/2 counts as one sub-group."""
+
+    stage: int
+    """BF16_Optimizer counts as 1"""
+    variant: str
+    """``plain``, ``bf16_optimizer`` or ``elastic``"""
+    partition_counts: tuple[int, ...]
+    """The number of ranks; ZeRO-1/2: per group"""
+    flats: tuple[Mapping[str, Tensor], ...]
+    """Per sub-group: kind -> flat tensor; ``master`` and every elementwise state of the optimizer. In ZeRO-1/2, lengths
+    differ by the padding saved with some kinds."""
+    steps: tuple[float, ...]
+    """Per sub-group"""
+    step_is_tensor: bool
+    """Whether the step is a tensor, rather than an int; True for an empty state, which shows neither"""
+    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
+    """For each param group: the sub-groups that it owns, and its hyperparameters. Those of elastic checkpoints have
+    none, which these do not store."""
+    gaps: tuple[tuple[int, ...], ...]
+    """Per group and param: elements of alignment after it (``parameter_alignment``)"""
+    mappings: tuple[dict[str, tuple[Any, Any]], ...]
+    """Per group: param -> its elements on this rank, and their start in the partition, as DeepSpeed saves it (wrong
+    under ``round_robin_gradients``); empty if the file has none"""
+    has_group_step: bool
+    """Elastic checkpoints only: whether the step that a resume needs exists. torch's AdamW does not save it"""
+    ds_config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard(Shard):
+    """The content of a ``model_states`` file."""
+
+    param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
+    """Per sub-group, in the order of the flat tensors"""
+    names: tuple[str, ...]
+    """Params, frozen params, buffers and tied names, in the order of the model"""
+    module: Mapping[str, Tensor]
+    """ZeRO-3: buffers; ZeRO-1/2: everything, with tied names"""
+    buffer_names: frozenset[str]
+    frozen_shapes: Mapping[str, tuple[int, ...]]
+    """ZeRO-1 lists none: everything in the module that has no other role is frozen"""
+    fragments: Mapping[str, Tensor]
+    """The rank's slices of frozen params; ZeRO-2: these again. A resume uses these after the module's"""
+    tied: Mapping[str, str]
+    world_size: int
+    global_steps: int
+    skipped_steps: int
+    scheduler: SchedulerFacts | None
+    """DeepSpeed's own, or one handed to it; None if the Trainer keeps the scheduler"""
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a section of a ``ds_config``; empty if it is none."""
+    found = config.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> OptimShard:
+    """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
+    tree = read_shard(trees, path, where)
+    outer = get(tree, "optimizer_state_dict", dict, where)
+    if is_zero3:
+        _check_zero3(outer, where)
+    inner_key = "optimizer_state_dict" if is_zero3 else "base_optimizer_state"
+    masters_key = "fp32_flat_groups" if is_zero3 else "single_partition_of_fp32_groups"
+    sub_group = "sub-group" if is_zero3 else "group"
+    masters = fields.read_masters(get(outer, masters_key, list, where), masters_key, where)
+    inner = outer.get(inner_key)
+    elastic = isinstance(inner, list) and not is_zero3
+    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
+    state: dict[Any, Any]
+    if elastic:
+        groups, state = tuple(((number,), {}) for number in range(len(masters))), dict(enumerate(inner))
+    else:
+        inner = get(outer, inner_key, dict, where)
+        groups = tuple(_read_param_group(group, where) for group in get(inner, "param_groups", list, where))
+        state = get(inner, "state", dict, where)
+        ids = [flat_id for owned, _ in groups for flat_id in owned]
+        if ids != list(range(len(masters))) or not (is_zero3 or len(groups) == len(masters)):
+            what = f"{len(masters)} master tensors, but the param groups own {ids}, in this order"
+            if not is_zero3:
+                what = f"{len(masters)} master partitions, but the param groups do not own one each"
+            raise damaged(where, what, Code.FIELD_CONFLICT)
+    if unexpected := [key for key in state if key not in range(len(masters))]:
+        what = f"it holds the optimizer state of {unexpected[0]!r}, which no param group owns"
+        raise damaged(where, what, Code.FIELD_UNKNOWN)
+    flats: list[Mapping[str, Tensor]] = []
+    steps, step_is_tensor = [], True
+    for flat_id, master in enumerate(masters):
+        if not state:  # fp16, and every step so far has overflowed
+            flats.append({MASTER: master})
+            steps.append(0.0)
+            continue
+        if flat_id not in state:
+            what = f"the optimizer state of {sub_group} {flat_id} is missing; a resume would restart Adam for it"
+            raise damaged(where, what, Code.STATE_MISSING)
+        states, numel = as_dict(state[flat_id], f"state[{flat_id}]", where), master.numel if is_zero3 else None
+        kinds, step = fields.read_elementwise(states, numel, flat_id, where)
+        flats.append({MASTER: master, **kinds})
+        step_is_tensor = not isinstance(step, (int, float))
+        steps.append(fields.read_step(trees.root, step, flat_id, where))
+        if flats[-1].keys() != flats[0].keys():
+            have = f"{', '.join(flats[-1])}, but sub-group 0 has {', '.join(flats[0])}"
+            raise damaged(where, f"sub-group {flat_id} has the states {have}", Code.STATE_MISSING)
+    gaps = () if is_zero3 else outer.get("param_alignment_paddings") or ()
+    if not isinstance(gaps, (list, tuple)):
+        raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
+    count = get_count(outer, "partition_count", where) if is_zero3 else None
+    counts = _counts(outer.get("partition_count"), "partition_count", where) if count is None else (count,)
+    stage = 3 if is_zero3 else _stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
+    all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
+    table = ZERO3 if is_zero3 else ZERO12
+    alike = {
+        "zero_stage": stage,
+        "Adam's step": tuple(steps),
+        "partition_count": counts if count is None else count,
+        **({"the number of flat tensors": len(flats)} if is_zero3 else {}),
+        "the kinds of optimizer state": [sorted(flat) for flat in flats],
+        "the dtype of a state": [{kind: tensor.dtype for kind, tensor in flat.items()} for flat in flats],
+        "param_alignment_paddings": all_gaps,
+    }
+    return OptimShard(
+        rest={**tree, "optimizer_state_dict": {key: value for key, value in outer.items() if key not in _STATES}},
+        facts={**alike, **facts_of_rank(tree, table)},
+        findings=tuple(check_fields(tree, table, where)),
+        stage=stage,
+        variant="elastic" if elastic else "plain" if "zero_stage" in outer else "bf16_optimizer",
+        partition_counts=counts,
+        flats=tuple(flats),
+        steps=tuple(steps),
+        step_is_tensor=step_is_tensor,
+        groups=groups,
+        gaps=all_gaps,
+        mappings=_mappings(outer.get("param_slice_mappings")),
+        has_group_step="base_optimizer_state_step" in outer,
+        ds_config=as_dict(tree.get("ds_config", {}), "ds_config", where),
+    )
+
+
+def _check_zero3(outer: dict[str, Any], where: str) -> None:
+    if "base_optimizer_state" in outer:
+        what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3"
+        raise SourceError.at(where, what, "two runs have saved here; remove the files of the wrong one")
+    _stage(outer, (3,), "with the name of a ZeRO-3 shard", where)
+    if "loss_scaler" not in outer:
+        what = "loss_scaler is missing; DeepSpeed refuses to resume without it"
+        raise damaged(where, what, Code.FIELD_MISSING)
+    if isinstance(outer.get("partition_count"), list) or "ds_zero_partition_groups" in outer:
+        raise unsupported_parallelism(where, "expert parallelism", "its partition counts differ by group")
+
+
+def _stage(outer: Mapping[str, Any], known: tuple[int, ...], file: str, where: str) -> int:
+    if "zero_stage" not in outer and 1 in known:
+        return 1
+    stage = outer.get("zero_stage")
+    number = stage.args[0] if isinstance(stage, Call) and stage.args else stage
+    if type(number) is int and number in known:
+        return number
+    stated = number if type(number) is int else "not a number"
+    raise damaged(where, f"zero_stage is {stated} in a file {file}", Code.FIELD_CONFLICT)
+
+
+def _read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the sub-groups that a param group owns, and its hyperparameters."""
+    group = as_dict(group, "a param group", where)
+    ids = as_ints(group.get("params"))
+    if ids is None:
+        raise damaged(where, "a param group's params are not a list of sub-groups", Code.FIELD_TYPE)
+    if group.get("moe"):
+        raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
+    if group.get("use_muon"):
+        what, fix = "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
+        raise UnsupportedCheckpoint.at(where, what, fix)
+    return ids, {key: value for key, value in group.items() if key != "params"}
+
+
+def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
+    """Return ``param_slice_mappings``, [{param: fragment_address(numel, start)}], as far as they are readable."""
+    groups = [group if isinstance(group, dict) else {} for group in (node if isinstance(node, list) else ())]
+    states = [{name: getattr(call, "state", None) for name, call in group.items()} for group in groups]
+    return tuple(
+        {name: (one.get("numel"), one.get("start")) for name, one in group.items() if isinstance(one, dict)}
+        for group in states
+    )
+
+
+def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
+    if not isinstance(node, (list, tuple)) or not all(map(is_count, node)):
+        raise damaged(where, f"{what} is not a list of counts", Code.FIELD_TYPE)
+    return tuple(node)
+
+
+def read_model_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> ModelShard:
+    """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
+    tree = as_dict(read_shard(trees, path, where) if is_zero3 else trees.read(path, where).tree, "the file", where)
+    _refuse_other_parallelism(tree, where)
+    module = get(tree, "module", dict, where)
+    shapes = tree.get("param_shapes")
+    if not is_zero3:
+        get(tree, "param_shapes", list, where)
+    param_shapes = tuple(
+        fields.read_shapes(entry, "param_shapes", where) for entry in (shapes if isinstance(shapes, list) else [shapes])
+    )
+    frozen_shapes = fields.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
+    tied = fields.read_tied(tree.get("shared_params"), where)
+    if not is_zero3 and (trees.root / ADAPTER_CONFIG).exists():  # PEFT drops frozen params, but not their other names
+        lost = {name for name, stored in tied.items() if stored not in module}
+        module = {name: node for name, node in module.items() if name not in lost}
+        tied = {name: stored for name, stored in tied.items() if name not in lost}
+    listed = fields.read_names(tree.get("buffer_names"), "buffer_names", where)
+    if is_zero3:
+        _check_placeholders(module, listed, where)
+    held = {
+        check_name(name, "module", where): read_tensor(node, f"module[{name}]", where)
+        for name, node in module.items()
+        if name in listed or not is_zero3
+    }
+    fragments = _fragments(tree.get("frozen_param_fragments"), frozen_shapes, where, is_zero3)
+    global_steps, skipped_steps = (get_count(tree, key, where) for key in ("global_steps", "skipped_steps"))
+    world_size, scheduler = get_count(tree, "dp_world_size", where), tree.get("lr_scheduler")
+    if not world_size:
+        raise damaged(where, "dp_world_size is 0, not a valid count", Code.FIELD_RANGE)
+    alike = {
+        "global_steps": global_steps,
+        "skipped_steps": skipped_steps,
+        "dp_world_size": world_size,
+        "the order, names or shapes of params (param_shapes)": [list(shapes.items()) for shapes in param_shapes],
+        "the names in the module": tuple(module),
+        "the set of frozen params": frozen_shapes,
+        "the set or dtypes of frozen fragments": {name: piece.dtype for name, piece in fragments.items()},
+        "the set, shapes or dtypes of buffers": {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
+    }
+    return ModelShard(
+        rest=_rest_of_model(tree, [name for name, tensor in held.items() if not tensor.numel]),
+        facts={**alike, **facts_of_rank(tree, MODEL)},
+        findings=tuple(check_fields(tree, MODEL, where)),
+        param_shapes=param_shapes,
+        names=tuple(module),
+        module=held,
+        buffer_names=listed,
+        frozen_shapes=frozen_shapes,
+        fragments=fragments,
+        tied=tied,
+        world_size=world_size,
+        global_steps=global_steps,
+        skipped_steps=skipped_steps,
+        scheduler=None if scheduler is None else read_scheduler(scheduler),
+    )
+
+
+def _rest_of_model(tree: Mapping[str, Any], empty: Container[str]) -> dict[str, Any]:
+    """Return decoded ``model_states`` without params and buffers; tensors named in ``empty`` stay.
+
+    ``frozen_param_fragments`` becomes True if there are any, and stays None where the run saved without them.
+    """
+    names = Ordered((name, node if name in empty else None) for name, node in tree["module"].items())
+    names.attributes = getattr(tree["module"], "attributes", None)
+    rest = {key: None if key in _PARAMS else value for key, value in tree.items()}
+    if tree.get("frozen_param_fragments") is not None:
+        rest["frozen_param_fragments"] = True
+    return {**rest, "module": names}
+
+
+def _fragments(node: Any, frozen: Mapping[str, tuple[int, ...]], where: str, is_zero3: bool) -> dict[str, Tensor]:
+    """Return ``frozen_param_fragments``, if any. Raises SourceError if they are not those of all params."""
+    if not node if is_zero3 else node is None:
+        return {}
+    nodes = as_dict(node, "frozen_param_fragments", where)
+    if nodes.keys() != frozen.keys():
+        what = "frozen_param_fragments and frozen_param_shapes list different params"
+        raise damaged(where, what, Code.FIELD_CONFLICT)
+    fragments = {name: read_tensor(one, f"frozen_param_fragments[{name}]", where) for name, one in nodes.items()}
+    other = [name for name, fragment in fragments.items() if fragment.shape != frozen[name]]
+    if other and not is_zero3:
+        what = f"the fragments of the frozen {some(other)} have other shapes than frozen_param_shapes"
+        raise damaged(where, what, Code.STATE_SIZE)
+    return fragments
+
+
+def _check_placeholders(module: dict[str, Any], listed: frozenset[str], where: str) -> None:
+    """Raise SourceError unless the module has all buffers, and params are empty placeholders of shape (0,)."""
+    if lost := sorted(listed - module.keys()):
+        raise damaged(where, f"module lacks the buffers {some(lost)}; a resume would fail", Code.FIELD_MISSING)
+    for name, node in module.items():
+        check_name(name, "module", where)
+        if name in listed:
+            continue
+        if (view := as_tensor(node)) is None and not name.endswith(_EXTRA):
+            raise damaged(where, f"module[{name}] is not a tensor: a resume fails", Code.FIELD_TYPE)
+        if view is not None and view.shape != (0,):
+            have = "in full" if view.numel else f"with shape {list(view.shape)}"
+            what = f"module holds {name} {have}, but ZeRO-3 leaves a placeholder; a resume would fail"
+            raise damaged(where, what, Code.STATE_SIZE)
+
+
+def _refuse_other_parallelism(tree: dict[str, Any], where: str) -> None:
+    degrees = as_dict(tree.get("checkpoint_parallel_dimensions") or {}, "checkpoint_parallel_dimensions", where)
+    config = as_dict(tree.get("ds_config") or {}, "ds_config", where)
+    zero = section(config, "zero_optimization")
+    on_nvme = any(section(zero, key).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
+    signs = [
+        (tree.get("mp_world_size", 1) != 1, "tensor (model) parallelism", "mp_world_size"),
+        (degrees.get("tp_degree", 1) not in (0, 1), "tensor parallelism", "tp_degree"),
+        (degrees.get("pp_degree", 1) not in (0, 1), "pipeline parallelism", "pp_degree"),
+        (tree.get("module", 0) is None, "pipeline parallelism", "it has no module"),
+        (bool(tree.get("num_experts")), "DeepSpeed expert parallelism (MoE)", "num_experts"),
+        (bool(tree.get("ds_autoep_layers")), "expert parallelism (AutoEP)", "ds_autoep_layers"),
+        (zero.get("mics_shard_size") not in (None, 0, -1), "MiCS sharding", "mics_shard_size"),
+        (on_nvme, "optimizer state offloaded to NVMe", "offload device nvme in ds_config"),
+    ]
+    for present, kind, evidence in signs:
+        if present:
+            raise unsupported_parallelism(where, kind, evidence)
