@@ -42,6 +42,13 @@ class TensorEntry:
     """A safetensors dtype name, e.g. ``BF16``."""
     shape: tuple[int, ...]
     place: Placement
+    rounded_from: str | None = None
+    """The dtype in training, if the state was rounded when it was saved"""
+
+    @property
+    def live_dtype(self) -> str:
+        """The dtype in training"""
+        return self.rounded_from or self.dtype
 
     @property
     def numel(self) -> int:

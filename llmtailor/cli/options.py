@@ -62,6 +62,13 @@ _CHOOSING = [
     click.option("--from-flags", type=PATH, metavar="FILE", help="LLMTailor's update log, JSON lines."),
     click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: source of parts that no line names."),
     click.option("--total-layers", type=COUNT, metavar="L", help="--from-flags: check the number of layers."),
+    click.option(
+        "--also",
+        type=PATH,
+        multiple=True,
+        metavar="DIR",
+        help="A staging folder of the run: its partial checkpoints count too. May be repeated.",
+    ),
     TRUST_UNRECORDED,
 ]
 _TARGET = [
@@ -113,7 +120,7 @@ _TARGET = [
 ]
 _OF_STRATEGY = ("flip", "first", "last", "aux", "every", "over", "map_file", "strategy")
 _OF_FLAGS = ("base", "total_layers")
-CHOOSING = {"at", "from_flags", "trust_unrecorded", *_OF_STRATEGY, *_OF_FLAGS}
+CHOOSING = {"at", "also", "from_flags", "trust_unrecorded", *_OF_STRATEGY, *_OF_FLAGS}
 
 
 def _all_of(options: list[Callable[[Command], Command]]) -> Callable[[Command], Command]:
@@ -155,7 +162,8 @@ def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> Re
         numbers = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
         mapping = read_map(map_file) if map_file else None
         how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
-    return recipe_for_run(run, options["at"], how, folder, trust_unrecorded=options["trust_unrecorded"])
+    also, trust_unrecorded = options["also"], options["trust_unrecorded"]
+    return recipe_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded)
 
 
 def _read(path: Path) -> str:

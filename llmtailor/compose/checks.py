@@ -62,9 +62,9 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     )
     kinds, wanted = ({state.kind for state in each} for each in (mine, theirs))
     dtypes = [
-        f"{state.kind} of {state.param} is {mine[state].dtype} instead of {held.dtype}"
+        f"{state.kind} of {state.param} is {mine[state].live_dtype} instead of {held.live_dtype}"
         for state, held in theirs.items()
-        if state in mine and mine[state].dtype != held.dtype
+        if state in mine and mine[state].live_dtype != held.live_dtype
     ]
     if kinds != wanted:
         what = f"it holds {', '.join(sorted(kinds))}, the base {', '.join(sorted(wanted))}"

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -82,11 +82,15 @@ class Entry:
 
 
 class RunFolder:
-    """The output folder of a training run, which holds ``checkpoint-N`` and ``partial/step-N``."""
+    """The output folder of a training run, which holds ``checkpoint-N`` and ``partial/step-N``.
 
-    def __init__(self, run: Path) -> None:
+    ``also`` are staging folders of the same run, whose partial checkpoints count if the run's folder lacks them.
+    """
+
+    def __init__(self, run: Path, also: Sequence[Path] = ()) -> None:
         self.run = Path(run)
         self.partial = self.run / FOLDER
+        self.also = tuple(RunFolder(one) for one in also)
 
     def at(self, step: int) -> Path:
         """Return the path of a step's partial checkpoint, which need not exist."""
@@ -120,10 +124,16 @@ class RunFolder:
         """Return all checkpoints, full and partial, with the steps in their names, whatever they contain.
 
         The newest come first, and a step's full one before its partial one. Raises SourceError if the run's folder does
-        not exist.
+        not exist, or one of ``also`` has no partial checkpoints.
         """
         full = [(step, False, path) for step, path in self.full().items()]
         saves = [(entry.step, True, entry.path) for entry in self.entries(Kind.PARTIAL, Kind.UNFINISHED)]
+        complete = self.complete()
+        for one in self.also:
+            if not one.partial.is_dir():
+                fix = "name the staging folder, or a copy of it, which holds partial/"
+                raise SourceError.at(display_name(one.run), "the folder has no partial checkpoints", fix)
+            saves += [(step, True, path) for step, path in one.complete().items() if step not in complete]
         return [(step, path) for step, _, path in sorted([*full, *saves], key=lambda one: (-one[0], one[1]))]
 
     def checkpoints_until(self, at: int | None) -> list[tuple[int, Path]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -69,13 +69,16 @@ class UpdateLog:
 def scan_run(
     run: Path,
     at: int | None = None,
-    also: Path | None = None,
+    base: Path | None = None,
     *,
+    also: Sequence[Path] = (),
     only_newest: bool = False,
     every_chain: bool = False,
     trust_unrecorded: bool = False,
 ) -> Scan:
-    """Index the full and partial checkpoints of a run's folder up to step ``at``, and ``also`` if it is elsewhere.
+    """Index the full and partial checkpoints of a run's folder up to step ``at``, and ``base`` if it is elsewhere.
+
+    ``also`` are staging folders, see `RunFolder`.
 
     See `scan_back` for those that are skipped. With ``only_newest`` the scan goes backwards only until it has found the
     newest state of every part. Raises SourceError if nothing is left.
@@ -98,6 +101,7 @@ def scan_run(
         read=lambda path, found: index_checkpoint(path),
         index_of=lambda index: index,
         is_enough=is_enough,
+        base=base,
         also=also,
         every_chain=every_chain,
         trust_unrecorded=trust_unrecorded,
@@ -119,7 +123,8 @@ def scan_back(
     read: Callable[[Path, list[T]], T],
     index_of: Callable[[T], CheckpointIndex],
     is_enough: Callable[[list[T], int], bool],
-    also: Path | None = None,
+    base: Path | None = None,
+    also: Sequence[Path] = (),
     every_chain: bool = False,
     trust_unrecorded: bool = False,
 ) -> tuple[list[T], dict[Path, tuple[Problem, ...]]]:
@@ -129,16 +134,16 @@ def scan_back(
     Checkpoints of abandoned attempts are refused unread. Others are refused if they can't be read; if the newest good
     one has another model or layout; if they don't state their attempt although attempts are recorded (unless
     ``trust_unrecorded``); and if they are partial and the newest partial one does not build on them (unless
-    ``every_chain``). ``also`` is read last, if it is elsewhere, whatever attempt it belongs to.
+    ``every_chain``). ``base`` is read last, if it is elsewhere, whatever attempt it belongs to.
 
     ``read`` gets a folder and what was found so far, and raises SourceError for an unusable checkpoint.
     ``is_enough`` gets what was found and the next step to read, and returns whether to stop. Raises SourceError if
     there is no checkpoint up to step ``at``.
     """
-    folders = RunFolder(run).checkpoints_until(at)
+    folders = RunFolder(run, also).checkpoints_until(at)
     judge = Judge.of(RunFolder(run), at, trust_unrecorded)
-    if also is not None and also not in [folder for _, folder in folders]:
-        folders.append((-1, also))
+    if base is not None and base not in [folder for _, folder in folders]:
+        folders.append((-1, base))
     found: list[T] = []
     refused: dict[Path, tuple[Problem, ...]] = {}
     past: Past | None = None
@@ -151,7 +156,7 @@ def scan_back(
         if found and is_enough(found, step):
             logger.info("stopped at %s: every part is found", index_of(found[-1]).name)
             break
-        unrecorded = judge.why_not(folder, step) if folder != also else None
+        unrecorded = judge.why_not(folder, step) if folder != base else None
         if unrecorded is not None and unrecorded.code is Code.GIVEN_UP:
             refuse(folder, unrecorded)
             continue
@@ -229,17 +234,18 @@ def recipe_for_run(
     how: StrategyOptions | UpdateLog,
     folder: Path | None = None,
     *,
+    also: Sequence[Path] = (),
     trust_unrecorded: bool = False,
 ) -> Recipe:
     """Choose a recipe for a run's folder by a strategy or LLMTailor's update log.
 
-    Nothing later than step ``at`` is used. Paths in its text are relative to ``folder`` where it is close by.
-    Raises RecipeError or SourceError with every problem found.
+    Nothing later than step ``at`` is used. ``also`` are staging folders, see `RunFolder`. Paths in its text are
+    relative to ``folder`` where it is close by. Raises RecipeError or SourceError with every problem found.
     """
-    name, run = f"the recipe for {run}", Path(os.path.abspath(run))
+    name, run, also = f"the recipe for {run}", Path(os.path.abspath(run)), [Path(os.path.abspath(one)) for one in also]
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
-        scan = scan_run(run, at, only_newest=is_latest, trust_unrecorded=trust_unrecorded)
+        scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded)
         assignment = assign(scan.usable, scan.structure, how)
     else:
         problems = Problems()
@@ -249,7 +255,7 @@ def recipe_for_run(
         except TailorError as error:
             problems.add(error)
         base = how.base.absolute() if how.base else None
-        scan = scan_run(run, at, also=base, trust_unrecorded=trust_unrecorded)
+        scan = scan_run(run, at, base, also=also, trust_unrecorded=trust_unrecorded)
         found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
         if base is not None and found is None:
             reason = scan.refused.get(base, ())

@@ -122,6 +122,7 @@ class PartialSaver:
         self._before: Path | None = None
         self._pending: tuple[PendingSave, _Commit] | None = None
         self._reports: list[SaveReport] = []
+        self._newest: SaveReport | None = None
         self._is_recorded = False
         self._is_weighed = all(self.ranks.together(training.has_state))
         self.ranks.together(lambda: check_trees(self._trees(None)))
@@ -266,7 +267,7 @@ class PartialSaver:
             restore_state(self.policy, policy_state)
             failed = SaveFailed(as_refusal(error, self.ranks.rank).problems)
             if self.ranks.is_first:
-                self._log({"step": step, "failed": str(failed)})
+                self.log({"step": step, "failed": str(failed)})
             raise failed from error
 
     def reports(self) -> list[SaveReport]:
@@ -274,6 +275,16 @@ class PartialSaver:
         self._settle()
         reports, self._reports = self._reports, []
         return reports
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in progress, as far as this rank knows."""
+        return self._pending is not None and not self._pending[0].is_done
+
+    @property
+    def newest(self) -> SaveReport | None:
+        """The newest published save of this process, as far as this rank knows"""
+        return (self._pending and self._pending[0].report) or self._newest
 
     def finish(self) -> None:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
@@ -359,6 +370,7 @@ class PartialSaver:
             restore_state(self.policy, commit.policy_state)
         if save.report is not None:
             self._reports.append(save.report)
+            self._newest = save.report
 
     def _save(
         self,
@@ -399,7 +411,7 @@ class PartialSaver:
         refusal = as_refusal(error, self.ranks.rank)
         if refusal is not error:
             logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, self.first, None, report, None, log=self._log, problems=refusal.problems)
+        work = Work(save, self.first, None, report, None, log=self.log, problems=refusal.problems)
         return work, _Commit(self.ledger, {}, state_of(self.policy))
 
     def _lay_out(
@@ -436,7 +448,7 @@ class PartialSaver:
             elsewhere=self._elsewhere,
             record=partial(self._record, past),
             on_published=partial(self._on_published, save, ledger, began),
-            log=self._log,
+            log=self.log,
         )
         samples = self.drift.samples(self.training.masters(), chosen) if self.policy.needs_drift else {}
         return work, _Commit(ledger, samples, policy_state)
@@ -527,7 +539,7 @@ class PartialSaver:
             self.folder.record_attempt(past)
         self._is_recorded = True
 
-    def _log(self, line: Mapping[str, Any]) -> None:
+    def log(self, line: Mapping[str, Any]) -> None:
         """Add a line to the run's log, after the lines of saves that are still being copied."""
         if self._copier is not None:
             self._copier.add(line)

@@ -11,6 +11,7 @@ callback, before which neither model nor optimizer changes, and gets the random 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 from llmtailor.policies import Policy, make_policy
+from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.options import SavingOptions
@@ -40,8 +42,9 @@ _WHERE = "attach"
 def attach(
     trainer: Trainer,
     policy: str | Mapping[str, object] | Policy = "parity",
-    save_steps: int | None = None,
+    save_steps: int | Literal["auto"] | None = None,
     *,
+    overhead: float = 0.02,
     max_staleness: int | None = None,
     keep_composable: int | None = None,
     background: bool = True,
@@ -59,7 +62,9 @@ def attach(
     Args:
         trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process or DDP).
         policy: which parts each save holds; see `make_policy`.
-        save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``.
+        save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``. ``auto``
+            saves as often as ``overhead`` allows, by what steps and saves take.
+        overhead: with ``auto``, the share of the training time that saving may cost.
         max_staleness: the maximum age of a part, in saves.
         keep_composable: how many steps stay composable.
         background: copy and write a save while training continues.
@@ -82,7 +87,7 @@ def attach(
         mirror=mirror,
         moments=moments,
     )
-    callback = PartialSaving(trainer, policy, save_steps, options)
+    callback = PartialSaving(trainer, policy, save_steps, options, overhead)
     trainer.add_callback(callback)
     return callback
 
@@ -94,13 +99,17 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: Trainer,
         policy: str | Mapping[str, object] | Policy = "parity",
-        save_steps: int | None = None,
+        save_steps: int | Literal["auto"] | None = None,
         options: SavingOptions | None = None,
+        overhead: float = 0.02,
     ) -> None:
-        _check(trainer, save_steps)
+        _check(trainer, save_steps, overhead)
         self.trainer = trainer
         self.policy = make_policy(policy)
-        self.save_steps = save_steps
+        self.save_steps = save_steps if isinstance(save_steps, int) else None
+        self.overhead = overhead if save_steps == "auto" else None
+        self._clock = Stopclock()
+        self._appointment = FIRST
         self.options = options or SavingOptions()
         check_before_training(unwrap(trainer.model), self.policy, self.options.max_staleness)
         self.saver: PartialSaver | None = None
@@ -147,11 +156,12 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         if self.saver is not None and not self._has_state:
             self._has_state = self.saver.has_state()  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
-        by_steps = self.save_steps is not None or args.save_strategy != SaveStrategy.EPOCH
+        by_steps = (self.save_steps or self.overhead) is not None or args.save_strategy != SaveStrategy.EPOCH
         is_last = state.global_step >= state.max_steps
         if args.save_strategy == SaveStrategy.STEPS:
             control.should_save = False
-        if by_steps and (state.global_step % every == 0 or is_last):
+        is_due = state.global_step % every == 0 if self.overhead is None else self._is_due(state.global_step)
+        if by_steps and (is_due or is_last):
             self._is_last = is_last
             self._take(control)
 
@@ -161,7 +171,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._settle()
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = False
-            if self.save_steps is None:
+            if self.save_steps is None and self.overhead is None:
                 self._take(control)
 
     def on_log(
@@ -218,6 +228,29 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             trainer.log(report.metrics())
             trainer.control.should_log = is_due  # else the Trainer treats this as the step's own log
 
+    def _is_due(self, step: int) -> bool:
+        """Return whether to save now so that saving stays within the overhead; the same on all ranks."""
+        saver, overhead = self.saver, self.overhead
+        assert saver is not None and overhead is not None
+        self._clock.step(time.monotonic(), is_busy=saver.is_busy)
+        if step < self._appointment or self._saved_step == step:
+            return False
+        newest = saver.newest
+        costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
+        if newest is None and not saver.is_busy:
+            mine = Appointment(True, step + 1)  # the first, or all before it have failed
+        else:
+            mine = Appointment.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
+        decided = saver.ranks.from_first(mine)
+        self._appointment = decided.again
+        if decided.is_due and (cadence := decided.cadence) is not None:
+            what = (
+                "step %d: saving every %d steps keeps to an overhead of %g; a failure costs %.3g s of work on average"
+            )
+            logger.info(what, step, cadence.save_steps, overhead, cadence.lost_s)
+            saver.log({"step": step, "save_steps": cadence.save_steps, "lost_s": round(cadence.lost_s, 6)})
+        return decided.is_due
+
     def _take(self, control: TrainerControl) -> None:
         self._pending_rng = rng_tree()
         if not (control.should_log or control.should_evaluate):
@@ -239,6 +272,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             save = None
         if save is not None:
             self._saved_step = step
+            self._clock.saved()
         self._log()
 
     def _write_state(self, folder: Path) -> None:
@@ -254,10 +288,13 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
 
 
-def _check(trainer: Trainer, save_steps: int | None) -> None:
+def _check(trainer: Trainer, save_steps: int | Literal["auto"] | None, overhead: float) -> None:
     args, problems = trainer.args, []
-    if save_steps is not None and (type(save_steps) is not int or save_steps < 1):
-        problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", "give a number of steps, 1 or more"))
+    if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
+        fix = 'give a number of steps, 1 or more, or "auto"'
+        problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", fix))
+    if not 0 < overhead <= 1:
+        problems.append(Problem(_WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
         problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))

@@ -70,7 +70,7 @@ def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
     cast: dict[tuple[str, str, str], list[str]] = {}
     for state, held in index.held.items():
         master = index.held.get(State(state.param, MASTER))
-        if state.kind in _NOT_MOMENTS or master is None or held.dtype == master.dtype:
+        if state.kind in _NOT_MOMENTS or master is None or held.live_dtype == master.dtype:
             continue
         if not index.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)

@@ -26,6 +26,7 @@ CHECKED_2 = [
     Job("z3-mixtral", "mixtral"),
     Job("z3-lora", "llama+lora"),
     Job("z2-lora", "qwen2+lora", tied=True, stage=2),
+    Job("z3-rounded", options={"moments": "bf16"}),
     Job("z2", stage=2),
     Job("z2-layer", stage=2, groups="layer"),
     Job("z2-rr", stage=2, round_robin=True),

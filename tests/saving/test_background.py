@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import SaveFailed, SavingOptions  # noqa: E402
 from llmtailor.saving.live import LiveTensors  # noqa: E402
@@ -268,6 +269,25 @@ def test_a_step_waits_only_for_what_it_writes():
     finally:
         barrier.remove()
         snapshot.close()
+
+
+def test_moments_may_be_rounded(tmp_path, loop):
+    """Masters and steps are exact, and the composite is as wide as ever."""
+    run, exact = loop(policy="full", moments="bf16"), tmp_path / "exact"
+    run.train(3)
+    rounded = run.save().wait(60)
+    other = Loop(exact, policy="full").start()
+    other.train(3)
+    assert rounded.num_bytes < 0.8 * other.save().wait(60).num_bytes
+    other.saver.close()
+    for states in run.truth[3].values():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            states[kind] = states[kind].bfloat16().float()
+    run.check(3, tmp_path / "out")
+    about = run_here("inspect", run.run / "partial" / "step-00000003")
+    assert "its moments were saved rounded to bf16" in about.stdout
+    assert "its moments were saved rounded to bf16" in (tmp_path / "out" / "README.md").read_text()
+    assert run_here("verify", tmp_path / "out").returncode == 0
 
 
 @pytest.mark.parametrize(

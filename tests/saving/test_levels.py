@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import levels  # noqa: E402
 from saving.loop import Loop  # noqa: E402
@@ -121,6 +122,11 @@ def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch)
     run.train()
     run.save().wait(60)
     run.saver.close()
+    both = tmp_path / "both"
+    done = run_here("merge", "--run", run.run, "--also", tmp_path / "node", both, "--json")
+    assert done.returncode == 0, done.stderr
+    assert {source["step"] for source in json.loads(done.stdout)["sources"]} == {2, 3}
+    assert (both / "model.safetensors").exists()
     shutil.rmtree(tmp_path / "node")
     run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
 

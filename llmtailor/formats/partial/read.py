@@ -13,10 +13,12 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry
 from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Sliced
+from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
+from llmtailor.findings import Finding
 from llmtailor.formats.format import Decoded, attempt
 from llmtailor.formats.partial.manifest import (
     FOLDER,
@@ -36,7 +38,7 @@ from llmtailor.formats.trainer import OPTIMIZER, read_trainer_files
 from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.formats.zero.read import survey_shards
 from llmtailor.model.parts import Param
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
+from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.storage.local import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
@@ -192,15 +194,27 @@ def _index(root: Path, name: str) -> CheckpointIndex:
     params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
     if (dict(index.params), dict(index.tied)) != (params, dict(manifest.tied)):
         raise SourceError.at(name, "the params of its object trees are not those that manifest.json lists", _FIX)
+    held = _place(index.held, partial)
+    rounded: tuple[Finding, ...] = ()
+    if any(one.rounded_from for one in held.values()):
+        what = "its moments were saved rounded to bf16; composites widen them again, without the lost digits"
+        fix = "for exact ones, use a save that was made without moments=bf16"
+        rounded = (Finding(name, what, fix, Code.STATE_DTYPE),)
     return replace(
         index,
         format=f"partial-{index.format}",
-        held=_place(index.held, partial),
+        held=held,
+        findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
         inside=frozenset(partial.tree_of),
         saved_as=partial.manifest.saved_as,
         module={},
     )
+
+
+def _is_rounded(state: State, dtype: str, described: str) -> bool:
+    """Return whether a save stored a moment rounded to bf16, as ``moments="bf16"`` asks for."""
+    return state.kind in (EXP_AVG, EXP_AVG_SQ) and (dtype, described) == ("BF16", "F32")
 
 
 def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, TensorEntry]:
@@ -214,7 +228,9 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
             continue
         fragment = partial.fragments.get(state)
         placed[state] = fragment or replace(described, place=_ABSENT)
-        if fragment and (fragment.dtype, fragment.shape) != (described.dtype, described.shape):
+        if fragment and _is_rounded(state, fragment.dtype, described.dtype):
+            fragment = placed[state] = replace(fragment, rounded_from=described.dtype)
+        if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"
             problems.append(Problem(partial.name, what, _FIX))
         elif described.numel and (fragment is not None) != (state.param in chosen):

@@ -99,7 +99,7 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, 
 
 
 def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
-    dtype = "F32" if base.has_masters else held.dtype  # the dtype of the param
+    dtype = "F32" if base.has_masters else held.live_dtype  # the dtype of the param
     return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 
 

@@ -70,7 +70,7 @@ class ZeroTarget:
     def dtype(self, state: State) -> str:
         """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
         if self.base.has_masters or state.kind == BUFFER:
-            return self.base.held[state].dtype
+            return self.base.held[state].live_dtype
         return self.precision if state.kind == FROZEN else "F32"
 
     def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
