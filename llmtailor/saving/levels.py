@@ -17,134 +17,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
-from llmtailor.checkpoint.placement import Extent
-from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, bundle_name, frozen_name, read_manifest
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
-from llmtailor.saving.pending import Board
+from llmtailor.saving.board import Board
+from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.targets import Level, Mirror, SharedFolder
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import fsync_folder, replace_durably
+from llmtailor.storage.local import replace_durably
 
 logger = logging.getLogger("llmtailor.saving")
-CHUNK_BYTES = 8 << 20
 _PAUSE_S = (1.0, 60.0)
 """Seconds between two attempts: first and longest"""
 _WAKE_UP_S = 0.2
 
 
-class Level(Protocol):
-    """Where saves are copied to. Raises OSError or StorageError; a remote one, whatever its library raises."""
-
-    def has(self, step: int) -> bool:
-        """Return whether a save is there."""
-        ...
-
-    def begin(self, step: int) -> None:
-        """Make room for a save, which is not there yet."""
-        ...
-
-    def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        """Copy a file, and read it back."""
-        ...
-
-    def complete(self, step: int, manifest: bytes) -> None:
-        """Make all of the save durable, and then its manifest."""
-        ...
-
-    def remove(self, step: int) -> None:
-        """Remove a save, its manifest first."""
-        ...
-
-
-class SharedFolder:
-    """A run's folder that all nodes see."""
-
-    def __init__(self, run: RunFolder) -> None:
-        self.run = run
-
-    def has(self, step: int) -> bool:
-        return step in self.run.complete()
-
-    def begin(self, step: int) -> None:
-        self.run.begin(step)
-
-    def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        folder = self.run.at(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{source.name}.llmtailor-new"
-        beside.unlink(missing_ok=True)
-        pieces = (Copy(Extent(source.name, 0, fact.num_bytes)),) if fact.num_bytes else ()
-        plan = Plan((str(source.parent),), (FileLayout(beside.name, pieces),))
-        (result,) = execute(plan, folder, Context(inline=True))
-        with beside.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            check(beside, fact, result.crc, crc_of(file))
-        beside.rename(folder / source.name)
-
-    def complete(self, step: int, manifest: bytes) -> None:
-        folder = self.run.at(step)
-        fsync_folder(folder)
-        replace_durably(folder / MANIFEST, manifest)
-        fsync_folder(folder)
-        fsync_folder(folder.parent)
-
-    def remove(self, step: int) -> None:
-        """Nothing: this is the run's own folder, from which the saver has removed it."""
-
-
-class Mirror:
-    """A folder of any file system that fsspec knows, by its URL."""
-
-    def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-            self.fs, self.root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            fix = "pip install fsspec and the package that it names for this kind of URL, such as s3fs"
-            raise UsageError.at("mirror", f"{url!r} can't be used: {error}", fix) from error
-
-    def has(self, step: int) -> bool:
-        return bool(self.fs.exists(f"{self._at(step)}/{MANIFEST}"))
-
-    def begin(self, step: int) -> None:
-        self.fs.makedirs(self._at(step), exist_ok=True)
-
-    def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        path = f"{self._at(step)}/{source.name}"
-        self.fs.put_file(str(source), path)
-        with self.fs.open(path, "rb") as file:
-            check(path, fact, crc_of(file))
-
-    def complete(self, step: int, manifest: bytes) -> None:
-        self.fs.pipe_file(f"{self._at(step)}/{MANIFEST}", manifest)
-
-    def remove(self, step: int) -> None:
-        if self.fs.exists(path := f"{self._at(step)}/{MANIFEST}"):
-            self.fs.rm_file(path)
-            self.fs.rm(self._at(step), recursive=True)
-
-    def _at(self, step: int) -> str:
-        return f"{self.root}/partial/{RunFolder(Path()).at(step).name}"
-
-
-def crc_of(file: Any) -> int:
-    crc = 0
-    while data := file.read(CHUNK_BYTES):
-        crc = crc32(data, crc)
-    return crc
-
-
-def check(where: object, fact: BundleFact, *crcs: int) -> None:
-    """Raise StorageError unless all checksums are those of the file."""
-    if any(crc != fact.crc32 for crc in crcs):
-        raise StorageError.at(where, "the copy differs from what was saved", "check both disks")
+Log = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +93,14 @@ class Copier:
         ranks: Ranks,
         node: Node,
         board: Board,
-        log: Callable[[Mapping[str, Any]], None],
+        log: Log,
         *,
         is_staging: bool,
     ) -> None:
         self.first = first
         self.last = last
         self._ranks = ranks
-        self._node = node
+        self.node = node
         self._board = board
         self._log = log
         self._is_staging = is_staging
@@ -221,6 +112,12 @@ class Copier:
             self._thread.start()
 
     @property
+    def elsewhere(self) -> frozenset[str]:
+        """The tensor files that this rank can't see"""
+        ranks = [rank for rank in range(self._ranks.world_size) if rank not in self.node.ranks]
+        return frozenset(tensor_files(ranks, self._ranks.world_size)) if self._is_staging else frozenset()
+
+    @property
     def pending(self) -> list[int]:
         """The steps that are not copied yet."""
         return [one.step for one in list(self._queue) if isinstance(one, Finished)]
@@ -228,7 +125,7 @@ class Copier:
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
         if self._thread.ident is not None:
-            if isinstance(item, Finished) and self._ranks.is_first and self._node.count > 1:
+            if isinstance(item, Finished) and self._ranks.is_first and self.node.count > 1:
                 content = (self.first.at(item.step) / MANIFEST).read_text()
                 self._board.post(f"{item.save_id}/manifest", {"content": content})
             self._queue.append(item)
@@ -245,7 +142,7 @@ class Copier:
 
     def copy_now(self, step: int) -> None:
         """Copy a save that an earlier process has left on this level. All ranks call it; raises what any raises."""
-        is_leader = self._ranks.rank == self._node.ranks[0]
+        is_leader = self._ranks.rank == self.node.ranks[0]
         self._ranks.on_first(lambda: self.last.begin(step))
         self._ranks.together(lambda: self._put(step) if is_leader else None)
         self._ranks.on_first(lambda: self._complete(step))
@@ -295,9 +192,9 @@ class Copier:
                 manifest = self._await(f"{save.save_id}/manifest")
                 replace_durably(folder / MANIFEST, manifest["content"].encode())
         self._put(save.step)
-        self._board.post(f"{save.save_id}/copied/{self._node.number}", {})
+        self._board.post(f"{save.save_id}/copied/{self.node.number}", {})
         if self._ranks.is_first:
-            for number in range(self._node.count):
+            for number in range(self.node.count):
                 self._await(f"{save.save_id}/copied/{number}")
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
@@ -313,7 +210,7 @@ class Copier:
         """Copy this node's tensor files."""
         folder = self.first.at(step)
         manifest = read_manifest(folder, folder.name)
-        mine = tensor_files(self._node.ranks, manifest.world_size)
+        mine = tensor_files(self.node.ranks, manifest.world_size)
         for fact in manifest.bundles:
             if fact.path in mine:
                 self.last.put(step, folder / fact.path, fact)
@@ -335,7 +232,7 @@ class Copier:
             if (found := self._board.read(key)) is not None:
                 return found[0]
             time.sleep(_WAKE_UP_S)
-        raise StorageError.at("saving", "the process ends", "")
+        raise StorageError.at("saving", "the process ends", "resume the run: what is left is copied then")
 
     def _tidy(self, step: int) -> None:
         """Remove the older saves of this level, which are all copied. The newest stays: the next one links to it."""
@@ -344,7 +241,37 @@ class Copier:
                 remove_partial(folder)
 
 
-def take_over(copier: Copier, run: RunFolder, ranks: Ranks, node: Node) -> list[int]:
+def open_levels(
+    run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, board: Board, log: Log
+) -> Copier:
+    """Start copying from ``first`` to the second level that the options name. All ranks call it."""
+    mirror, node = options.mirror, Node.here(ranks)
+    last: list[Level] = []
+
+    def prepare() -> None:
+        last.append(SharedFolder(run) if mirror is None else Mirror(mirror))
+        if first is not run and ranks.rank == node.ranks[0]:
+            first.lock()
+            first.sweep()
+
+    ranks.together(prepare)
+    return Copier(first, last[0], ranks, node, board, log, is_staging=first is not run)
+
+
+def catch_up(copier: Copier, run: RunFolder, ranks: Ranks) -> None:
+    """Copy what an earlier process has left on the first level; a mirror that is away does not stop a training."""
+    try:
+        copied = take_over(copier, run, ranks)
+    except Exception as error:
+        if copier.first is not run:
+            raise
+        logger.warning("what the mirror lacks could not be copied: %s", error)
+        return
+    if copied and ranks.is_first:
+        logger.warning("copied saves that an earlier process had left: %s", ", ".join(map(str, copied)))
+
+
+def take_over(copier: Copier, run: RunFolder, ranks: Ranks) -> list[int]:
     """Copy what an earlier process of this run has finished on the first level but not copied; return the steps.
 
     What is left on the nodes' disks then is of no use, and is removed. All ranks call it.
@@ -352,7 +279,7 @@ def take_over(copier: Copier, run: RunFolder, ranks: Ranks, node: Node) -> list[
     Raises UsageError for saves of another run, and what copying raises.
     """
     first = copier.first
-    is_leader = ranks.rank == node.ranks[0]
+    is_leader = ranks.rank == copier.node.ranks[0]
 
     def look() -> dict[int, tuple[str, tuple[str, ...], tuple[str, ...], str]]:
         """Return (save id, all tensor files, those that are here, lineage) of each step on this node."""

@@ -11,7 +11,6 @@ with those of the training. The messages of a save, by key::
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -21,11 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.runs.folder import RunFolder, remove_partial
+from llmtailor.saving.board import Board
 from llmtailor.saving.ranks import Ranks, as_refusal
 from llmtailor.saving.report import SaveReport
 from llmtailor.saving.snapshot import Snapshot
@@ -40,46 +38,6 @@ _ALIVE_S = 5.0
 
 class SaveFailed(StorageError):
     """A save failed; nothing of it remains, and training can continue."""
-
-
-class Board:
-    """Messages between the threads of all ranks."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._alone: dict[str, Any] | None = {} if ranks.world_size == 1 else None
-        if self._alone is None:
-            default = dist.distributed_c10d._get_default_store()
-            self._server = default  # rank 0 serves it as long as it exists
-            # a connection of its own: training may block on the other one
-            own = default.clone() if hasattr(default, "clone") else default
-            self._store = dist.PrefixStore("llmtailor", own)  # type: ignore[attr-defined]
-
-    def post(self, key: str, message: Mapping[str, Any]) -> None:
-        if self._alone is not None:
-            self._alone[key] = message
-        else:
-            self._store.set(key, json.dumps(message))
-
-    def read(self, *keys: str) -> list[Any] | None:
-        """Return the messages if all are there."""
-        if self._alone is not None:
-            return [self._alone[key] for key in keys] if self._alone.keys() >= {*keys} else None
-        return [json.loads(self._store.get(key)) for key in keys] if self._store.check([*keys]) else None
-
-    def count(self, key: str, more: int) -> int:
-        """Add to a number, and return it."""
-        if self._alone is not None:
-            self._alone[key] = self._alone.get(key, 0) + more
-            return int(self._alone[key])
-        return int(self._store.add(key, more))
-
-    def remove(self, *keys: str) -> None:
-        for key in keys:
-            if self._alone is not None:
-                self._alone.pop(key, None)
-            else:
-                with suppress(Exception):  # not every store can
-                    self._store.delete_key(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +154,15 @@ class PendingSave:
         for _ in _turns(lambda: self.is_done or self.is_stuck):
             pass
         return self.is_done
+
+    def finish_until(self, until: float) -> None:
+        """Wait until the save is done, and give it up at this monotonic time; without locks, for a signal handler."""
+        with suppress(TimeoutError, SaveFailed):
+            self.wait(until - time.monotonic())
+        if not self.is_done:
+            self.give_up()
+            with suppress(TimeoutError, SaveFailed):
+                self.wait(1.0)
 
     def wait(self, timeout: float = float("inf")) -> SaveReport:
         """Wait until the save is published.
@@ -400,4 +367,4 @@ def _texts(problems: Any) -> list[list[str]]:
 
 
 def _problems(message: Mapping[str, Any]) -> list[Problem]:
-    return list(dict.fromkeys(Problem(*one) for one in message["problems"]))
+    return list(dict.fromkeys(Problem(where, what, fix) for where, what, fix in message["problems"]))

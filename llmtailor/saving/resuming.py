@@ -31,6 +31,14 @@ class Resumed:
     """The partial checkpoint at this step; None if there is none to continue"""
 
 
+def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
+    """Return the content of the ``trainer_state.json`` of a checkpoint; empty if there is no such file."""
+    if resumed_from is None or isinstance(resumed_from, Mapping):
+        return resumed_from
+    path = Path(resumed_from) / TRAINER_STATE
+    return read_json(path, str(path)) if path.is_file() else {}
+
+
 def resume(
     folder: RunFolder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
 ) -> Resumed:

@@ -12,12 +12,10 @@ with a warning; training continues, and the record of older saves stays valid.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,29 +24,24 @@ from typing import Any
 import torch
 
 from llmtailor.checkpoint.lineage import Ledger, Past
-from llmtailor.containers.json import read_json
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.formats.attempt_mark import read_mark, with_mark
-from llmtailor.formats.partial.manifest import Manifest
-from llmtailor.formats.rng import rng_file
-from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
-from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, restore_state, state_of
-from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
-from llmtailor.runs.retention import deletable
+from llmtailor.policies import Policy, check_policy, make_policy, restore_state, state_of
+from llmtailor.runs.folder import RunFolder
 from llmtailor.saving import ending
+from llmtailor.saving.background import open_background
+from llmtailor.saving.board import Board
+from llmtailor.saving.contents import Contents
 from llmtailor.saving.drift import Drift, Samples, Sums, relative_change
-from llmtailor.saving.levels import Copier, Finished, Level, Mirror, Node, SharedFolder, take_over, tensor_files
-from llmtailor.saving.live import DTYPES
-from llmtailor.saving.memory import auto_bytes
+from llmtailor.saving.levels import catch_up, open_levels
 from llmtailor.saving.model import find_trained_parts, weigh
 from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.pending import BackgroundSave, Board, PendingSave, SaveFailed, Work, check_same, save_now
+from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_same, save_now
 from llmtailor.saving.ranks import Ranks, as_refusal
-from llmtailor.saving.report import SaveReport, append
-from llmtailor.saving.resuming import resume
-from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier
-from llmtailor.saving.training import HasState, Training, rng_tree
-from llmtailor.saving.writing import CarriedFiles, Publication, SaveId, check_trees, files_of, lay_out_share
+from llmtailor.saving.record import RunRecord
+from llmtailor.saving.report import SaveReport
+from llmtailor.saving.resuming import resume, trainer_state_of
+from llmtailor.saving.training import HasState, Training
+from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, lay_out_share
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -109,7 +102,6 @@ class PartialSaver:
         staging = (options or SavingOptions()).staging_dir
         self.first = self.folder if staging is None else RunFolder(Path(staging).absolute())
         self.training = training
-        self.scheduler = scheduler
         self.policy = make_policy(policy)
         self.options = options or SavingOptions()
         self.ranks = Ranks.here()
@@ -117,72 +109,25 @@ class PartialSaver:
         self.model = find_trained_parts(training, self.ranks)
         model, given = self.model, self.options.max_staleness
         self.max_staleness = check_policy(self.policy, model.structure, model.parts, model.num_bytes, given)
+        self.contents = Contents(training, self.policy, self.max_staleness, scheduler, self.carried, self.ranks)
         self.drift = Drift(model.part_of)
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
         self._pending: tuple[PendingSave, _Commit] | None = None
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
-        self._is_recorded = False
         self._is_weighed = all(self.ranks.together(training.has_state))
-        self.ranks.together(lambda: check_trees(self._trees(None)))
+        self.ranks.together(lambda: check_trees(self.contents.trees(None)))
         self.ranks.on_first(self.folder.lock)
-        self._arena: Arena | None = None
-        self._barrier: StepBarrier | None = None
-        self._board: Board | None = None
-        self._copier: Copier | None = None
-        self._node: Node | None = None
-        self._elsewhere: frozenset[str] = frozenset()
-        if self.options.background:
-            self._prepare_background()
+        self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
+        board = Board(self.ranks)
+        self._background = open_background(training, self.options, self.ranks, board)
+        if self._background is not None:
+            ending.finish_at_end(self, self._finish_until)
         if self.options.staging_dir is not None or self.options.mirror is not None:
-            self._prepare_levels()
-
-    def _prepare_background(self) -> None:
-        def allocate() -> tuple[str | None, Arena | None]:
-            if why := self.training.writes_unseen():
-                return why, None
-            masters = [one.tensor for one in self.training.masters()]
-            given = self.options.host_buffer
-            num_bytes = auto_bytes(masters, self.options.moments) if given == "auto" else given
-            try:
-                return None, Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
-            except (RuntimeError, MemoryError) as error:
-                return f"there is no host memory of {num_bytes} bytes: {error}", None
-
-        mine: list[Arena | None] = []
-
-        def why_not() -> str | None:
-            why, arena = allocate()
-            mine.append(arena)
-            return why
-
-        reasons = [why for why in self.ranks.together(why_not) if why]
-        if reasons:
-            logger.warning("saves stop training until they are complete: %s", reasons[0])
-            return
-        self._arena = mine[0]
-        self._board, self._barrier = Board(self.ranks), StepBarrier()
-        ending.finish_at_end(self, self._finish_until)
-
-    def _prepare_levels(self) -> None:
-        """Start copying to a second level; see `SavingOptions`."""
-        mirror, node = self.options.mirror, Node.here(self.ranks)
-        is_staging, is_leader = mirror is None, self.ranks.rank == node.ranks[0]
-        last: list[Level] = []
-
-        def prepare() -> None:
-            last.append(SharedFolder(self.folder) if mirror is None else Mirror(mirror))
-            if is_staging and is_leader:
-                self.first.lock()
-                self.first.sweep()
-
-        self.ranks.together(prepare)
-        if is_staging:
-            others = [rank for rank in range(self.ranks.world_size) if rank not in node.ranks]
-            self._elsewhere = frozenset(tensor_files(others, self.ranks.world_size))
-        self._node, board = node, self._board or Board(self.ranks)
-        self._copier = Copier(self.first, last[0], self.ranks, node, board, self._append, is_staging=is_staging)
+            self.record.copier = open_levels(
+                self.folder, self.first, self.options, self.ranks, board, self.record.append
+            )
 
     def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
         """Start an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
@@ -200,20 +145,12 @@ class PartialSaver:
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
         lineage = self._new_id()
-        if self._copier is not None and self._node is not None:
-            try:
-                copied = take_over(self._copier, self.folder, self.ranks, self._node)
-            except Exception as error:
-                if self.options.mirror is None:
-                    raise
-                copied = []
-                logger.warning("what the mirror lacks could not be copied: %s", error)
-            if copied and self.ranks.is_first:
-                logger.warning("copied saves that an earlier process had left: %s", ", ".join(map(str, copied)))
+        if self.record.copier is not None:
+            catch_up(self.record.copier, self.folder, self.ranks)
         resumed = self.ranks.on_first(
-            lambda: resume(self.folder, self.training, step, lineage, _trainer_state(resumed_from))
+            lambda: resume(self.folder, self.training, step, lineage, trainer_state_of(resumed_from))
         )
-        self._is_recorded, self.ledger, self._before = True, resumed.ledger, resumed.before
+        self.record.is_begun, self.ledger, self._before = True, resumed.ledger, resumed.before
         if not self.ledger.held_by:
             return False
         restore_state(self.policy, self.ledger.policy_state)
@@ -266,8 +203,7 @@ class PartialSaver:
         except Exception as error:
             restore_state(self.policy, policy_state)
             failed = SaveFailed(as_refusal(error, self.ranks.rank).problems)
-            if self.ranks.is_first:
-                self.log({"step": step, "failed": str(failed)})
+            self.record.log({"step": step, "failed": str(failed)})
             raise failed from error
 
     def reports(self) -> list[SaveReport]:
@@ -290,8 +226,8 @@ class PartialSaver:
         """Wait until no save is in progress. One whose disk is stuck is given up."""
         if self._pending is not None:
             save = self._pending[0]
-            if self._barrier is not None:
-                self._barrier.settle()
+            if self._background is not None:
+                self._background.settle()
             if not save.wait_unless_stuck():
                 logger.warning("the save at step %d is given up: its disk is stuck", save.step)
                 save.give_up()
@@ -299,34 +235,26 @@ class PartialSaver:
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
-        if self._copier is not None:
-            self._copier.close(self.options.write_timeout)
-            self._copier = None
+        ending.release(self)
+        if self.record.copier is not None:
+            self.record.copier.close(self.options.write_timeout)
+            self.record.copier = None
             if self.first is not self.folder:
                 self.first.unlock()
-        ending.release(self)
-        if self._barrier is not None:
-            self._barrier.remove()
-        self._arena = None
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         self.folder.unlock()
 
     def _finish_until(self, until: float) -> None:
-        """Finish the save in progress, or give it up at this time; without locks, for a signal handler."""
-        if self._pending is None:
-            return
-        save = self._pending[0]
-        with suppress(TimeoutError, SaveFailed):
-            save.wait(until - time.monotonic())
-        if not save.is_done:
-            save.give_up()
-            with suppress(TimeoutError, SaveFailed):
-                save.wait(1.0)
+        if self._pending is not None:
+            self._pending[0].finish_until(until)
 
     def _agree(self, step: int, is_last: bool) -> tuple[SaveId, dict[str, float]] | None:
         """Exchange what the ranks know. Return the save to make, with the drift; None if there is none to make."""
         if self._pending is not None:
-            if self._barrier is not None:
-                self._barrier.settle()  # only a save without a step in between is still copied
+            if self._background is not None:
+                self._background.settle()  # only a save without a step in between is still copied
             if is_last or self.options.when_busy == "wait":
                 self._pending[0].wait_unless_stuck()
         votes = self.ranks.together(self._vote)
@@ -387,7 +315,7 @@ class PartialSaver:
             return [*laid_out[0][0].report.parts]
 
         made: PendingSave
-        if self._board is None:
+        if self._background is None:
             check_same(self.ranks.together(lay_out))
             ((work, commit),) = laid_out
             made = save_now(self.ranks, work, began)
@@ -399,9 +327,7 @@ class PartialSaver:
             except Exception as error:  # the others learn of it when all have written
                 laid_out = [self._refused(save, error)]
             ((work, commit),) = laid_out
-            snapshot = self._copy(work, began)
-            timeout = self.options.write_timeout
-            made = BackgroundSave(self.ranks, self._board, work, snapshot, began, timeout)
+            made = self._background.start(work, began)
             self._pending = made, commit
         return made
 
@@ -411,7 +337,7 @@ class PartialSaver:
         refusal = as_refusal(error, self.ranks.rank)
         if refusal is not error:
             logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, self.first, None, report, None, log=self.log, problems=refusal.problems)
+        work = Work(save, self.first, None, report, None, log=self.record.log, problems=refusal.problems)
         return work, _Commit(self.ledger, {}, state_of(self.policy))
 
     def _lay_out(
@@ -424,11 +350,11 @@ class PartialSaver:
     ) -> tuple[Work, _Commit]:
         """Choose parts, and lay out what this rank writes of them."""
         before, policy_state = self._before, state_of(self.policy)
-        chosen = self._choose(save.step, drift)
+        chosen = self.contents.choose(self.model, self.ledger, save.step, drift)
         ledger = self.ledger.after(save.step, chosen, self.model.parts, state_of(self.policy))
         params = [name for part in chosen for name in self.model.params_of[part]]
         moments = {None: None, "bf16": torch.bfloat16}[self.options.moments]
-        share = lay_out_share(save, self.training, params, self._trees(rng), self.ranks, before, moments)
+        share = lay_out_share(save, self.training, params, self.contents.trees(rng), self.ranks, before, moments)
         past, is_first = Past(save.step, ledger.lineage, ledger.history), self.ranks.is_first
         work = Work(
             save=save,
@@ -444,24 +370,14 @@ class PartialSaver:
             ),
             before=before,
             first=self.first,
-            publication=self._publication(save, chosen, ledger, write_state) if is_first else None,
-            elsewhere=self._elsewhere,
-            record=partial(self._record, past),
-            on_published=partial(self._on_published, save, ledger, began),
-            log=self.log,
+            publication=self.contents.publication(self.model, save, chosen, ledger, write_state) if is_first else None,
+            elsewhere=self.record.copier.elsewhere if self.record.copier is not None else (),
+            record=partial(self.record.begin, past),
+            on_published=partial(self.record.published, save, ledger, began),
+            log=self.record.log,
         )
         samples = self.drift.samples(self.training.masters(), chosen) if self.policy.needs_drift else {}
         return work, _Commit(ledger, samples, policy_state)
-
-    def _copy(self, work: Work, began: float) -> Snapshot | None:
-        """Start copying the states, before the next step of the optimizer; None if there is nothing to copy."""
-        if work.share is None or self._arena is None or self._barrier is None:
-            return None
-        share, timeout = work.share, self.options.write_timeout
-        snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
-        masters = (one.tensor for one in self.training.masters())
-        self._barrier.arm(snapshot, self.training.optimizers(), masters)
-        return snapshot
 
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
@@ -480,104 +396,3 @@ class PartialSaver:
             fix = "use AdamW or another optimizer with moments"
             raise UnsupportedCheckpoint.at("the optimizer", "it has made a step but has no moments", fix)
         return has_state
-
-    def _choose(self, step: int, drift: Mapping[str, float]) -> dict[str, str]:
-        if not self.ledger.held_by:
-            return dict.fromkeys(self.model.parts, "complete base")
-        situation = Situation(
-            step=step,
-            save=self.ledger.saves,
-            structure=self.model.structure,
-            parts=self.model.parts,
-            num_bytes=self.model.num_bytes,
-            last=self.ledger.last,
-            drift=drift if self.policy.needs_drift else None,
-        )
-        choice = choose(self.policy, situation, self.max_staleness)
-        for problem in choice.problems if self.ranks.is_first else ():
-            logger.warning("%s", problem)
-        return dict(choice.parts)
-
-    def _trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
-        """Return the object trees of all stock files that this rank would write."""
-        path = rng_file(self.ranks.rank, self.ranks.world_size)
-        trees = {**self.training.trees(), path: rng_tree() if rng is None else rng}
-        if self.ranks.is_first and self.scheduler is not None:
-            trees[SCHEDULER] = self.scheduler.state_dict()
-        return trees
-
-    def _publication(
-        self, save: SaveId, chosen: Mapping[str, str], ledger: Ledger, write_state: Callable[[Path], None] | None
-    ) -> Publication:
-        training, model = self.training, self.model
-        manifest = Manifest(
-            step=save.step,
-            save_id=save.save_id,
-            stage=training.stage,
-            world_size=self.ranks.world_size,
-            precision=DTYPES[training.precision],
-            tag=training.tag,
-            parts=chosen,
-            params_of={part: model.params_of[part] for part in chosen},
-            params=training.params,
-            tied=training.tied,
-            saved_as=model.saved_as,
-            bundles=(),
-            shards=training.shards(),
-            ledger=ledger.to_json(),
-        )
-        files = files_of(write_state) if write_state is not None else {}
-        attempt = Past(save.step, ledger.lineage, ledger.history)
-        state = json.loads(files[TRAINER_STATE]) if files else {"global_step": save.step}
-        if not files or read_mark(state, save.step) != attempt:
-            files[TRAINER_STATE] = (json.dumps(with_mark(state, attempt), indent=2, sort_keys=True) + "\n").encode()
-        policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
-        return Publication(manifest, policy, dict(model.num_bytes), files, self.carried.contents())
-
-    def _record(self, past: Past) -> None:
-        if not self._is_recorded:  # a loop that never called `start`
-            self.folder.record_attempt(past)
-        self._is_recorded = True
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Add a line to the run's log, after the lines of saves that are still being copied."""
-        if self._copier is not None:
-            self._copier.add(line)
-        else:
-            self._append(line)
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        if self.ranks.is_first:
-            append(self.folder.partial, line)
-
-    def _on_published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
-        line, retire = report.to_json(), partial(self._retire, ledger)
-        if self._copier is not None:
-            self._copier.add(Finished(save.step, save.save_id, began, line, retire))
-        elif self.ranks.is_first:
-            self._append(line)
-            retire()
-
-    def _retire(self, ledger: Ledger) -> list[int]:
-        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
-        made, deleted = [*self.carried.contents()], []
-        if self.options.keep_composable is None:
-            return []
-        try:
-            for step in deletable(self.folder.saves(), ledger, self.options.keep_composable):
-                if holds_unknown(self.folder.at(step), made):
-                    logger.warning("%s is kept: it holds files that no save wrote", self.folder.at(step).name)
-                else:
-                    remove_partial(self.folder.at(step))
-                    deleted.append(step)
-            self.folder.remove_abandoned(made)
-        except OSError as error:
-            logger.warning("old partial checkpoints could not be deleted: %s", error)
-        return deleted
-
-
-def _trainer_state(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
-    if resumed_from is None or isinstance(resumed_from, Mapping):
-        return resumed_from
-    path = Path(resumed_from) / TRAINER_STATE
-    return read_json(path, str(path)) if path.is_file() else {}

@@ -248,7 +248,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
                 "step %d: saving every %d steps keeps to an overhead of %g; a failure costs %.3g s of work on average"
             )
             logger.info(what, step, cadence.save_steps, overhead, cadence.lost_s)
-            saver.log({"step": step, "save_steps": cadence.save_steps, "lost_s": round(cadence.lost_s, 6)})
+            saver.record.log({"step": step, "save_steps": cadence.save_steps, "lost_s": round(cadence.lost_s, 6)})
         return decided.is_due
 
     def _take(self, control: TrainerControl) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -209,8 +208,7 @@ def test_the_saver_deletes_nothing_that_it_did_not_make(tmp_path):
     """Neither what a user put into a partial checkpoint that is no longer needed, nor into an unfinished one."""
     world = World(tmp_path / "run", 0)
     world.start(None, 0, None)
-    saver = world.present.saver
-    saver.options = replace(saver.options, keep_composable=1)
+    world.present.saver.record.keep_composable = 1
     partial = world.run / "partial"
     for step in range(1, 6):
         world.train(1)

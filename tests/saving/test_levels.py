@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import levels  # noqa: E402
+from llmtailor.saving import levels, targets  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 
 fsspec = pytest.importorskip("fsspec")
@@ -70,14 +70,14 @@ def test_saves_are_on_the_node_first_and_then_shared(make, tmp_path):
 
 def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monkeypatch, caplog):
     run = make()
-    put, is_away = levels.SharedFolder.put, True
+    put, is_away = targets.SharedFolder.put, True
 
     def put_if_there(*args):
         if is_away:
             raise OSError(116, "Stale file handle")
         put(*args)
 
-    monkeypatch.setattr(levels.SharedFolder, "put", put_if_there)
+    monkeypatch.setattr(targets.SharedFolder, "put", put_if_there)
     for _ in range(3):
         run.train()
         run.save().wait(60)
@@ -96,7 +96,7 @@ def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monk
     run.save().wait(60)
     until(lambda: names(tmp_path / "run"))
     with monkeypatch.context() as away:
-        away.setattr(levels.SharedFolder, "put", lambda *_: 1 / 0)
+        away.setattr(targets.SharedFolder, "put", lambda *_: 1 / 0)
         run.train()
         run.save().wait(60)
         run.saver.close()
@@ -118,14 +118,14 @@ def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch)
         run.train()
         run.save().wait(60)
     until(lambda: len(names(tmp_path / "run")) == 2)
-    monkeypatch.setattr(levels.SharedFolder, "put", lambda *_: 1 / 0)
+    monkeypatch.setattr(targets.SharedFolder, "put", lambda *_: 1 / 0)
     run.train()
     run.save().wait(60)
     run.saver.close()
     both = tmp_path / "both"
     done = run_here("merge", "--run", run.run, "--also", tmp_path / "node", both, "--json")
     assert done.returncode == 0, done.stderr
-    assert {source["step"] for source in json.loads(done.stdout)["sources"]} == {2, 3}
+    assert {part["step"] for part in json.loads(done.stdout)["parts"]} == {2, 3}
     assert (both / "model.safetensors").exists()
     shutil.rmtree(tmp_path / "node")
     run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
@@ -144,8 +144,8 @@ def run_of(tmp_path, name):
 def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
     """Every copy is read back."""
     run = make()
-    crcs, crc_of = [True], levels.crc_of
-    monkeypatch.setattr(levels, "crc_of", lambda file: crc_of(file) ^ (crcs.pop() if crcs else 0))
+    crcs, crc_of = [True], targets.crc_of
+    monkeypatch.setattr(targets, "crc_of", lambda file: crc_of(file) ^ (crcs.pop() if crcs else 0))
     run.train()
     run.save().wait(60)
     until(lambda: names(tmp_path / "run"))
@@ -177,7 +177,7 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
     fs, root = fsspec.core.url_to_fs(url)
     order = []
     for name in ("put_file", "pipe_file"):
-        call = getattr(levels.Mirror("memory://x").fs, name)
+        call = getattr(targets.Mirror("memory://x").fs, name)
         monkeypatch.setattr(
             type(fs), name, lambda self, a, b, call=call, **more: (order.append((a, b)), call(a, b, **more))[1]
         )

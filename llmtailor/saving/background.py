@@ -1,0 +1,70 @@
+"""What saves in the background need on a rank: host memory, the barrier before the optimizer's step, and messages."""
+
+from __future__ import annotations
+
+import logging
+
+from llmtailor.errors import UsageError
+from llmtailor.saving.board import Board
+from llmtailor.saving.memory import auto_bytes
+from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.pending import BackgroundSave, Work
+from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier
+from llmtailor.saving.training import Training
+
+logger = logging.getLogger("llmtailor.saving")
+
+
+class Background:
+    """Saves of a training in the background, one at a time. All ranks make one.
+
+    Raises UsageError if that is not possible, on every rank, with the reason.
+    """
+
+    def __init__(self, training: Training, options: SavingOptions, ranks: Ranks, board: Board) -> None:
+        self._training = training
+        self._options = options
+        self._ranks = ranks
+        self._board = board
+        made: list[Arena] = []
+        ranks.together(lambda: made.append(self._allocate()))
+        (self._arena,) = made
+        self._barrier = StepBarrier()
+
+    def _allocate(self) -> Arena:
+        if why := self._training.writes_unseen():
+            raise UsageError.at("background", why, "set background=False to silence this")
+        masters = [one.tensor for one in self._training.masters()]
+        given = self._options.host_buffer
+        num_bytes = auto_bytes(masters, self._options.moments) if given == "auto" else given
+        try:
+            return Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
+        except (RuntimeError, MemoryError) as error:
+            what = f"there is no host memory of {num_bytes:,} bytes: {error}"
+            raise UsageError.at("host_buffer", what, "give fewer bytes") from error
+
+    def start(self, work: Work, began: float) -> BackgroundSave:
+        """Start a save; the next step of the optimizer waits for what is not copied yet."""
+        snapshot, share, timeout = None, work.share, self._options.write_timeout
+        if share is not None:
+            snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
+            masters = (one.tensor for one in self._training.masters())
+            self._barrier.arm(snapshot, self._training.optimizers(), masters)
+        return BackgroundSave(self._ranks, self._board, work, snapshot, began, timeout)
+
+    def settle(self) -> None:
+        """Wait until everything is copied."""
+        self._barrier.settle()
+
+    def close(self) -> None:
+        self._barrier.remove()
+
+
+def open_background(training: Training, options: SavingOptions, ranks: Ranks, board: Board) -> Background | None:
+    """Return what saves in the background need; None, with a line in the log, if they are off or not possible."""
+    try:
+        return Background(training, options, ranks, board) if options.background else None
+    except UsageError as error:
+        logger.warning("saves stop training until they are complete: %s", error)
+        return None
