@@ -296,5 +296,6 @@ class StepBarrier:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's storage; of a DTensor, that of this rank's part."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage().data_ptr()
