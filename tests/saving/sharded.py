@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,30 +88,8 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def main(kind: str, folder: Path) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = RANKS[kind]
-    pids = []
-    for rank in range(ranks):
-        if (pid := os.fork()) == 0:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            torch.set_num_threads(1)
-            dist.init_process_group("gloo")
-            code = 1
-            try:
-                train(kind, folder, rank)
-                code = 0
-            finally:
-                sys.stderr.flush()
-                if code == 0:
-                    dist.destroy_process_group()
-                    os._exit(0)
-        pids.append(pid)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
-
-
-if __name__ == "__main__":
-    sys.exit(max(main(kind, Path(sys.argv[1]) / kind) for kind in RANKS))
+def main(folder: Path) -> None:
+    """A rank of the kind that the folder is named after."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(folder.name, folder, dist.get_rank())

@@ -24,7 +24,7 @@ from llmtailor.saving import SaveFailed, SavingOptions  # noqa: E402
 from llmtailor.saving.live import LiveTensors  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
 from llmtailor.saving.writing import _from_live, lay_out_tensors  # noqa: E402
-from real.harness import environment  # noqa: E402
+from real.harness import environment, start_ranks  # noqa: E402
 from saving.loop import Disk, Loop  # noqa: E402
 
 TESTS = Path(__file__).parents[1]
@@ -79,29 +79,10 @@ def test_the_memory_is_bounded(tmp_path, disk, loop):
         run.check(step, tmp_path / f"out-{step}")
 
 
-RESIDENT = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from saving.loop import Loop
-
-def resident(key):
-    return int(dict(line.split(":", 1) for line in open("/proc/self/status"))[key].split()[0]) << 10
-
-run = Loop(Path(sys.argv[2]), hidden=1024, layers=3, policy="full", host_buffer=8 << 20)
-run.start()
-run.train(2)
-Path("/proc/self/clear_refs").write_text("5")
-before = resident("VmRSS")
-print(run.save().wait().num_bytes, resident("VmHWM") - before)
-"""
-
-
 def test_a_process_does_not_grow_with_its_states(tmp_path):
-    command = [sys.executable, "-c", RESIDENT, str(TESTS), str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    num_bytes, grown = map(int, done.stdout.split())
-    assert num_bytes > 300 << 20
+    start_ranks("saving.resident", [tmp_path], 1, tmp_path)
+    num_bytes, grown = json.loads((tmp_path / "found.json").read_text())
+    assert num_bytes > 200 << 20
     assert grown < 64 << 20
 
 
@@ -199,40 +180,29 @@ def test_a_policy_that_is_not_deterministic_is_found_out():
         check_same([["norm"], ["lm_head"]])
 
 
-ENDING = """
-import sys, time, threading
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from saving.loop import Loop
-from llmtailor.engine import streams
-
-write_all = streams.write_all
-def slowly(fd, data):
-    time.sleep(0.3)
-    write_all(fd, data)
-streams.write_all = slowly
-run = Loop(Path(sys.argv[2]), policy="full").start()
-run.train()
-run.save()
-print("saving", flush=True)
-if sys.argv[3] == "raise":
-    raise RuntimeError("out of memory")
-if sys.argv[3] == "wait":
-    time.sleep(60)
-"""
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ended")
+    command = [sys.executable, "-m", "saving.endings", str(folder)]
+    done = subprocess.run(command, env=environment(), cwd=TESTS, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("how", ["return", "raise", "wait"])
-def test_a_save_in_progress_is_finished_when_the_process_ends(tmp_path, how):
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1), ("wait", -signal.SIGTERM)])
+def test_a_save_in_progress_is_finished_when_the_process_ends(ended, how, code):
     """Also by an exception, or by SIGTERM."""
-    command = [sys.executable, "-c", ENDING, str(TESTS), str(tmp_path / "run"), how]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"saving\n"
-        if how == "wait":
-            process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == {"return": 0, "raise": 1, "wait": -signal.SIGTERM}[how]
-    assert [path.parent.name for path in tmp_path.glob("run/partial/*/manifest.json")] == ["step-00000001"]
+    folder, codes = ended
+    assert codes[how] == code
+    assert [path.parent.name for path in (folder / how).glob("partial/*/manifest.json")] == ["step-00000001"]
+
+
+def test_a_save_of_which_a_rank_has_died_is_removed(ended):
+    folder, codes = ended
+    assert codes["die"] == 0
+    assert sorted(path.name for path in (folder / "die").glob("partial/step-*")) == ["step-00000001"]
+    said = (folder / "die" / "stderr").read_text()
+    assert "the save at step 2 failed" in said and "another rank's share was not complete" in said
 
 
 def test_a_step_waits_only_for_what_it_writes():
@@ -316,40 +286,3 @@ def test_signals_and_hooks_are_given_back(loop):
     run.saver.close()
     assert signal.getsignal(signal.SIGTERM) is before
     assert os.getpid() and logging.getLogger("llmtailor.saving").handlers == []
-
-
-DYING = """
-import os, socket, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from saving.loop import Loop
-from llmtailor.engine import streams
-from llmtailor.saving import ending
-
-ending.GRACE_S = 1.0
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-rank = 1 if (child := os.fork()) == 0 else 0
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-dist.init_process_group("gloo")
-run = Loop(Path(sys.argv[2]), policy="full").start()
-run.train()
-run.save().wait(60)
-if rank == 1:
-    streams.write_all = lambda fd, data: os._exit(7)  # as when the kernel kills it
-run.train()
-save = run.save()
-if rank == 1:
-    save.wait(60)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), save.is_done)
-"""
-
-
-def test_a_save_of_which_a_rank_has_died_is_removed(tmp_path):
-    command = [sys.executable, "-c", DYING, str(TESTS), str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.stdout == "7 False\n", done.stderr
-    assert sorted(path.name for path in tmp_path.glob("run/partial/step-*")) == ["step-00000001"]
-    assert "the save at step 2 failed" in done.stderr and "another rank's share was not complete" in done.stderr

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,25 +13,20 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from partial.composing import compose  # noqa: E402
-from real.harness import TIMEOUT_S, environment  # noqa: E402
-
-TESTS = Path(__file__).parents[1]
-KINDS = ("fsdp", "hsdp", "partly")
+from real.harness import start_ranks  # noqa: E402
+from saving.sharded import RANKS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    for kind in KINDS:
+    for kind, ranks in RANKS.items():
         (folder / kind).mkdir()
-    command = [sys.executable, "-m", "saving.sharded", str(folder)]
-    env = {**environment(), "PYTHONPATH": f"{TESTS}:{environment().get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, env=env, cwd=TESTS, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-6000:]
+        start_ranks("saving.sharded", [folder / kind], ranks, folder / kind)
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RANKS)
 def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
     run = trained / kind / "run"
     truth, _ = torch.load(trained / kind / "truth.pt")
@@ -45,7 +36,7 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
         step_of = Ledger.from_json(manifest.ledger, path.name).steps
         # every rank but HSDP's second replica saves rows
         sizes = [fact.num_bytes for fact in manifest.bundles]
-        assert len(sizes) == {"fsdp": 3, "hsdp": 4, "partly": 2}[kind]
+        assert len(sizes) == RANKS[kind]
         part_of = {
             name: part
             for at in sorted(step_of.values())
