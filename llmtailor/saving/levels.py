@@ -128,6 +128,7 @@ class Copier:
             if isinstance(item, Finished) and self._ranks.is_first and self.node.count > 1:
                 content = (self.first.at(item.step) / MANIFEST).read_text()
                 self._board.post(f"{item.save_id}/manifest", {"content": content})
+            self._progress = time.monotonic()
             self._queue.append(item)
 
     def close(self, timeout: float) -> None:
@@ -181,13 +182,19 @@ class Copier:
                 pause = min(2 * pause, longest)
 
     def _copy(self, save: Finished) -> None:
+        folder = self.first.at(save.step)
         if self._ranks.is_first:
+            is_gone = not (folder / MANIFEST).exists()
             if self._board.read(f"{save.save_id}/open") is None:
-                self.last.begin(save.step)
-                self._board.post(f"{save.save_id}/open", {})
+                if not is_gone:
+                    self.last.begin(save.step)
+                self._board.post(f"{save.save_id}/open", {"is_gone": is_gone})
+            if is_gone:
+                logger.warning("step %d was not copied: somebody has removed it", save.step)
+                return
         else:
-            self._await(f"{save.save_id}/open")
-            folder = self.first.at(save.step)
+            if self._await(f"{save.save_id}/open")["is_gone"]:
+                return
             if not (folder / MANIFEST).exists():
                 manifest = self._await(f"{save.save_id}/manifest")
                 replace_durably(folder / MANIFEST, manifest["content"].encode())
@@ -199,12 +206,18 @@ class Copier:
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
             self._board.post(f"{save.save_id}/shared", {})
-            for step in save.retire():
-                self.last.remove(step)
+            self._remove(save.retire())
         else:
             self._await(f"{save.save_id}/shared")
         if self._is_staging:
             self._tidy(save.step)
+
+    def _remove(self, steps: Collection[int]) -> None:
+        for step in steps:
+            try:
+                self.last.remove(step)
+            except Exception as error:
+                logger.warning("step %d could not be removed from the mirror: %s", step, error)
 
     def _put(self, step: int) -> None:
         """Copy this node's tensor files."""

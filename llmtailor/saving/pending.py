@@ -282,13 +282,15 @@ class BackgroundSave(PendingSave):
             begun = self._await("begun")
             if "problems" in begun:
                 raise StorageError(_problems(begun))
-            path.mkdir(
-                parents=True, exist_ok=True
-            )  # NFS may remember that there was none, unless it is asked to make it
+            # NFS may remember that there was none, unless it is asked to make it
+            path.mkdir(parents=True, exist_ok=True)
 
-    def _count(self, num_bytes: int) -> None:
+    def _check(self) -> None:
         if self._is_given_up:
             raise StorageError.at("saving", "the save was given up", "see the log")
+
+    def _count(self, num_bytes: int) -> None:
+        self._check()
         self._progress = time.monotonic()
         if self._progress - self._told > _ALIVE_S:
             self._told = self._progress
@@ -330,6 +332,7 @@ class BackgroundSave(PendingSave):
         if problems := [problem for message in messages for problem in message.get("problems", ())]:
             return {"problems": problems}
         check_same([message["parts"] for message in messages])
+        self._check()
         bundles = _in_order([BundleFact(*fact) for fact in message["facts"]] for message in messages)
         _publish(self._work, bundles)
         measured = [message["measured"] for message in messages]

@@ -141,6 +141,29 @@ def run_of(tmp_path, name):
     return found
 
 
+def test_what_is_saved_last_is_copied_before_the_end(make, tmp_path):
+    """Also if nothing was copied for longer than a write may take."""
+    run = make(write_timeout=0.3)
+    run.train()
+    time.sleep(0.5)
+    run.save().wait(60)
+    run.saver.close()
+    assert names(tmp_path / "run") == ["step-00000001"]
+
+
+def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypatch, caplog):
+    run, put = make(), targets.SharedFolder.put
+    monkeypatch.setattr(targets.SharedFolder, "put", lambda *_: 1 / 0)
+    for _ in range(2):
+        run.train()
+        run.save().wait(60)
+    shutil.rmtree(tmp_path / "node/partial/step-00000001")
+    monkeypatch.setattr(targets.SharedFolder, "put", put)
+    run.saver.close()
+    assert "step 1 was not copied: somebody has removed it" in caplog.text
+    assert names(tmp_path / "run") == ["step-00000002"]
+
+
 def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
     """Every copy is read back."""
     run = make()
