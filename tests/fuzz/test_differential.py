@@ -194,7 +194,7 @@ def tiled(draw: st.DrawFn) -> dict[str, Any]:
 @given(
     tiled() | st.dictionaries(st.text("ab", max_size=2), entries, max_size=2), st.integers(0, 80), st.integers(-2, 2)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_accepted_the_safetensors_library_accepts(tmp_path_factory, header, size, lie):
     folder = tmp_path_factory.getbasetemp()
     text = json.dumps(header).encode()

@@ -79,12 +79,16 @@ class Alone:
             data_collator=default_data_collator,
             callbacks=[self.truth, *callbacks],
         )
-        if attached is not None:
-            attach(self.trainer, **attached)
+        self.callback = attach(self.trainer, **attached) if attached is not None else None
 
     def train(self, resume_from: Path | None = None) -> Alone:
         self.trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         return self
+
+    def finish(self) -> None:
+        """Wait for the save in progress, as the end of the process would."""
+        assert self.callback and self.callback.saver
+        self.callback.saver.finish()
 
     @property
     def log(self) -> list[dict[str, Any]]:

@@ -229,6 +229,7 @@ def test_another_attempt_in_the_same_process(tmp_path):
     run = Alone(tmp_path / "run", {"policy": "full", "save_steps": 2}, callbacks=(Trips(),))
     with pytest.raises(RuntimeError, match="tripped"):
         run.train()
+    run.finish()
     assert run.saves == [2, 4]
     with pytest.raises(TailorError, match="up to step 4"):
         run.train()

@@ -60,7 +60,7 @@ def sliced(order: list[str], numels: dict[str, int], world: int, files: list[byt
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_choice_over_any_layouts_gives_the_bytes_of_the_oracle(tmp_path_factory, case):
     """Sources may even be cut over other numbers of ranks, in another order: states go by name."""
     numels, worlds, orders, choice, target_world = case
@@ -136,7 +136,7 @@ def test_a_checksum_of_what_comes_later_cannot_be_planned():
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_state_may_be_cut_over_several_sources(data):
     """And what is rounded from its master with it, but not its moments."""
     numel, world = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 4))

@@ -121,7 +121,7 @@ def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> lis
 
 
 @given(disks(), st.none() | st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) -> None:
     everything = disk.checkpoints
     reachable = find_reachable(everything, PARTS, keep)
@@ -136,7 +136,7 @@ def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) ->
 
 
 @given(disks(), st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_full_checkpoints_never_justify_a_removal(disk: Disk, keep: int) -> None:
     """Whatever rotation deletes afterwards, the newest steps that partial ones are good for can be composed."""
     reachable = find_reachable(disk.checkpoints, PARTS, keep)
@@ -144,7 +144,7 @@ def test_full_checkpoints_never_justify_a_removal(disk: Disk, keep: int) -> None
 
 
 @given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_thinning_keeps_every_step_that_it_promises(
     disk: Disk, keep_full: int, strategy: str | None, data: st.DataObject
 ) -> None:

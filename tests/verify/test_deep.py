@@ -118,7 +118,7 @@ def test_any_flipped_bit_of_a_state_is_seen(runs, name, tmp_path):
     shutil.copytree(source, checkpoint)
     states = [(state, held) for state, held in all_held(index) if held.numel and state.kind != "buffer"]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.data())
     def flips(data):
         state, held = data.draw(st.sampled_from(states))
