@@ -127,6 +127,12 @@ def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch)
     assert done.returncode == 0, done.stderr
     assert {part["step"] for part in json.loads(done.stdout)["parts"]} == {2, 3}
     assert (both / "model.safetensors").exists()
+    for _ in range(2):  # by default in the run's folder, where a resume looks for it; and only once
+        again = run_here("merge", "--run", run.run, "--also", tmp_path / "node", "--json")
+        assert again.returncode == 0, again.stderr
+        assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
+    assert json.loads(again.stdout)["is_there_already"]
+    assert [path.name for path in tmp_path.glob("*/checkpoint-*")] == ["checkpoint-3"]
     shutil.rmtree(tmp_path / "node")
     run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
 
