@@ -83,6 +83,12 @@ MARKS = [
     (PUBLISHED, "published: from now on the save exists", 0),
 ]
 
+LEGEND = {
+    "update": "the optimizer's step",
+    "wait": "training waits for the save",
+    "saver": "in the background",
+}
+
 
 def draw() -> str:
     out = []
@@ -107,11 +113,7 @@ def draw() -> str:
                 out.append(f'<text x="{center:g}" y="{y + 20}" class="in">{escape(bar.words)}</text>')
     y = TOP + len(LANES) * ROW + 4
     x = LEFT
-    for kind, words in [
-        ("update", "the optimizer's step"),
-        ("wait", "training waits for the save"),
-        ("saver", "in the background"),
-    ]:
+    for kind, words in LEGEND.items():
         out.append(f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" class="{kind}"/>')
         out.append(f'<text x="{x + 22}" y="{y + 12}" class="small">{words}</text>')
         x += 22 + int(len(words) * LETTER) + 24
