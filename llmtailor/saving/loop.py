@@ -109,6 +109,9 @@ def make_saver(
         scheduler = None if scheduler is engine.lr_scheduler else scheduler
     else:
         assert model is not None and optimizer is not None, "without an engine"
-        training = PlainTraining(unwrap(model), optimizer, scaler)
+        kind = PlainTraining
+        if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
+            from llmtailor.saving.sharded import ShardedTraining as kind
+        training = kind(unwrap(model), optimizer, scaler)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(output_dir, training, policy, scheduler=scheduler, carried=carried, options=options)

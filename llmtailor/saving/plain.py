@@ -80,20 +80,24 @@ class PlainTraining:
         return None
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
-        mine = share_out({name: self._live(name).numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
-        for name in params:
-            if name in mine:
-                yield Fragment(name, MASTER, 0, self._live(name).detach().reshape(-1))
-                for kind, value in self._state_of(name).items():
-                    if kind != "step":
-                        yield Fragment(name, kind, 0, value.reshape(-1))
+        for name, begin in self._mine(params):
+            yield Fragment(name, MASTER, begin, self._elements(self._live(name)))
+            for kind, value in self._state_of(name).items():
+                if kind != "step":
+                    yield Fragment(name, kind, begin, self._elements(value))
 
     def masters(self) -> Iterator[Fragment]:
         trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
-        mine = share_out({name: self._live(name).numel() for name in trained}, self.ranks.world_size)[self.ranks.rank]
-        yield from (
-            Fragment(name, MASTER, 0, self._live(name).detach().reshape(-1)) for name in trained if name in mine
-        )
+        yield from (Fragment(name, MASTER, at, self._elements(self._live(name))) for name, at in self._mine(trained))
+
+    def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield the params of which this rank saves elements, and the first of these."""
+        mine = share_out({name: self._live(name).numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
+        yield from ((name, 0) for name in params if name in mine)
+
+    def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements that this rank has of a state, in one dimension."""
+        return tensor.detach().reshape(-1)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return persistent_buffers(self.model) if self.ranks.is_first else {}

@@ -288,13 +288,16 @@ class StepBarrier:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         written = {storage_of(param) for param in params if isinstance(param, torch.Tensor) and param.numel()}
         is_ours = any(optimizer is one for one in self._optimizers)
-        if written & self._masters or is_ours:
-            # a storage that was not there at the save: the states may have moved, so nothing is known
-            snapshot.wait(written if written <= self._masters else None)
-        if snapshot.is_copied:
+        if not is_ours and not written & self._masters:
+            return
+        is_last = snapshot.is_copied  # asked before: a GPU's stream waits only for copies that have been started
+        # a storage that was not there at the save: the states may have moved, so nothing is known
+        snapshot.wait(written if written <= self._masters else None)
+        if is_last:
             self._snapshot = None
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's storage; of a DTensor, that of this rank's part."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage().data_ptr()

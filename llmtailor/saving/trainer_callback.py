@@ -74,7 +74,7 @@ def attach(
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments
             contradict partial checkpoints. All reasons are reported together.
-        UnsupportedCheckpoint: the training uses FSDP.
+        UnsupportedCheckpoint: the training uses FSDP version 1.
     """
     options = SavingOptions(
         max_staleness=max_staleness,
@@ -300,8 +300,9 @@ def _check(trainer: Trainer, save_steps: int | Literal["auto"] | None, overhead:
         problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
     if problems:
         raise UsageError(problems)
-    if trainer.is_fsdp_enabled:
-        raise UnsupportedCheckpoint.at(_WHERE, "FSDP's states can't be saved in parts", "use DeepSpeed ZeRO or DDP")
+    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
+        what = "the flat tensors of FSDP version 1 can't be saved in parts"
+        raise UnsupportedCheckpoint.at(_WHERE, what, "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP")
     if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
         logger.info("partial checkpoints replace the full ones of save_strategy=%s", args.save_strategy.value)
     if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):

@@ -314,6 +314,7 @@ def _as_saved(config: Any, model: Any) -> Any:
     if not hasattr(config, "save_pretrained") or not hasattr(model, "save_pretrained"):
         return config
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
+    kinds = [kind.__name__ for kind in type(model).__mro__]
+    config.architectures = [kinds[2] if kinds[1] == "FSDPModule" else kinds[0]]  # FSDP2 derives a class from both
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(model.dtype).removeprefix("torch."))
     return config

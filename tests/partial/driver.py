@@ -240,6 +240,16 @@ def prepare(job: Job, root: Path, rank: int) -> str | None:
     return str(resume) if resume else None
 
 
+def options_of(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """Return the options of `attach`. Each rank is a node of its own if there are staging folders."""
+    os.environ.pop("GROUP_RANK", None)
+    options = dict(job.options or {})
+    if "staging_dir" in options:
+        os.environ["GROUP_RANK"] = str(rank)
+        options["staging_dir"] = str(folder / options["staging_dir"] / str(rank))
+    return options
+
+
 def train(job: Job, root: Path) -> None:
     began = time.monotonic()
     folder = root / job.name
@@ -268,7 +278,7 @@ def train(job: Job, root: Path) -> None:
         StepBarrier._before_step = unguarded  # type: ignore[method-assign]
     try:
         if job.policy is not None:
-            attach(trainer, policy=job.policy, save_steps=job.every, **(job.options or {}))
+            attach(trainer, policy=job.policy, save_steps=job.every, **options_of(job, folder, rank))
         trainer.train(resume_from_checkpoint=resume)
     except TailorError as caught:
         if not job.fails:

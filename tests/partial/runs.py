@@ -75,6 +75,8 @@ DISTURBED = [
     Job("frozen-2", stage=2, frozen=FROZEN, disturb={"what": "frozen", "step": 6, "param": "*embed_tokens*"}),
     Job("frozen-3", frozen=FROZEN, disturb={"what": "frozen", "step": 6, "param": "*embed_tokens*"}),
 ]
+NODES = [Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN)]
+"""Two nodes, each with a disk of its own"""
 SLOW = [
     Job("slow-skip", policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "slow"}),
     Job(
@@ -148,7 +150,19 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
     else:
         alone = [without_saver(job) for job in LIVELY]
         resumed = stock_resumes([*CHECKED_2, *LIVELY])
-        jobs = [*CHECKED_2, *LIVELY, *alone, *resumed, *GOING_ON, UPDATE, *DISTURBED, *SLOW, *UNGUARDED, *REFUSED]
+        jobs = [
+            *CHECKED_2,
+            *LIVELY,
+            *alone,
+            *resumed,
+            *GOING_ON,
+            UPDATE,
+            *DISTURBED,
+            *NODES,
+            *SLOW,
+            *UNGUARDED,
+            *REFUSED,
+        ]
     return jobs if everything else [job for job in jobs if job.name not in LONG_JOBS]
 
 
@@ -157,7 +171,7 @@ SHORT = {
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3", "z2-rr-w3", "z3-full-on-3"),
     *("lively-0", "lively-0-alone", "lively-2", "lively-2-alone", "z3-again", "z3-full-again", "z2-update"),
     *("full-1", "frozen-2", "frozen-3", "locked", "anew", "sgd-2", "adafactor-3"),
-    *("slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
+    *("nodes", "slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
     *("z3@2", "z3-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-0@2", "lively-2@2", "z3-extras-w3@2"),
 }
 """What is trained without --all"""

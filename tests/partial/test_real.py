@@ -241,6 +241,34 @@ def test_a_slow_disk_tears_nothing(trained, name, tmp_path):
         assert set(check_composite(done, step, tmp_path / str(step)).values()) == {step}
 
 
+def test_each_node_saves_on_its_own_disk_first(trained, tmp_path):
+    done = trained["nodes"]
+    assert done.saves == [2, 4, 6]
+    for step in done.saves:
+        check_composite(done, step, tmp_path / str(step))
+    for rank in (0, 1):
+        [folder] = (done.folder / "nodes" / str(rank) / "partial").glob("step-*")
+        assert folder.name == "step-00000006"
+        tensors = sorted(path.name for path in folder.glob("*.safetensors"))
+        assert tensors == [f"frozen-0000{rank}-of-00002.safetensors", f"rank-0000{rank}-of-00002.safetensors"]
+        assert (folder / "manifest.json").read_bytes() == (done.partial(6) / "manifest.json").read_bytes()
+    lines = [json.loads(line) for line in (done.folder / "partial" / "saves.jsonl").read_text().splitlines()]
+    assert all(line["copied_s"] >= line["publish_s"] > 0 for line in lines)
+
+
+def test_the_disks_of_all_nodes_make_up_a_save(trained, tmp_path):
+    """The run's folder has lost a save; the nodes' folders, copied into one, still have it."""
+    done, run, nodes = trained["nodes"], tmp_path / "run", tmp_path / "nodes"
+    shutil.copytree(done.folder / "partial", run / "partial")
+    shutil.rmtree(run / "partial" / "step-00000006")
+    one = run_here("merge", "--run", run, "--also", done.folder / "nodes" / "0", "--dry-run", "--json")
+    assert json.loads(one.stdout)["global_step"] == 4
+    for rank in (0, 1):
+        shutil.copytree(done.folder / "nodes" / str(rank), nodes, dirs_exist_ok=True)
+    both = run_here("merge", "--run", run, "--also", nodes, tmp_path / "out", "--json")
+    assert json.loads(both.stdout)["global_step"] == 6
+
+
 @pytest.mark.parametrize("name", ["torn-z3", "torn-ddp", "torn-cpu-adam"])
 def test_without_the_barrier_saves_would_be_torn(trained, name, tmp_path):
     """So what is compared with the truth above, copied as slowly, was protected."""

@@ -316,3 +316,40 @@ def test_signals_and_hooks_are_given_back(loop):
     run.saver.close()
     assert signal.getsignal(signal.SIGTERM) is before
     assert os.getpid() and logging.getLogger("llmtailor.saving").handlers == []
+
+
+DYING = """
+import os, socket, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from saving.loop import Loop
+from llmtailor.engine import streams
+from llmtailor.saving import ending
+
+ending.GRACE_S = 1.0
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+rank = 1 if (child := os.fork()) == 0 else 0
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+dist.init_process_group("gloo")
+run = Loop(Path(sys.argv[2]), policy="full").start()
+run.train()
+run.save().wait(60)
+if rank == 1:
+    streams.write_all = lambda fd, data: os._exit(7)  # as when the kernel kills it
+run.train()
+save = run.save()
+if rank == 1:
+    save.wait(60)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), save.is_done)
+"""
+
+
+def test_a_save_of_which_a_rank_has_died_is_removed(tmp_path):
+    command = [sys.executable, "-c", DYING, str(TESTS), str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.stdout == "7 False\n", done.stderr
+    assert sorted(path.name for path in tmp_path.glob("run/partial/step-*")) == ["step-00000001"]
+    assert "the save at step 2 failed" in done.stderr and "another rank's share was not complete" in done.stderr

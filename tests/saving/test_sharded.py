@@ -1,0 +1,65 @@
+"""The saver under FSDP2: composites hold what the ranks held, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
+from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
+from partial.composing import compose  # noqa: E402
+from real.harness import TIMEOUT_S, environment  # noqa: E402
+
+TESTS = Path(__file__).parents[1]
+KINDS = ("fsdp", "hsdp", "partly")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    for kind in KINDS:
+        (folder / kind).mkdir()
+    command = [sys.executable, "-m", "saving.sharded", str(folder)]
+    env = {**environment(), "PYTHONPATH": f"{TESTS}:{environment().get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, env=env, cwd=TESTS, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
+    run = trained / kind / "run"
+    truth, _ = torch.load(trained / kind / "truth.pt")
+    for step in (2, 4, 6):
+        path = run / "partial" / f"step-{step:08}"
+        manifest = read_manifest(path, path.name)
+        step_of = Ledger.from_json(manifest.ledger, path.name).steps
+        # every rank but HSDP's second replica saves rows
+        sizes = [fact.num_bytes for fact in manifest.bundles]
+        assert len(sizes) == {"fsdp": 3, "hsdp": 4, "partly": 2}[kind]
+        part_of = {
+            name: part
+            for at in sorted(step_of.values())
+            for part, names in read_manifest(run / "partial" / f"step-{at:08}", "").params_of.items()
+            for name in names
+        }
+        out = tmp_path / f"out-{step}"
+        compose(run, step, out=out)
+        weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")
+        names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
+        assert sorted(names) == sorted(truth[step])
+        for number, name in enumerate(names):
+            wanted = truth[step_of[part_of[name]]][name]
+            found = {"master": weights[name], **optimizer["state"][number]}
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted if key != "step"), (step, name)
+        assert AutoModelForCausalLM.from_pretrained(out).config.architectures == ["LlamaForCausalLM"]
