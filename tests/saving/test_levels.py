@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -223,8 +224,10 @@ def test_another_runs_saves_are_not_touched(make, tmp_path):
     run.train()
     run.save().wait(60)
     run.saver.close()
+    other = Loop(tmp_path / "other", policy="full", staging_dir=tmp_path / "node")
     with pytest.raises(UsageError, match="it holds saves of another run, of steps 1"):
-        Loop(tmp_path / "other", policy="full", staging_dir=tmp_path / "node").start()
+        other.start()
+    other.saver.close()
     assert names(tmp_path / "node") == ["step-00000001"]
 
 
@@ -256,5 +259,7 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
 
 
 def test_a_mirror_that_cannot_be_used_is_refused(tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(UsageError, match="can't be used"):
         Loop(tmp_path / "run", mirror="nosuch://bucket/run")
+    assert signal.getsignal(signal.SIGTERM) is handler
