@@ -20,6 +20,8 @@ from scripts.make_docs import PAGES, error_tree
 from scripts.make_picture import PICTURE, draw
 from scripts.make_rooms import PICTURE as ROOMS
 from scripts.make_rooms import draw as draw_rooms
+from scripts.make_timeline import PICTURE as TIMELINE
+from scripts.make_timeline import draw as draw_timeline
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "make_docs.py"
@@ -115,6 +117,10 @@ def test_the_picture_is_what_the_policy_does():
 
 def test_the_picture_of_the_rooms_is_current():
     assert ROOMS.read_text(encoding="utf-8") == draw_rooms(), "run scripts/make_rooms.py"
+
+
+def test_the_timeline_is_current():
+    assert TIMELINE.read_text(encoding="utf-8") == draw_timeline(), "run scripts/make_timeline.py"
 
 
 def test_every_file_that_a_page_names_exists():

@@ -261,10 +261,15 @@ def _check_target(out: Path, sources: list[Path], options: Options) -> Entries |
 
 def _default_out(base: CheckpointIndex) -> Path:
     if base.is_partial and base.root.parent.name == PARTIAL_FOLDER:
-        out = base.root.parent.parent / f"checkpoint-{base.global_step}"
-        # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
-        return out.with_name(f"{out.name}-merged") if out.exists() else out
+        return output_in(base.root.parent.parent, base.global_step)
     return base.root.with_name(base.root.name + "-merged")
+
+
+def output_in(run: Path, step: int) -> Path:
+    """Return the folder for a composite in a run's folder, where a resume looks for it."""
+    out = run / f"checkpoint-{step}"
+    # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
+    return out.with_name(f"{out.name}-merged") if out.exists() else out
 
 
 def open_sources(

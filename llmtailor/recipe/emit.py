@@ -64,7 +64,11 @@ class _Document:
 
 
 def write_recipe(
-    assignment: Assignment, structure: ModelStructure, folder: Path | None = None, header: Sequence[str] = ()
+    assignment: Assignment,
+    structure: ModelStructure,
+    folder: Path | None = None,
+    header: Sequence[str] = (),
+    output: Path | None = None,
 ) -> str:
     """Return the YAML of the recipe that composes an assignment.
 
@@ -81,6 +85,7 @@ def write_recipe(
         comments += [f"{condense(same)} ({reason})" for reason, same in why.items()]
         names = [name for name, part in structure.part_of.items() if part in parts]
         document.sources.append((source.path, names, comments))
+    document.settings = {"output": output}
     return _lay_out(document, structure)
 
 

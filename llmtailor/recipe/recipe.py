@@ -125,11 +125,18 @@ class Recipe:
     """A Jinja template, or the name of one of mergekit's; None keeps the tokenizer's own."""
 
     @classmethod
-    def of(cls, assignment: Assignment, name: str, text: str = "", notices: tuple[Problem, ...] = ()) -> Recipe:
+    def of(
+        cls,
+        assignment: Assignment,
+        name: str,
+        text: str = "",
+        notices: tuple[Problem, ...] = (),
+        output: Path | None = None,
+    ) -> Recipe:
         """Return the recipe that composes an assignment. `text` is for people and is never parsed."""
         parts_of = assignment.parts_of()
         rules = tuple(Parts(source.path, parts) for source, parts in parts_of.items() if parts)
-        return cls(name, text, assignment.base.path, rules, None, None, notices)
+        return cls(name, text, assignment.base.path, rules, None, output, notices)
 
     def sources(self) -> tuple[Path, ...]:
         """Return every checkpoint that states come from, the base first, then in order of appearance."""

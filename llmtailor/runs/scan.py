@@ -13,6 +13,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
+from llmtailor.compose.plan import output_in
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
@@ -265,8 +266,11 @@ def recipe_for_run(
         step = at if at is not None else scan.usable[-1].step
         assignment = assign_flags(lines, step, found, scan.usable, scan.structure, how.total_layers, how.name)
     _log_choice(assignment)
-    text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment))
-    return Recipe.of(assignment, name, text, scan.skipped)
+    output, newest = None, assignment.base
+    if newest.path.parent in [one / FOLDER for one in also]:  # by default, it would be written there
+        output = output_in(run, newest.step)
+    text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
+    return Recipe.of(assignment, name, text, scan.skipped, output)
 
 
 def _log_choice(assignment: Assignment) -> None:

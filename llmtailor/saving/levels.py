@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +126,19 @@ class Copier:
     def add(self, item: Finished | Mapping[str, Any]) -> None:
         """Copy a save, or add a line to the log, after everything before it."""
         if self._thread.ident is not None:
-            if isinstance(item, Finished) and self._ranks.is_first and self.node.count > 1:
-                content = (self.first.at(item.step) / MANIFEST).read_text()
-                self._board.post(f"{item.save_id}/manifest", {"content": content})
             self._progress = time.monotonic()
+            if isinstance(item, Finished) and self.node.count > 1:
+                with suppress(OSError, StorageError):  # then the copying tries again
+                    self._share_manifest(item)
             self._queue.append(item)
+
+    def _share_manifest(self, save: Finished) -> None:
+        """Bring the manifest to each node's disk: without it, a later start would remove the files there."""
+        path, key = self.first.at(save.step) / MANIFEST, f"{save.save_id}/manifest"
+        if self._ranks.is_first:
+            self._board.post(key, {"content": path.read_text()})
+        elif not path.exists():
+            replace_durably(path, self._await(key)["content"].encode())
 
     def close(self, timeout: float) -> None:
         """Finish copying; give up after this number of seconds without progress, and say what is left."""
@@ -195,9 +204,7 @@ class Copier:
         else:
             if self._await(f"{save.save_id}/open")["is_gone"]:
                 return
-            if not (folder / MANIFEST).exists():
-                manifest = self._await(f"{save.save_id}/manifest")
-                replace_durably(folder / MANIFEST, manifest["content"].encode())
+            self._share_manifest(save)
         self._put(save.step)
         self._board.post(f"{save.save_id}/copied/{self.node.number}", {})
         if self._ranks.is_first:

@@ -121,13 +121,13 @@ class PartialSaver:
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
         board = Board(self.ranks)
-        self._background = open_background(training, self.options, self.ranks, board)
-        if self._background is not None:
-            ending.finish_at_end(self, self._finish_until)
         if self.options.staging_dir is not None or self.options.mirror is not None:
             self.record.copier = open_levels(
                 self.folder, self.first, self.options, self.ranks, board, self.record.append
             )
+        self._background = open_background(training, self.options, self.ranks, board)
+        if self._background is not None:
+            ending.finish_at_end(self, self._finish_until)
 
     def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
         """Start an attempt: call it once, before the first save. Return whether an earlier record of saves continues.

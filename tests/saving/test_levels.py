@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +19,7 @@ pytest.importorskip("transformers")
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import levels, targets  # noqa: E402
+from real.harness import environment  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 
 fsspec = pytest.importorskip("fsspec")
@@ -127,8 +133,59 @@ def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch)
     assert done.returncode == 0, done.stderr
     assert {part["step"] for part in json.loads(done.stdout)["parts"]} == {2, 3}
     assert (both / "model.safetensors").exists()
+    for _ in range(2):  # by default in the run's folder, where a resume looks for it; and only once
+        again = run_here("merge", "--run", run.run, "--also", tmp_path / "node", "--json")
+        assert again.returncode == 0, again.stderr
+        assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
+    assert json.loads(again.stdout)["is_there_already"]
+    assert [path.name for path in tmp_path.glob("*/checkpoint-*")] == ["checkpoint-3"]
     shutil.rmtree(tmp_path / "node")
     run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
+
+
+NODE = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from llmtailor.saving import targets
+from saving.loop import Loop
+
+dist.init_process_group("gloo")
+run, put = Path(sys.argv[2]), targets.SharedFolder.put
+staging = run.with_name("node-" + os.environ["GROUP_RANK"])
+targets.SharedFolder.put = lambda *_: 1 / 0
+loop = Loop(run, policy="full", staging_dir=staging, write_timeout=1).start()
+for _ in range(3):
+    loop.train()
+    loop.save().wait(60)
+loop.saver.close()
+dist.barrier()
+assert not [*run.glob("partial/*/manifest.json")]
+assert len([*staging.glob("partial/*/manifest.json")]) == 3
+targets.SharedFolder.put = put
+again = Loop(run, policy="full", staging_dir=staging).start(3)
+assert again.saver.ledger.step == 3
+again.saver.close()
+dist.destroy_process_group()
+"""
+
+
+def test_what_several_nodes_hold_is_copied_when_they_start_again(tmp_path):
+    """Each node holds the files of its ranks; two ranks take themselves for nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", NODE, str(Path(__file__).parents[1]), str(tmp_path / "run")]
+    nodes = [
+        subprocess.Popen(command, env=environment() | shared | {"RANK": str(number), "GROUP_RANK": str(number)})
+        for number in range(2)
+    ]
+    assert [node.wait(120) for node in nodes] == [0, 0]
+    assert names(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
+    assert not names(tmp_path / "node-0")
+    assert not names(tmp_path / "node-1")
 
 
 def run_of(tmp_path, name):
@@ -190,8 +247,10 @@ def test_another_runs_saves_are_not_touched(make, tmp_path):
     run.train()
     run.save().wait(60)
     run.saver.close()
+    other = Loop(tmp_path / "other", policy="full", staging_dir=tmp_path / "node")
     with pytest.raises(UsageError, match="it holds saves of another run, of steps 1"):
-        Loop(tmp_path / "other", policy="full", staging_dir=tmp_path / "node").start()
+        other.start()
+    other.saver.close()
     assert names(tmp_path / "node") == ["step-00000001"]
 
 
@@ -223,5 +282,7 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
 
 
 def test_a_mirror_that_cannot_be_used_is_refused(tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(UsageError, match="can't be used"):
         Loop(tmp_path / "run", mirror="nosuch://bucket/run")
+    assert signal.getsignal(signal.SIGTERM) is handler
