@@ -147,7 +147,7 @@ class _Target:
             kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
             state = State(param.name, kind)
             held = base.held.get(state)
-            dtype = "F32" if kind != BUFFER and base.has_masters else held.dtype if held else "F32"
+            dtype = "F32" if kind != BUFFER and base.has_masters else held.live_dtype if held else "F32"
             yield name, dtype, param.shape, state, kind != BUFFER
 
     def add_model(self, folder: FolderBuilder) -> None:
@@ -189,7 +189,7 @@ class _Target:
         return [*files, *lay_out_master_weights(self.base)]
 
     def _moment(self, state: State, held: TensorEntry) -> Any:
-        dtype = "F32" if self.base.has_masters else held.dtype
+        dtype = "F32" if self.base.has_masters else held.live_dtype
         return make_tensor(dtype, held.shape, _slots(state, dtype)(0, held.numel) if held.numel else ())
 
     def _steps(self) -> dict[str, float]:
@@ -224,7 +224,7 @@ class _Target:
             for param in group.params:
                 shape = base.params[param].shape
                 for kind, held in kinds[param].items():
-                    dtype = "F32" if base.has_masters else held.dtype
+                    dtype = "F32" if base.has_masters else held.live_dtype
                     content = _slots(State(param, kind), dtype)
                     folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
                 folder.add_tensor(self._path(STATE, param, "step"), "F32", (), _step(steps[param], param), is_cut=False)
