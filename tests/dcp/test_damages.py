@@ -36,6 +36,10 @@ def without(*endings: str) -> Damage:
     return damage
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def flip(root: Path, other: Path) -> None:
     chunk = read_metadata(root, ".metadata", "x")["model.lm_head.weight"].chunks[1]
     data = bytearray((root / chunk.blob.path).read_bytes())
@@ -121,6 +125,15 @@ CASES: list[tuple[str, str, Damage, str, Code, str, str]] = [
     ("a rank's weights are lost", "hf", lambda root, _: next(root.glob("shard-00001-*")).unlink(), "error",
      Code.FILE_MISSING, "the weights of 1 ranks are missing",
      "fails (read)"),
+    ("a truncated rank's weights", "hf", lambda root, _: cut(next(root.glob("shard-00001-*"))), "error",
+     Code.FILE_DAMAGED, "truncated", "fails (read)"),
+    ("a truncated pytorch_model_fsdp.bin", "full", lambda root, _: cut(root / "pytorch_model_fsdp.bin"), "error",
+     Code.FILE_DAMAGED, "truncated", "fails (read)"),
+    ("a truncated optimizer.bin", "full", lambda root, _: cut(root / "optimizer.bin"), "error", Code.FILE_DAMAGED,
+     "truncated", "fails (read)"),
+    ("a path to outside", "loop", lambda root, _: (root / ".metadata").write_bytes(
+        (root / ".metadata").read_bytes().replace(b"__1_0.distcp", b"/etc/passwd_")), "error", Code.FIELD_RANGE,
+     "not a data file", "fails"),
 ]  # fmt: skip
 BARE = [case for case in CASES if case[1] in ("loop", "columns")]
 

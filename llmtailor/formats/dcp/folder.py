@@ -33,6 +33,8 @@ from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.local import open_source
 
 _SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+MODEL_FILE = "pytorch_model_fsdp.bin"
+"""All weights, with FULL_STATE_DICT"""
 SHARDING = "DCP_SHARDING_INFO"
 _STALE = "copy the whole folder again; .metadata and the data files come from different saves"
 _KEEP_ONE = "move the files of the other save away"
@@ -229,6 +231,11 @@ def _placement(
         starts = tuple(extent.start for extent in extents)
         return Bundled(tuple(one.path for one in extents), starts, tuple(at * row for at in cuts[0]), itemsize)
     return Boxes(shape, cuts, tuple(extents), itemsize)
+
+
+def is_of_fsdp(path: str) -> bool:
+    """Return whether a file in the root has weights that only an FSDP run saves, and resumes from."""
+    return bool(_SHARD.fullmatch(path)) or path == MODEL_FILE
 
 
 def list_shards(root: Path) -> list[str]:

@@ -46,10 +46,10 @@ from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.checks import compare_steps, find_rounded
-from llmtailor.formats.dcp.folder import Folder, Stored, list_shards, read_folder, read_shards
+from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards, read_folder, read_shards
 from llmtailor.formats.dcp.keys import BUFFERS, Optimizer, sort_keys, split_model
 from llmtailor.formats.dcp.roles import with_buffers
-from llmtailor.formats.dcp.whole import MODEL_FILE, OPTIMIZER_FILE, read_model_file, read_optimizer_file
+from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.plain.read import listed_buffers

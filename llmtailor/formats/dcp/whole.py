@@ -24,10 +24,10 @@ from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_tensor
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import COPY_FILE, PathIn, SourceError
-from llmtailor.formats.dcp.folder import Folder, Stored
+from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored
 from llmtailor.model.states import ITEMSIZE
 
-MODEL_FILE, OPTIMIZER_FILE = "pytorch_model_fsdp.bin", "optimizer.bin"
+OPTIMIZER_FILE = "optimizer.bin"
 
 
 def read_model_file(root: Path, name: str) -> Folder:

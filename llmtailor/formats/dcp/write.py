@@ -27,10 +27,10 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
-from llmtailor.formats.dcp.folder import SHARDING
+from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
-from llmtailor.formats.dcp.whole import MODEL_FILE, OPTIMIZER_FILE
+from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.made import LR_SCHEDULER, made_trainer_files, of_dcp, rates, scheduler_tree
 from llmtailor.formats.plain.optimizer import without_names

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
@@ -118,6 +118,9 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
     made, about = made_trainer_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
+    if base.family in (FSDP, DCP) and wanted.dtype is None:
+        what = f"the run that resumes has to train in {precision}, the dtype of the params"
+        notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
     return lay_out_trainer_files(base, wanted, [*shards, *weights, *made], dtype, leave_out), notices
 
 
