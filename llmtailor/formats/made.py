@@ -7,14 +7,14 @@ A folder of torch.distributed.checkpoint comes from any loop. If it holds the st
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import Problem
+from llmtailor.errors import Problem, some
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.scheduler import read_scheduler, regroup_scheduler
 from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
@@ -28,14 +28,17 @@ def of_dcp(base: CheckpointIndex) -> frozenset[str]:
     return frozenset(path for path in base.files if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path))
 
 
+def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
+    return base.train.dcp.others if base.train.dcp else {}
+
+
 def saved_scheduler(base: CheckpointIndex) -> Any:
     """Return the scheduler's state that a base holds, for its own param groups; None if it holds none."""
     if SCHEDULER in base.train.trees:
         return base.train.trees[SCHEDULER]
-    others = base.train.dcp.others.values() if base.train.dcp else ()
     found = {
         str(entry.path[1]): entry.content
-        for entry in others
+        for entry in _others(base).values()
         if entry.path[0] == LR_SCHEDULER and len(entry.path) == 2 and not entry.is_tensor
     }
     return found or None
@@ -83,6 +86,9 @@ def made_trainer_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[File
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
         notices.append(Problem(base.name, what, fix))
     what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
+    if lost := sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"}):
+        text = f"its values under {some(lost)} have no counterpart, and are left out"
+        notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
     fix = (
         "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes them "
         "from there, not from its arguments, and they are 500 here"

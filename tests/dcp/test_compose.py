@@ -109,6 +109,24 @@ def test_torchtitans_other_values_are_carried(trained, tmp_path):
     assert states["lr_scheduler"]["last_epoch"] == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "to", "told"),
+    [
+        ("titan", "fsdp", ["its values under train_state", "no trainer_state.json"]),
+        ("titan", "deepspeed", ["train in F32", "its values under train_state"]),
+        ("loop", "trainer", ["scheduler.pt is made for step 2", "no trainer_state.json"]),
+        ("trainer", "dcp", ["trainer_state.json, config and the like have no place"]),
+        ("llama", "fsdp", ["loss scale, counters and ds_config are left out"]),
+    ],
+)
+def test_what_has_no_counterpart_is_said(trained, runs, tmp_path, name, to, told):
+    source = runs[name].checkpoint(2) if name == "llama" else trained.checkpoint(name)
+    recipe = Recipe("x", "", source, (), None, None)
+    notices = llmtailor.plan_merge(recipe, tmp_path / "out", llmtailor.Options(to=to)).report.notices
+    assert all(any(each in notice.what for notice in notices) for each in told), notices
+    assert all(notice.fix for notice in notices)
+
+
 def test_groups_can_not_be_rebuilt_where_there_are_none(trained, tmp_path):
     with pytest.raises(MismatchError, match="not param groups"):
         recipe = Recipe("x", "", trained.checkpoint("titan"), (), None, None)

@@ -273,6 +273,9 @@ class _Target:
 
     def notices(self) -> list[Problem]:
         found = []
+        if self.base.has_masters:
+            what = "its weights are written as the fp32 master weights; loss scale, counters and ds_config are left out"
+            found.append(Problem(self.base.name, what, "resume with a model in fp32, and mixed precision as before"))
         added = sorted(set(_DEFAULTS) - {key for group in self.wanted.layout.groups for key in group.hyper})
         if added and not self.base.train.dcp:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
