@@ -38,16 +38,17 @@ def test_the_newest_checkpoint_is_found(run, name, newest):
     assert Path(run_here("latest", folder).stdout.strip()).resolve() == folder / newest
 
 
-def test_a_run_is_composed(run, trained):
-    folder = run("trainer")
+@pytest.mark.parametrize("name", ["trainer", "titan"])
+def test_a_run_is_composed(run, trained, name):
+    folder = run(name)
     done = run_here("merge", "--run", str(folder), "--strategy", "parity", str(folder / "out"), "--json")
     assert done.returncode == 0, done.stderr
     steps = {row["part"]: row["step"] for row in json.loads(done.stdout)["parts"]}
     assert steps == {part: 2 if part == "layer 1" else 4 for part in steps}
     index = index_checkpoint(folder / "out")
-    for step, name in ((2, "model.layers.1.mlp.up_proj.weight"), (4, "model.layers.2.mlp.up_proj.weight")):
-        live = trained["trainer"].held[step]["states"][name]["exp_avg"]
-        assert torch.equal(read(index.root, index.held[State(name, "exp_avg")]), live)
+    for step, param in ((2, "model.layers.1.mlp.up_proj.weight"), (4, "model.layers.2.mlp.up_proj.weight")):
+        live = trained[name].held[step]["states"][param]["exp_avg"]
+        assert torch.equal(read(index.root, index.held[State(param, "exp_avg")]), live)
 
 
 def test_what_a_lost_file_held_comes_from_an_older_step(run, trained):
