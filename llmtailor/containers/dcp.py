@@ -25,6 +25,7 @@ from typing import Any
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count
+from llmtailor.containers.pickle_machine import MAX_OPCODES
 from llmtailor.containers.pickle_nodes import Call, Global, as_shape
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.torch_zip import list_blob_records
@@ -36,9 +37,10 @@ from llmtailor.storage.local import read_source
 METADATA = ".metadata"
 DATA_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
 """The groups are the rank and a counter"""
-MAX_METADATA_BYTES = 512 << 20
-"""A chunk takes about 250 bytes, so this is enough for two million chunks: 1,300 params on 500 ranks."""
-_MAX_OPCODES = 64_000_000
+MAX_METADATA_BYTES = 256 << 20
+"""A chunk takes about 250 bytes, so this is enough for a million chunks: 700 params on 500 ranks."""
+_BYTES_PER_OPCODE = 2
+"""torch writes 2.4 to 5. A file with fewer is not one of torch's, and may need far more memory than its size suggests."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -118,7 +120,8 @@ def read_metadata(root: Path, path: str, where: str) -> dict[str, Entry]:
     DCP's own classes, and UnsupportedCheckpoint for blobs that were transformed (compressed, encrypted).
     """
     data = read_source(root / path, where, MAX_METADATA_BYTES)
-    tree = read_pickle(data, where, allowed=ALLOWED, object_keys=True, max_opcodes=_MAX_OPCODES)
+    most = max(MAX_OPCODES, len(data) // _BYTES_PER_OPCODE)
+    tree = read_pickle(data, where, allowed=ALLOWED, object_keys=True, max_opcodes=most)
     try:
         content = _fields(tree, "Metadata")
         blobs = _read_storage(content.get("storage_data"), where)
