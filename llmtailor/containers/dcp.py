@@ -40,7 +40,7 @@ DATA_FILE = re.compile(r"__([0-9]{1,7})_([0-9]{1,7})\.distcp")
 MAX_METADATA_BYTES = 256 << 20
 """A chunk takes about 250 bytes, so this is enough for a million chunks: 700 params on 500 ranks."""
 _BYTES_PER_OPCODE = 2
-"""torch writes 2.4 to 5. A file with fewer is not one of torch's, and may need far more memory than its size suggests."""
+"""torch writes 2.4 to 5. A file with fewer is not torch's, and may need far more memory than its size suggests."""
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
