@@ -30,7 +30,15 @@ def values(index):
 
 
 @pytest.mark.parametrize("to", ["dcp", "fsdp"])
-@pytest.mark.parametrize("form", ["partial", "partial2", "partial0", "zero3", "zero2", "plain"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "partial",
+        "partial2",
+        "partial0",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("zero3", "zero2", "plain")),
+    ],
+)
 def test_every_state_is_there(sound, tmp_path, form, to):
     llmtailor.merge(
         Recipe("x", "", sound[form], (), None, None), tmp_path / "out", llmtailor.Options(to=to, world_size=3)

@@ -83,12 +83,12 @@ SHORT = [
     Pair("loop-tied", "fsdp"),
     Pair("full", "fsdp"),
     Pair("trainer", "trainer"),
-    Pair("ddp", "fsdp"),
-    Pair("llama", "fsdp"),
     Pair("llama", "dcp"),
     Pair("trainer", "zero3", 2, "BF16"),
 ]
 LONG = [
+    Pair("ddp", "fsdp"),
+    Pair("llama", "fsdp"),
     Pair("fsdp1", "fsdp"),  # on 3 ranks, accelerate 1.15 can't load an FSDP1 optimizer of 2 either
     Pair("fsdp1", "dcp"),
     *(Pair("full", to, 3, "BF16" if to == "zero2" else None) for to in ("fsdp", "dcp", "trainer", "zero2")),
