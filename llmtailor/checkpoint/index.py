@@ -16,6 +16,44 @@ from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import FileFact
 
+DEEPSPEED, TRAINER, FSDP, DCP = "deepspeed", "trainer", "fsdp", "dcp"
+"""Families of formats: a ZeRO run of the Trainer, its run without DeepSpeed and FSDP, its FSDP run, and any loop that
+saves with torch.distributed.checkpoint"""
+FAMILIES = (DEEPSPEED, TRAINER, FSDP, DCP)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpEntry:
+    """A value in a folder of torch.distributed.checkpoint that belongs neither to the model nor to the optimizer."""
+
+    path: tuple[str | int, ...]
+    """The keys and positions that lead to it in nested dicts and lists"""
+    content: Any
+    """The decoded object; for a tensor, ``(dtype, shape, boxes)``, each box with its offsets, sizes and extent"""
+    is_tensor: bool = False
+
+
+FOLDERS, SHARDS, WHOLE = "folders", "shards", "whole"
+"""Forms of FSDP checkpoints: model and optimizer in a DCP folder each; the weights in safetensors files of each rank
+instead; both in one torch file each"""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpStyle:
+    """How a folder of torch.distributed.checkpoint names and arranges its values."""
+
+    model: str
+    """First word of the model's keys, e.g. ``model``; empty if they begin with the param's name"""
+    optimizer: str
+    """First word of the optimizer's keys, e.g. ``optim``; may be empty"""
+    is_flat: bool = False
+    """Whether options of param groups are stored per param (``flatten_optimizer_state_dict``), so that no groups are
+    known"""
+    form: str = FOLDERS
+    """Of an FSDP checkpoint of the Trainer: ``FOLDERS``, ``SHARDS`` or ``WHOLE``"""
+    others: Mapping[str, DcpEntry] = field(default_factory=dict)
+    """Everything else, by key: schedulers, counters, data loaders"""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
@@ -32,6 +70,8 @@ class TrainState:
     """DeepSpeed: each rank's ``optim_states`` without the states; None for a file that can't be used"""
     model: tuple[Mapping[str, Any] | None, ...] = ()
     """DeepSpeed: the ``model_states``, of each rank or of all, without params and buffers"""
+    dcp: DcpStyle | None = None
+    """FSDP and others that save with torch.distributed.checkpoint"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +115,7 @@ class CheckpointIndex:
     format: str
     """e.g. ``deepspeed-zero3``"""
     stage: int
+    """ZeRO stage; 0 without DeepSpeed"""
     world_size: int
     global_step: int
     skipped_steps: int
@@ -112,6 +153,21 @@ class CheckpointIndex:
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
     """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
     train: TrainState = field(default_factory=TrainState)
+
+    @property
+    def family(self) -> str:
+        """The family of its format"""
+        return DEEPSPEED if self.stage else self.format if self.format in (FSDP, DCP) else TRAINER
+
+    @property
+    def has_weight_files(self) -> bool:
+        """Whether its weights, if it has any, are in files of the whole model."""
+        return not self.is_partial and self.family in (DEEPSPEED, TRAINER)
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """Whether the optimizer's states and the weights that it updates are not cut over the ranks."""
+        return self.family == TRAINER
 
     @property
     def layout(self) -> OptimizerLayout:

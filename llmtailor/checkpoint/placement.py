@@ -7,6 +7,7 @@ ranks. Sets of elements are ascending runs that do not touch.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,46 @@ class Bundled:
             stop = start + (until - begin) * self.itemsize
             yield Fragment(begin, until, Extent(self.paths[at], start, stop))
             begin, at = until, at + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """torch.distributed.checkpoint: the tensor is cut into a grid of boxes, each stored row by row.
+
+    ::
+
+        shape (4, 6), cuts ((0, 2, 4), (0, 4, 6))       0  1  2  3 |  4  5
+                                                        6  7  8  9 | 10 11
+                                                       ------------+------
+                                                       12 13 14 15 | 16 17
+                                                       18 19 20 21 | 22 23
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    """For each dimension, where its boxes begin, ascending from 0, and the size at the end"""
+    extents: tuple[Extent, ...]
+    """The boxes, the last dimension counting fastest"""
+    itemsize: int
+
+    def cover(self, begin: int, end: int) -> Iterator[Fragment]:
+        last = max((at for at, cuts in enumerate(self.cuts) if len(cuts) > 2), default=0)
+        while begin < end:
+            box = inside = run = 0
+            rest, stride = begin, math.prod(self.shape)
+            for dimension, (size, cuts) in enumerate(zip(self.shape, self.cuts, strict=True)):
+                stride //= size
+                at, rest = divmod(rest, stride)
+                number = bisect_right(cuts, at) - 1
+                low, high = cuts[number], cuts[number + 1]
+                box, inside = box * (len(cuts) - 1) + number, inside * (high - low) + at - low
+                if dimension == last:  # boxes have all of each dimension after it
+                    run = (high - at) * stride - rest
+            until = min(end, begin + run)
+            extent = self.extents[box]
+            start = extent.start + inside * self.itemsize
+            yield Fragment(begin, until, Extent(extent.path, start, start + (until - begin) * self.itemsize))
+            begin = until
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,14 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
 )
 @click.argument("checkpoint", type=PATH)
 @click.argument("out", type=PATH, required=False)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Dtype of the weights, with --to deepspeed that of the run. Master weights and moments keep theirs.",
+)
 @target_options
-def convert(checkpoint: Path, out: Path | None, **options: Any) -> None:
-    """Convert CHECKPOINT to another number of GPUs, ZeRO stage or set of param groups, and write it to OUT.
+def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: Any) -> None:
+    """Convert CHECKPOINT to another format, number of GPUs, ZeRO stage or set of param groups, and write it to OUT.
 
     This is a merge with one source: every state is copied unchanged, in one pass, with flat memory. OUT defaults to
     CHECKPOINT-converted beside CHECKPOINT.
@@ -80,12 +85,14 @@ def convert(checkpoint: Path, out: Path | None, **options: Any) -> None:
       llmtailor convert runs/x/checkpoint-400 runs/x-on-4/checkpoint-400 --num-gpu 4
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --stage 2 --num-gpu 16
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --groups layer
+      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
     from llmtailor.recipe.recipe import Recipe
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
-    _run_merge(Recipe(f"convert {checkpoint}", "", base, (), None, None), out, **options)
+    told = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
+    _run_merge(Recipe(f"convert {checkpoint}", "", base, (), told, None), out, **options)
 
 
 def _run_merge(

@@ -82,6 +82,12 @@ _TARGET = [
         help="Number of ranks (GPUs) of the output; any number. Default: that of the base.",
     ),
     click.option(
+        "--to",
+        type=click.Choice(["deepspeed", "trainer", "fsdp", "dcp"]),
+        help="Format of the output. deepspeed, fsdp, trainer (with neither): of the Trainer. dcp: one folder of "
+        "torch.distributed.checkpoint, for a loop. Default: that of the base, or what --stage says.",
+    ),
+    click.option(
         "--stage",
         type=click.Choice([*STAGES]),
         default="keep",

@@ -8,7 +8,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Slot, Sources
 from llmtailor.compose.adam_step import StepChoice
 from llmtailor.errors import MismatchError, Problem, some
-from llmtailor.model.states import BUFFER, WEIGHT
+from llmtailor.model.states import BUFFER, FROZEN, WEIGHT
 
 _PARTIAL = (
     "it is a partial checkpoint: name a source for these parts, or let llmtailor merge --run RUN_DIR choose them all"
@@ -35,7 +35,8 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     def differ(what: str, fix: str = _OTHER_MODEL) -> None:
         found.append(Problem(index.name, what, fix))
 
-    if index.precision != base.precision:
+    # without separate masters, the precision is that of the masters, which is compared below
+    if index.has_masters == base.has_masters and index.precision != base.precision:
         differ(f"it was trained in {index.precision}, the base in {base.precision}")
     if lacking := [name for name in base.params if name not in index.params]:
         differ(f"it lacks {some(lacking)} of the base {base.name}")
@@ -57,8 +58,10 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         )
     if found:
         return found
+    # weights can be made from masters; with masters, frozen params are in the run's precision, without in the masters'
+    left_out = (WEIGHT,) if index.has_masters == base.has_masters else (WEIGHT, FROZEN)
     mine, theirs = (
-        {state: held for state, held in each.held.items() if state.kind != WEIGHT} for each in (index, base)
+        {state: held for state, held in each.held.items() if state.kind not in left_out} for each in (index, base)
     )
     kinds, wanted = ({state.kind for state in each} for each in (mine, theirs))
     dtypes = [

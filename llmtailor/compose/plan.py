@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
@@ -19,12 +19,14 @@ from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales,
 from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import MismatchError, PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.known_files import check_replaceable
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
 from llmtailor.formats.registry import display_name, find_model_order, find_structure, index_checkpoint, writer_of
+from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
@@ -77,7 +79,7 @@ class Options:
     groups: str = "keep"
     """Param groups of the output: ``keep``, ``layer`` or ``default``"""
     stage: int | None = None
-    """ZeRO stage of the output, 0 for a Trainer's checkpoint without DeepSpeed; None keeps the base's."""
+    """ZeRO stage of the output, 0 for a checkpoint without DeepSpeed; None keeps the base's."""
     replace: bool = False
     """Whether to replace an existing checkpoint, once the new one is complete."""
     reuse: bool = False
@@ -93,6 +95,9 @@ class Options:
     """Whether to discard an unfinished merge in the output and start over."""
     checksum: bool = False
     """Whether to compute a digest of every output file and every source file read."""
+    to: str | None = None
+    """Format of the output: ``deepspeed``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as far as `stage`
+    allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,8 @@ class Composition:
     steps: tuple[StepChoice, ...]
     plan: Plan
     report: Report
+    family: str
+    """The output's family of formats"""
     replaces: Entries | None = None
     """The existing content of the output folder, all replaceable; None if the output must not exist"""
 
@@ -116,7 +123,11 @@ class Composition:
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
         base, told = self.indexes[self.base], self.options
-        changed = (told.world_size or base.world_size, self.target.stage) != (base.world_size, base.stage)
+        changed = (told.world_size or base.world_size, self.target.stage, self.family) != (
+            base.world_size,
+            base.stage,
+            base.family,
+        )
         one_source = all(row.source == base.name for row in self.report.parts)
         return one_source and not base.is_partial and not changed and told.groups == "keep" and not self.recipe.dtype
 
@@ -147,7 +158,8 @@ def plan_merge(
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
-    _attempt(problems, lambda: _check_base(reference))
+    family, stage = _choose_format(reference, options)
+    _attempt(problems, lambda: _check_base(reference, family))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
         problems,
@@ -156,8 +168,8 @@ def plan_merge(
     layout_of_tokenizer = _attempt(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
-    stage = reference.stage if options.stage is None else options.stage
-    _attempt(problems, lambda: writer_of(stage).check(recipe.dtype, options.allow_split))
+    writer = writer_of(family)
+    _attempt(problems, lambda: writer.check(recipe.dtype, options.allow_split))
     regrouping: Regrouping | None = None
     if options.groups != "keep":
         regrouping = _attempt(
@@ -177,14 +189,15 @@ def plan_merge(
         {name: param.numel for name, param in reference.params.items()},
         reference.settings,
         reference.precision,
-        world_size=options.world_size,
-        stage=options.stage,
+        # without random states, nothing in the plain Trainer's format is of a rank
+        world_size=1 if family == TRAINER and not _has_rng(reference) else options.world_size,
+        stage=stage,
         groups=regrouping.groups if regrouping else None,
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, is_alone=len(indexes) == 1)
-    layouts, about_weights = writer_of(stage).lay_out(reference, wanted)
+    layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
     check_held(layouts, indexes, sources)
@@ -215,7 +228,7 @@ def plan_merge(
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, replaces)
+    return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, family, replaces)
 
 
 def plan_composite(
@@ -285,6 +298,7 @@ def open_sources(
         indexes = tuple(index for index in found if index is not None)
     else:
         indexes = opened.sources(recipe.sources())
+    indexes = agree_on_buffers(indexes)
     numbers = [number for number, index in enumerate(indexes) if recipe.base in (None, index.root)]
     base = max(numbers, key=lambda number: indexes[number].global_step, default=None)
     if base is None:
@@ -302,14 +316,33 @@ def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
         return None
 
 
-def _check_base(base: CheckpointIndex) -> None:
+def _choose_format(base: CheckpointIndex, options: Options) -> tuple[str, int]:
+    """Return the family and the ZeRO stage of the output. Raises MismatchError if the options contradict each other."""
+    if options.to is None and options.stage is None:
+        return base.family, base.stage
+    family = options.to or (DEEPSPEED if options.stage else TRAINER)
+    if family == DEEPSPEED:
+        stage = options.stage if options.stage is not None else base.stage or 3
+    else:
+        stage = options.stage or 0
+    if (family == DEEPSPEED) != bool(stage):
+        what = f"{family} {'needs a ZeRO stage' if family == DEEPSPEED else 'has no ZeRO stages'}"
+        raise MismatchError.at("--stage", what, "leave out --stage or --to")
+    return family, stage
+
+
+def _has_rng(base: CheckpointIndex) -> bool:
+    return any(is_rng_file(path) for path in (*base.files, *base.inside))
+
+
+def _check_base(base: CheckpointIndex, family: str) -> None:
     if base.variant == "elastic":
         raise UnsupportedCheckpoint.at(
             base.name,
             "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
-    if TRAINER_STATE not in base.files:
+    if TRAINER_STATE not in base.files and DCP not in (family, base.family):
         raise SourceError.at(
             PathIn(base.name, TRAINER_STATE),
             "the file is missing, and the Trainer can't resume without it",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Plan, Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.errors import Problem
@@ -141,13 +141,21 @@ def to_json(report: Report) -> dict[str, Any]:
     return {"schema": SCHEMA_PLAN} | {"optimizer_steps" if key == "steps" else key: content[key] for key in content}
 
 
-def card(report: Report, tool_version: str, stage: int) -> str:
-    """Return the README of a composite: a model card with the table of its parts.
+_OF_TRAINER = 'trainer.train(resume_from_checkpoint="this folder")'
+_RESUMES = {
+    DEEPSPEED: ("Hugging Face Trainer and DeepSpeed", _OF_TRAINER),
+    TRAINER: ("Hugging Face Trainer, without DeepSpeed", _OF_TRAINER),
+    FSDP: ("Hugging Face Trainer and FSDP", _OF_TRAINER),
+    DCP: ("torch.distributed.checkpoint", 'torch.distributed.checkpoint.load(state_dict, checkpoint_id="this folder")'),
+}
+"""Family of formats -> what resumes it, and how"""
 
-    ``stage`` is the ZeRO stage, 0 for a checkpoint without DeepSpeed.
-    """
-    holds = "weights, fp32 master weights and optimizer moments" if stage else "weights and optimizer moments"
-    trainer = "Trainer and DeepSpeed" if stage else "Trainer, without DeepSpeed"
+
+def card(report: Report, tool_version: str, family: str) -> str:
+    """Return the README of a composite: a model card with the table of its parts."""
+    has_masters = family == DEEPSPEED
+    holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
+    trainer, call = _RESUMES[family]
     ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
     rows = "\n".join(
         f"| {row.part} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
@@ -163,9 +171,9 @@ tags:
 # Composite training checkpoint at step {report.global_step}
 
 Composed by llmtailor {tool_version} from {sources} of one training run. It holds {holds},
-and resumes on {ranks} with an unpatched Hugging Face {trainer}:
+and resumes on {ranks} with an unpatched {trainer}:
 
-    trainer.train(resume_from_checkpoint="this folder")
+    {call}
 
 | part | source | saved at step | steps behind the base | bytes |
 |---|---|---:|---:|---:|

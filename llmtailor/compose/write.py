@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
+from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.torch_zip import list_records
+from llmtailor.containers.zip import Record
 from llmtailor.engine.copy import Context, FileResult, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
@@ -98,7 +101,7 @@ def write(
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, on_progress, stop)
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
-            readme = card(composition.report, __version__, composition.target.stage).encode()
+            readme = card(composition.report, __version__, composition.family).encode()
             content = _manifest(composition, results, digests, readme, identity.digest())
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
             write_durably(staging.path / CARD, readme)
@@ -151,17 +154,27 @@ def _check_sources(
 def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[SourceFile, list[Stated]]:
     """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
     manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
+    of_dcp = [_data_records(index) for index in composition.indexes]
     stated: dict[SourceFile, list[Stated]] = defaultdict(list)
     for number, path in files:
         index, about = composition.indexes[number], manifests[number]
+        records = of_dcp[number].get(path, ())
         if path.endswith((".pt", ".pth", ".bin")):
-            for record in list_records(index.root, path, PathIn(index.name, path)):
-                if record.crc is not None:
-                    stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
+            records = list_records(index.root, path, PathIn(index.name, path))
+        for record in records:
+            if record.crc is not None:
+                stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
         if about is not None and path in about.files and is_resumed_from(path, index):
             num_bytes, crc = about.files[path]
             stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
     return stated
+
+
+def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
+    """Return the records of the data files of a source's DCP folders."""
+    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
+    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
+    return {path: records for each in found for path, records in each.items()}
 
 
 def _manifest(
@@ -248,12 +261,13 @@ def _check_written(composition: Composition, staging: Path) -> None:
     written = verdict.index
     assert written is not None, "a checkpoint without an index has errors"
     wanted_groups = composition.target.sub_groups
+    pairs = zip(written.groups, composition.target.groups, strict=False)
     if (
         written.params != wanted.params
         or written.world_size != composition.target.world_size
         or [(one.params, one.step) for one in written.sub_groups] != [(one.params, one.step) for one in wanted_groups]
-        or [without_names(group.hyper) for group in written.groups]
-        != [without_names(group.hyper) for group in composition.target.groups]
+        or len(written.groups) != len(composition.target.groups)
+        or any(not _has_all(have.hyper, want.hyper) for have, want in pairs)
         or any(written.files[file.path].num_bytes != file.num_bytes for file in composition.plan.files)
     ):
         raise VerificationError.at(
@@ -363,3 +377,9 @@ def with_what_is_kept(
         replace(problem, fix=f"{problem.fix}; rerun the same command to resume with {there}")
         for problem in error.problems
     )
+
+
+def _has_all(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether a param group has all hyperparameters; a format may add those that its loader asks for."""
+    have = without_names(written)
+    return all(key in have and have[key] == value for key, value in without_names(wanted).items())

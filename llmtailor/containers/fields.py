@@ -18,6 +18,7 @@ from llmtailor.storage.local import open_source
 
 _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 """torch writes the first; a resume also accepts the others."""
+FLOATING = ("F64", "F32", "F16", "BF16")
 _OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
 
@@ -156,7 +157,7 @@ def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
     if isinstance(node, (int, float)):
         step: float = node
     else:
-        tensor = read_tensor(node, f"state[{flat_id}][step]", where)
+        tensor = node if isinstance(node, Tensor) else read_tensor(node, f"state[{flat_id}][step]", where)
         if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
             raise damaged(where, f"the step of sub-group {flat_id} is not a number", Code.FIELD_TYPE)
         with open_source(root / tensor.extent.path, where) as file:

@@ -53,7 +53,8 @@ def _no_constant(name: str) -> Any:
 MAX_NAME = 1000
 MAX_COUNT = 1 << 53
 """Counts are below this, so that they are exact as floats, which Adam's steps are."""
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"(?:checkpoint|step)-(\d+)")
+"""The Trainer's name, and torchtitan's"""
 
 
 def check_name(name: Any, what: str, where: str) -> str:

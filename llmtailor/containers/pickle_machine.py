@@ -41,7 +41,16 @@ _MEMBERS = {
 class Machine:
     """A decoder of one pickle; afterwards ``globals`` holds every global that the pickle names, in order."""
 
-    def __init__(self, data: bytes, find_storage: FindStorage | None):
+    def __init__(
+        self,
+        data: bytes,
+        find_storage: FindStorage | None,
+        object_keys: bool = False,
+        max_opcodes: int = MAX_OPCODES,
+    ):
+        """``object_keys`` permits objects as keys; these nodes compare by identity, so equal ones stay apart."""
+        self.object_keys = object_keys
+        self.max_opcodes = max_opcodes
         self.file = io.BytesIO(data)
         self.find_storage = find_storage
         self.stack: list[Any] = []
@@ -52,7 +61,7 @@ class Machine:
 
     def run(self) -> Any:
         """Return the object. Raises ValueError and the like for anything but a complete pickle of data."""
-        for _ in range(MAX_OPCODES):
+        for _ in range(self.max_opcodes):
             code = self.file.read(1)
             if code == _CODES["STOP"]:
                 if len(self.stack) != 1 or self.marked:
@@ -61,7 +70,7 @@ class Machine:
             if code not in _OPCODES:
                 self.refuse(code)
             _OPCODES[code](self)
-        raise ValueError(f"it has more than {MAX_OPCODES:,} opcodes")
+        raise ValueError(f"it has more than {self.max_opcodes:,} opcodes")
 
     def refuse(self, code: bytes) -> None:
         """Raise ValueError after recording the names in the rest, as far as it is a pickle."""
@@ -117,7 +126,7 @@ class Machine:
         target = expect(self.stack[-1], dict, Call)
         if len(flat) % 2:
             raise ValueError("a key without a value")
-        items = zip(check_keys(flat[::2]), flat[1::2], strict=True)
+        items = zip(check_keys(flat[::2], self.object_keys), flat[1::2], strict=True)
         (target.items.extend if isinstance(target, Call) else target.update)(items)
 
     def to_dict(self) -> None:
@@ -196,8 +205,10 @@ def expect(value: Any, *kinds: type) -> Any:
     return value
 
 
-def check_keys(keys: list[Any]) -> list[Any]:
+def check_keys(keys: list[Any], objects: bool = False) -> list[Any]:
     for key in keys:
+        if objects and isinstance(key, Call):
+            continue
         if type(key) is not str and not (isinstance(key, int) and -MAX_KEY < key < MAX_KEY):
             raise ValueError(f"a key that is neither a text nor a small integer but a {type(key).__name__}")
     return keys

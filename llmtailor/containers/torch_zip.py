@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,38 +57,55 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
     Raises SourceError for a damaged file or another format, and UnsafePickle for globals not on the allow-list.
     """
     with open_source(root / path, where) as file:
-        try:
-            records = read_records(file)
-            if not records:
-                raise BadZip("it has no data.pkl")
-            prefix = next(iter(records)).partition("/")[0]
-            tree = records.get(f"{prefix}/data.pkl")
-            if tree is None:
-                raise BadZip("it has no data.pkl")
-            if f"{prefix}/constants.pkl" in records:
-                raise BadZip("it is a TorchScript archive, which torch.load would run")
-            if not {f"{prefix}/version", f"{prefix}/.data/version"} & records.keys():
-                raise BadZip("it does not state its version, which torch needs to load it")
-            if tree.stop - tree.start > MAX_PICKLE_BYTES:
-                raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes; it may be a pickle bomb")
-        except Compressed as error:
-            what = f"{error}: torch.load reads such a file, but llmtailor can neither check nor use it"
-            raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
-        except (BadZip, UnicodeDecodeError) as error:
-            raise damaged(where, _why_no_zip(file, error), Code.FILE_DAMAGED) from error
-        order = records.get(f"{prefix}/byteorder")
-        if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
-            raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
-        pickle_bytes = file.read(tree.start, tree.stop)
-        for name, record in records.items():
-            small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
-            if record is tree or small:
-                data = pickle_bytes if record is tree else file.read(record.start, record.stop)
-                if record.crc not in (None, zlib.crc32(data)):
-                    what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
-                    raise damaged(where, what)
+        return decode_torch_file(file, path, where, any_names)
+
+
+class Window(SourceFile):
+    """Bytes ``start``..``stop`` of an open file, read as a file of their own."""
+
+    def __init__(self, file: SourceFile, start: int, stop: int):
+        super().__init__(file.fd, stop - start, file.where)
+        self.start = start
+
+    def read(self, start: int, stop: int) -> bytes:
+        return super().read(self.start + start, self.start + stop)
+
+
+def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool = False) -> TorchFile:
+    """Decode an open file, or a `Window` of one; extents are those of the whole file. See `read_torch_file`."""
+    try:
+        records = read_records(file)
+        if not records:
+            raise BadZip("it has no data.pkl")
+        prefix = next(iter(records)).partition("/")[0]
+        tree = records.get(f"{prefix}/data.pkl")
+        if tree is None:
+            raise BadZip("it has no data.pkl")
+        if f"{prefix}/constants.pkl" in records:
+            raise BadZip("it is a TorchScript archive, which torch.load would run")
+        if not {f"{prefix}/version", f"{prefix}/.data/version"} & records.keys():
+            raise BadZip("it does not state its version, which torch needs to load it")
+        if tree.stop - tree.start > MAX_PICKLE_BYTES:
+            raise BadZip(f"its data.pkl has {tree.stop - tree.start:,} bytes; it may be a pickle bomb")
+    except Compressed as error:
+        what = f"{error}: torch.load reads such a file, but llmtailor can neither check nor use it"
+        raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
+    except (BadZip, UnicodeDecodeError) as error:
+        raise damaged(where, _why_no_zip(file, error), Code.FILE_DAMAGED) from error
+    order = records.get(f"{prefix}/byteorder")
+    if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
+        raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
+    pickle_bytes = file.read(tree.start, tree.stop)
+    for name, record in records.items():
+        small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
+        if record is tree or small:
+            data = pickle_bytes if record is tree else file.read(record.start, record.stop)
+            if record.crc not in (None, zlib.crc32(data)):
+                what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
+                raise damaged(where, what)
+    first = file.start if isinstance(file, Window) else 0
     extents = {
-        name.removeprefix(f"{prefix}/data/"): Extent(path, record.start, record.stop)
+        name.removeprefix(f"{prefix}/data/"): Extent(path, first + record.start, first + record.stop)
         for name, record in records.items()
         if name.startswith(f"{prefix}/data/")
     }
@@ -134,8 +151,28 @@ def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
 
     Storages from `read_torch_file` keep their bytes; those of `make_tensor` have the content they were created with.
     """
+    return FileLayout(path, _lay_out(path, Path(path).stem, tree))
+
+
+def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
+    """Return the pieces of a file that ``torch.load`` opens as ``tree``, to be placed at byte ``at`` of another file.
+
+    Alignment counts from the start of the blob, as torch writes it.
+    """
+    pieces: list[Piece] = []
+    for piece in _lay_out(path, "archive", tree):
+        if isinstance(piece, Crc):
+            pieces.append(Crc(at + piece.start, at + piece.stop))
+        elif isinstance(piece, Bytes) and pieces and isinstance(last := pieces[-1], Bytes):
+            pieces[-1] = Bytes(last.data + piece.data, last.why)
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def _lay_out(path: str, archive: str, tree: Any) -> tuple[Piece, ...]:
     data, storages = write_pickle(tree)
-    builder = _ZipBuilder(Path(path).stem)
+    builder = _ZipBuilder(archive)
     builder.add("data.pkl", (Bytes(data, "pickle"),))
     builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
     builder.add(".storage_alignment", (Bytes(str(ALIGNMENT).encode(), "torch's alignment"),))
@@ -146,7 +183,7 @@ def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
             raise ValueError(f"{path}: storage {key} needs {expected} bytes but gets {actual}")
         builder.add(f"data/{key}", storage.content)
     builder.add("version", (Bytes(b"3\n", "torch's zip version"),))
-    return FileLayout(path, builder.finish())
+    return builder.finish()
 
 
 class _ZipBuilder:
@@ -218,8 +255,22 @@ class _ZipBuilder:
 def list_records(root: Path, path: str, where: str) -> tuple[Record, ...]:
     """Return the records of ``root/path`` in the order of their bytes. Raises SourceError for a damaged zip."""
     with open_source(root / path, where) as file:
-        try:
-            found = read_records(file, may_be_deflated=True)
-        except (BadZip, UnicodeDecodeError) as error:
-            raise damaged(where, f"the file is truncated or damaged ({error})", Code.FILE_DAMAGED) from error
+        return _records_in(file, where)
+
+
+def list_blob_records(root: Path, path: str, blobs: Iterable[tuple[int, int]], where: str) -> tuple[Record, ...]:
+    """Return the records of the zips at the byte ranges ``blobs`` of a file. Raises SourceError for a damaged zip."""
+    with open_source(root / path, where) as file:
+        return tuple(
+            Record(record.name, start + record.start, start + record.stop, record.crc)
+            for start, stop in blobs
+            for record in _records_in(Window(file, start, min(stop, file.num_bytes)), where)
+        )
+
+
+def _records_in(file: SourceFile, where: str) -> tuple[Record, ...]:
+    try:
+        found = read_records(file, may_be_deflated=True)
+    except (BadZip, UnicodeDecodeError) as error:
+        raise damaged(where, f"the file is truncated or damaged ({error})", Code.FILE_DAMAGED) from error
     return tuple(sorted(found.values(), key=lambda record: record.start))

@@ -8,10 +8,11 @@ protection.
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.pickle_machine import GETATTR, FindStorage, Machine
+from llmtailor.containers.pickle_machine import GETATTR, MAX_OPCODES, FindStorage, Machine
 from llmtailor.containers.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
 from llmtailor.errors import Problem, UnsafePickle, damaged
 
@@ -57,21 +58,31 @@ _CONTAINERS = (dict, list, tuple, set, Call)
 _SHOWN = 20
 
 
-def read_pickle(data: bytes, where: str, find_storage: FindStorage | None = None, any_names: bool = False) -> Any:
+def read_pickle(
+    data: bytes,
+    where: str,
+    find_storage: FindStorage | None = None,
+    any_names: bool = False,
+    *,
+    allowed: Mapping[str, Collection[str]] = ALLOWED,
+    object_keys: bool = False,
+    max_opcodes: int = MAX_OPCODES,
+) -> Any:
     """Return a pickle decoded into plain values and nodes.
 
     ``find_storage(dtype, key, numel, location)`` turns a torch persistent id into a `Storage`; without it
-    persistent ids are refused. ``any_names`` accepts globals that are not on the allow-list, as names.
+    persistent ids are refused. ``any_names`` accepts globals that are not on the list ``allowed``, as names.
+    ``object_keys`` permits objects as keys of dicts.
     Raises UnsafePickle, with every name, for globals not on the allow-list, and SourceError for a pickle that is
     incomplete, damaged or crafted to exhaust memory or time.
     """
-    machine, damage = Machine(data, find_storage), None
+    machine, damage = Machine(data, find_storage, object_keys, max_opcodes), None
     try:
         tree = machine.run()
         check_tree(tree)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         damage = error
-    refused = [name for name in machine.globals if name.name not in ALLOWED.get(name.module, ())]
+    refused = [name for name in machine.globals if name.name not in allowed.get(name.module, ())]
     if damage is None and any(name in GETATTR for name in refused):  # fine for members of enums, which are decoded
         named = _named(tree, set())
         refused = [name for name in refused if name not in GETATTR or name in named]

@@ -91,7 +91,7 @@ def state_attempt(
         what = "its sources are of different attempts of the run, one of which was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
-    there = any(layout.path == TRAINER_STATE for layout in layouts)
+    there = TRAINER_STATE in reference.files and any(layout.path == TRAINER_STATE for layout in layouts)
     if attempt is None or not there:
         return list(layouts), notices
     content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import SourceError, TargetError, some
@@ -42,6 +43,7 @@ from llmtailor.storage.local import Entries, FileFact, list_entries, open_source
 _TRAINING = {
     *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, "training_args.bin"),
     *(LATEST, "zero_to_fp32.py", "zero_to_torch.py"),
+    *("optimizer.bin", "pytorch_model_fsdp.bin"),  # FSDP with FULL_STATE_DICT
 }
 _MODEL = {
     *(CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -56,8 +58,11 @@ _TOKENIZER = {
     *("word_pronunciation.json", "word_shape.json"),
 }
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_OF_RANK = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
 _TAG = re.compile(r"global_step[0-9]+")
+_OF_TRAINING = (TRAINER_STATE, OPTIMIZER, "optimizer.bin", METADATA)
+_DCP_FOLDERS = ("pytorch_model_fsdp_0/", "optimizer_0/")
 _TEMPLATES = "additional_chat_templates"
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -102,7 +107,10 @@ def survey_contents(root: Path) -> Contents:
             known[path] = fact
         else:
             unknown.append(path)
-    is_training = any(path in (TRAINER_STATE, OPTIMIZER) or is_shard_name(path.rpartition("/")[2]) for path in known)
+    is_training = any(
+        path in (TRAINER_STATE, OPTIMIZER, "optimizer.bin", METADATA) or is_shard_name(path.rpartition("/")[2])
+        for path in known
+    )
     return Contents(known, tuple(sorted(unknown)), is_training, recognizer.is_partial)
 
 
@@ -150,6 +158,8 @@ class _Recognizer:
     def file(self, path: str) -> bool:
         if path in self.names or is_rng_file(path):
             return True
+        if path == METADATA or DATA_FILE.fullmatch(path):
+            return METADATA in self.top
         if self.is_partial and (path == PARTIAL_MANIFEST or is_tensor_file(path)):
             return True
         return self._is_as_written(path) or (path == CARD and _is_of_peft(self.root / path))
@@ -158,6 +168,8 @@ class _Recognizer:
         """Return the function that recognizes a folder's files; None for an unknown folder."""
         if path == f"{self.tag}/":
             return is_shard_name
+        if path in _DCP_FOLDERS:
+            return lambda name: name == METADATA or bool(DATA_FILE.fullmatch(name))
         if path == f"{_TEMPLATES}/":
             return lambda name: name.endswith(".jinja")
         if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one other than `default`
@@ -175,6 +187,8 @@ class _Recognizer:
             listed = self._json(INDEX).get("weight_map")
             shards = set(listed.values()) if isinstance(listed, dict) else None
             yield from (path for path in self.top if _SHARD.fullmatch(path) and (shards is None or path in shards))
+        elif sharded := [path for path in self.top if _OF_RANK.fullmatch(path)]:
+            yield from sharded
         elif orphans := [path for path in self.top if _SHARD.fullmatch(path)]:
             yield from orphans
         else:
@@ -257,4 +271,6 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
     if index.is_partial:
         return path.endswith(".safetensors")
+    if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path):
+        return True
     return "/" in path or path == OPTIMIZER or (is_weight_file(path) and not index.has_masters)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, CheckpointIndex, Survey
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, printable
 from llmtailor.findings import NOTE, Finding
+from llmtailor.formats.dcp import read as dcp_reader
+from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, attempt
 from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.partial import read as partial_reader
@@ -33,13 +36,21 @@ logger = logging.getLogger(__name__)
 _SHOWN = 3
 
 
-READERS: tuple[Reader, ...] = (partial_reader, plain_reader, zero_reader)
+READERS: tuple[Reader, ...] = (partial_reader, dcp_reader, plain_reader, zero_reader)
 """In the order in which they are tried; the last one reports what is wrong with a folder of no format."""
 
 
-def writer_of(stage: int) -> Writer:
-    """Return the writer of checkpoints with a ZeRO stage, 0 for those without DeepSpeed."""
-    return zero_writer if stage else plain_writer
+_WRITERS: Mapping[str, Writer] = {
+    DEEPSPEED: zero_writer,
+    TRAINER: plain_writer,
+    FSDP: DcpWriter(FSDP),
+    DCP: DcpWriter(DCP),
+}
+
+
+def writer_of(family: str) -> Writer:
+    """Return the writer of a family of formats."""
+    return _WRITERS[family]
 
 
 def find_model_order(index: CheckpointIndex) -> list[str]:

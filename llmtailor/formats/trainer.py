@@ -230,7 +230,9 @@ def lay_out_trainer_files(
 
 def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
     """Return layouts of weight files like the base's. ZeRO-3 runs list each tied weight once, others by both names."""
-    if not any(state.kind == WEIGHT for state in base.held):  # files that a salvage can't use are not in its index
+    if not (
+        base.has_weight_files and any(state.kind == WEIGHT for state in base.held)
+    ):  # files that a salvage can't use are not in its index
         return []
     weights = read_weights(base.root, str(base.root))
     relists = (base.stage == 3) != (stage == 3)

@@ -159,7 +159,7 @@ def lay_out_missing_weights(
     ``dtype`` is that of floating-point weights, None uses the run's; ``is_alone`` says that there is no other source.
     If they can't be made, a notice says so.
     """
-    if any(state.kind == WEIGHT for state in base.held):
+    if base.has_weight_files and any(state.kind == WEIGHT for state in base.held):
         return [], []
     if ADAPTER_CONFIG in base.files:
         return lay_out_adapter(base, dtype, is_alone)

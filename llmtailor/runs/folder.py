@@ -3,6 +3,7 @@
 ::
 
     RUN/checkpoint-100                              a full checkpoint of the Trainer, or a composite
+    RUN/step-100                                    a full checkpoint of torchtitan: a DCP folder
     RUN/abandoned-checkpoint-200                    a composite of an abandoned attempt
     RUN/.NAME.llmtailor-staging                     an output that `engine.staging` is writing
     RUN/.checkpoint-100.llmtailor-thinning          a checkpoint without optimizer while it is written
@@ -32,6 +33,7 @@ from typing import Any
 
 from llmtailor.checkpoint.lineage import Past, RunCheckpoint, read_past
 from llmtailor.codes import Code
+from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json, step_of
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError
 from llmtailor.formats.known_files import survey_contents
@@ -260,7 +262,8 @@ def _classify(path: Path, in_partial: bool) -> Entry | None:
         entry = None if in_partial and match[2] == Kind.STAGING.value else Entry(path, Kind(match[2]))
     elif not in_partial:
         step = step_of(path)
-        entry = None if step is None else Entry(path, Kind.FULL, step)
+        is_other = path.name.startswith("step-") and not (path / METADATA).is_file()
+        entry = None if step is None or is_other else Entry(path, Kind.FULL, step)
     elif (step := step_in_name(path.name)) is not None:
         entry = Entry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
     else:

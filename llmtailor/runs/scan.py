@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DCP, CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
@@ -192,7 +192,7 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
     parts = frozenset(structure.parts) - absent if absent else None
-    is_resumable = TRAINER_STATE in index.files
+    is_resumable = TRAINER_STATE in index.files or index.family == DCP
     return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
 
 

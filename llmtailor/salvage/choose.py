@@ -74,7 +74,8 @@ def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool
         shares = {}
         if whole is not None:
             shares = {whole: sum(reference.held[of_param[0]].numel for of_param in states.values())}
-        if fragments and reference.has_masters and whole != 0 and (mixed := _mix(states, holders)) is not None:
+        may_mix = fragments and not reference.weights_are_whole and whole != 0
+        if may_mix and (mixed := _mix(states, holders)) is not None:
             shares, more = mixed
             cuts |= more
         parts.append(PartChoice(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else ""))

@@ -10,6 +10,7 @@ from functools import partial
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
+from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.containers.zip import Record
@@ -103,8 +104,13 @@ def _stated_sums(
     for path in index.files:
         if path.endswith((".pt", ".pth", ".bin")) and path not in unreadable:
             with suppress(SourceError):  # reported by the structure checks
-                listed = list_records(index.root, path, PathIn(index.name, path))
-                sums[path] = [record for record in listed if record.crc is not None]
+                records = list_records(index.root, path, PathIn(index.name, path))
+                sums[path] = [record for record in records if record.crc is not None]
+        if path.rpartition("/")[2] == METADATA:
+            with suppress(SourceError):
+                for file, listed in list_data_records(index.root, path, PathIn(index.name, path)).items():
+                    if file not in unreadable:
+                        sums[file] = [record for record in listed if record.crc is not None]
     for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
         if path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes:
             sums.setdefault(path, []).append(Record("", 0, num_bytes, crc))

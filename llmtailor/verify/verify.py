@@ -15,6 +15,7 @@ from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.dcp.folder import is_of_fsdp
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
@@ -181,7 +182,9 @@ def _severity(problem: Problem, root: Path) -> str:
         problem.code is Code.NOT_A_FILE and path and is_rng_file(path)
     ):
         return WARNING
-    if path == MANIFEST or (path is not None and not is_plain(root) and (is_weight_file(path) or path == CONFIG)):
+    if path == MANIFEST:
+        return WARNING
+    if path is not None and not is_plain(root) and not is_of_fsdp(path) and (is_weight_file(path) or path == CONFIG):
         return WARNING
     return ERROR
 

@@ -50,6 +50,10 @@ def make_sound(folder: Path) -> dict[str, Path]:
     make_checkpoint(sound["sharded"], shape, lay_out(shape, 2), 100, shard_bytes=200)
     for form, stage in (("zero2", 2), ("plain", 0)):
         llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), sound[form], Options(stage=stage))
+    for form in ("dcp", "fsdp"):
+        options = Options(to=form, world_size=2)
+        llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), folder / form / "checkpoint-100", options)
+        sound[form] = folder / form / "checkpoint-100"
     for form, full in (("partial", "zero3"), ("partial2", "zero2"), ("partial0", "plain")):
         sound[form] = make_partial(sound[full], folder / form)
     return sound

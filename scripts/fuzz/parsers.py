@@ -29,7 +29,7 @@ from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.strategies import read_flags
 from llmtailor.verify.inspect import describe
-from scripts.fuzz import partial
+from scripts.fuzz import dcp, partial
 from scripts.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 from scripts.fuzz.partial import SEPARATOR
 
@@ -258,4 +258,5 @@ PARSERS = {
     ),
     "checkpoint": Parser(_shards, _read_checkpoint, _mutate_shard),
     "partial checkpoint": Parser(partial.seeds, partial.read, partial.mutate),
+    "dcp": Parser(dcp.seeds, dcp.read, dcp.mutate),
 }

@@ -311,7 +311,9 @@ def test_other_parallelism_is_refused_by_name(run, change, told):
     ("files", "told"),
     [
         (["optimizer.pt", "model.safetensors"], "optimizer.pt"),  # a plain Trainer's, but no torch file
-        (["pytorch_model_fsdp_0/.metadata"], "FSDP"),
+        (["pytorch_model_fsdp.bin", "optimizer.bin"], "not a torch.save file"),
+        (["pytorch_model_fsdp_0/.metadata"], "optimizer_0: the folder is missing"),
+        ([".metadata"], "the pickle is damaged"),
         (["model.safetensors"], "weights only"),
         ([], "this is not a checkpoint"),
     ],

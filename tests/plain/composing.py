@@ -40,7 +40,9 @@ def convert(base: CheckpointIndex, out: Path, stage: int, world_size: int, dtype
         groups=base.groups,
     )
     cut = tuple(replace(one, step=base.steps()[one.params[0]]) for one in layout.sub_groups)
-    layouts, _ = writer_of(stage).lay_out(base, Wanted(replace(layout, sub_groups=cut), dtype))
+    layouts, _ = writer_of("deepspeed" if stage else "trainer").lay_out(
+        base, Wanted(replace(layout, sub_groups=cut), dtype)
+    )
     write(layouts, base, out)
     return out
 

@@ -47,11 +47,18 @@ class Run:
     def logs(self) -> dict[int, dict[str, float]]:
         """step -> ``loss``, ``grad_norm``, ``learning_rate``, exactly as computed; only steps run in this training."""
         logs = json.loads((self.folder / "result.json").read_text())
-        return {int(step): log for step, log in logs.items()}
+        return {int(step): log if isinstance(log, dict) else {"loss": log} for step, log in logs.items()}
 
     @property
     def losses(self) -> dict[int, float]:
         return {step: log["loss"] for step, log in self.logs.items()}
+
+    @cached_property
+    def held(self) -> dict[int, Any]:
+        """Of an FSDP run: step -> what it held then, see dcp/train.py."""
+        import torch
+
+        return dict(torch.load(self.folder / "held.pt", weights_only=False))
 
     @cached_property
     def echo(self) -> dict[str, Any]:
@@ -99,17 +106,17 @@ class Runs:
         return found[name]
 
 
-def train_once(specs: Mapping[str, Spec], ranks: int) -> dict[str, Run]:
+def train_once(specs: Mapping[str, Any], ranks: int, program: str = "real.train") -> dict[str, Run]:
     """Train, or find what another session or process has trained, or wait for the one that does."""
     kept = Path(os.environ.get("LLMTAILOR_TEST_CACHE") or caches() / "runs").resolve()
     kept.mkdir(parents=True, exist_ok=True)
-    folder = kept / f"{ranks}-ranks-{fingerprint(specs)}"
+    folder = kept / f"{ranks}-ranks-{fingerprint(specs, HERE.parent / program.partition('.')[0])}"
     with (kept / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             forget_old(kept)
             making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=kept))
-            train(specs.values(), ranks, making)
+            train(specs.values(), ranks, making, program=program)
             making.rename(folder)
         os.utime(folder)
     return {name: Run(spec, folder / name) for name, spec in specs.items()}
@@ -248,9 +255,11 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in NEEDED} | {"python": sys.version}
 
 
-def fingerprint(specs: Mapping[str, Spec]) -> str:
+def fingerprint(specs: Mapping[str, Any], program: Path) -> str:
     """Change whenever the trainings might come out otherwise."""
-    code = {name: (HERE / name).read_text() for name in ("train.py", "echo.py", "models.py", "spec.py")}
+    paths = {path.name: path for folder in (HERE, program) for path in sorted(folder.glob("*.py"))}
+    names = ("train.py", "echo.py", "models.py", "spec.py", "fsdp1.py")
+    code = {name: paths[name].read_text() for name in names if name in paths}
     return digest({"specs": [spec.to_json() for spec in specs.values()], "code": code, "versions": versions()})
 
 

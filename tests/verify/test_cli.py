@@ -213,13 +213,13 @@ def test_from_python(folder):
 @pytest.mark.parametrize(
     ("make_it", "told"),
     [
-        (lambda path: (path / "pytorch_model_fsdp_0").mkdir(), "FSDP"),
+        (lambda path: (path / "zero").mkdir(), "universal"),
         (lambda path: (path / "global_step100/layer_00-model_00-model_states.pt").touch(), "pipeline parallelism"),
     ],
 )
 def test_other_kinds_are_not_judged(folder, make_it, told):
     checkpoint = folder / "run/checkpoint-100"
-    if told == "FSDP":
+    if told == "universal":
         shutil.rmtree(checkpoint)
         checkpoint.mkdir()
     make_it(checkpoint)

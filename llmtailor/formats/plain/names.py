@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.codes import Code
+from llmtailor.containers.fields import FLOATING
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.formats.plain.ask_transformers import ModelFacts
-from llmtailor.formats.plain.optimizer import FLOATING, SavedOptimizer
+from llmtailor.formats.plain.optimizer import SavedOptimizer
 from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.model.parts import Param
 

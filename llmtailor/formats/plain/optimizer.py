@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
+from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged, some
@@ -108,7 +108,6 @@ def _check_groups(
             yield Finding(where, what, f"a resume fails at the first step; {COPY_FILE}", Code.FIELD_TYPE, ERROR)
 
 
-FLOATING = ("F64", "F32", "F16", "BF16")
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 NAME_KEYS = ("lt_params", "param_names")
 """Keys of a param group that list the names of its params: llmtailor's and torch's. They survive a resume."""

@@ -129,7 +129,7 @@ def _index(
         assert model is not None
         groups = derived_names(optimizer, model, where)
     weights = {state.param: held for state, held in stored.items()}
-    known = fit(groups, optimizer, weights, model, _listed_buffers(root, name), name)
+    known = fit(groups, optimizer, weights, model, listed_buffers(root, name), name)
     index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
@@ -291,7 +291,7 @@ def _world_size(files: Iterable[str]) -> int:
     return max((int(match[1] or 0) + 1 for path in files if (match := RNG_FILE.fullmatch(path))), default=1)
 
 
-def _listed_buffers(root: Path, name: str) -> set[str]:
+def listed_buffers(root: Path, name: str) -> set[str]:
     """Return the buffers that a composite's weight files list; others don't tell them from params."""
     listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
     return {buffer for names in listed for buffer in names.split(",") if buffer}

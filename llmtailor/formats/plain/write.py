@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import DCP, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
@@ -24,6 +24,7 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, l
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.format import Wanted
+from llmtailor.formats.made import made_trainer_files, of_dcp
 from llmtailor.formats.plain.optimizer import NAME_KEYS, without_names
 from llmtailor.formats.plain.read import BUFFERS_KEY
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, SCHEDULER, lay_out_trainer_files
@@ -53,26 +54,33 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     Raises SourceError for a base that lacks something that a resume needs.
     """
     _check_base(base)
-    made = [lay_out_torch_file(OPTIMIZER, optimizer_tree(base, wanted.layout)), *_lay_out_weights(base)]
+    trainers, notices = made_trainer_files(base, wanted)
+    made = [
+        lay_out_torch_file(OPTIMIZER, optimizer_tree(base, wanted.layout)),
+        *lay_out_master_weights(base),
+        *trainers,
+    ]
     dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the master weights
-    return lay_out_trainer_files(base, wanted, made, dtype, _DEEPSPEED_FILES, has_weights=True), []
+    leave_out = _DEEPSPEED_FILES | of_dcp(base)
+    return lay_out_trainer_files(base, wanted, made, dtype, leave_out, has_weights=True), notices
 
 
 def _check_base(base: CheckpointIndex) -> None:
     problems = []
-    if not base.offers(SCHEDULER):
+    if not base.offers(SCHEDULER) and base.family != DCP:
         what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
         problems.append(
             Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")
         )
-    if not _kinds_by_param(base):
+    if not kinds_by_param(base):
         what = "its optimizer has made no step yet, so it has no states"
         problems.append(Problem(base.name, what, "use a later checkpoint as base"))
     if problems:
         raise SourceError(problems)
 
 
-def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
+def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
+    """Return the elementwise states of the optimizer, by param and kind."""
     kinds: dict[str, dict[str, TensorEntry]] = {}
     for state, held in base.held.items():
         if state.kind not in _NOT_OF_THE_OPTIMIZER:
@@ -82,7 +90,7 @@ def _kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
 
 def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, Any]:
     """Return the tree of ``optimizer.pt``, with its tensors bound to states."""
-    kinds = _kinds_by_param(base)
+    kinds = kinds_by_param(base)
     state: dict[int, dict[str, Any]] = {}
     nodes = []
     steps = [one.step for one in layout.sub_groups]  # one for each param, through the groups
@@ -103,7 +111,8 @@ def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
     return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 
 
-def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
+def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
+    """Return the weight files, which hold the master weights. Raises UnsupportedCheckpoint for an unknown adapter."""
     dtype = "F32" if base.has_masters else None
     if ADAPTER_CONFIG in base.files:
         file = adapter_file(base)
@@ -111,7 +120,7 @@ def _lay_out_weights(base: CheckpointIndex) -> list[FileLayout]:
             what = f"{ADAPTER} has the master weights, but its names for the trained params are unknown"
             raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: use --stage 1, 2 or 3")
         return [lay_out_weights(_from_originals(file, base), dtype)]
-    if base.has_masters or base.is_partial or _is_renamed(base):  # a resume looks for the params' own names
+    if base.has_masters or not base.has_weight_files or _is_renamed(base):  # a resume looks for the params' own names
         files = new_weights(replace(base, saved_as=None), dtype=dtype)
         files = tuple(replace(file, metadata={**file.metadata, **_buffers_in(file.tensors, base)}) for file in files)
     else:

@@ -33,12 +33,7 @@ _COPY_BACK = "copy the file back, or leave this checkpoint out of the recipe"
 _SHOWN = 8
 _RANKS_PER_FILE = 64
 _MAX_TAG_BYTES = 4096
-_OTHER_KINDS = (
-    ("pytorch_model_fsdp_0", "an FSDP checkpoint in DCP form"),
-    ("pytorch_model_fsdp.bin", "an FSDP checkpoint"),
-    (".metadata", "a torch DCP checkpoint"),
-    ("zero", "a DeepSpeed universal checkpoint"),
-)
+_OTHER_KINDS = (("zero", "a DeepSpeed universal checkpoint"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +224,7 @@ def _no_shards(root: Path, where: str) -> SourceError:
         raise SourceError.at(where, "this is a run's folder, not a checkpoint", fix, Code.NO_CHECKPOINT)
     for name, kind in _OTHER_KINDS:
         if (root / name).exists():
-            what = f"this is {kind}; only DeepSpeed ZeRO and plain Trainer checkpoints can be read"
+            what = f"this is {kind}, which can't be read"
             raise UnsupportedCheckpoint.at(where, what, "leave it out of the recipe")
     if any(root.glob("*.safetensors")):
         what = "this folder holds weights only, no optimizer state: nothing to resume from"

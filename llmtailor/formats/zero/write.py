@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.format import Wanted
+from llmtailor.formats.made import made_trainer_files, of_dcp
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -111,12 +112,16 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
         precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
     else:
         precision = dtype = wanted.dtype or base.precision
-        leave_out = frozenset((OPTIMIZER, SCALER, LATEST))
+        leave_out = frozenset((OPTIMIZER, SCALER, LATEST)) | of_dcp(base)
         _check_plain_base(base, precision)
     shards = [*_lay_out_shards(ZeroTarget.of(base, wanted.layout, precision), wanted.from_group)]
     weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
-    notices += _rounded_twice(base, wanted.dtype)
-    return lay_out_trainer_files(base, wanted, [*shards, *weights], dtype, leave_out), notices
+    made, about = made_trainer_files(base, wanted)
+    notices += [*about, *_rounded_twice(base, wanted.dtype)]
+    if base.family in (FSDP, DCP) and wanted.dtype is None:
+        what = f"the run that resumes has to train in {precision}, the dtype of the params"
+        notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
+    return lay_out_trainer_files(base, wanted, [*shards, *weights, *made], dtype, leave_out), notices
 
 
 def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Iterator[FileLayout]:

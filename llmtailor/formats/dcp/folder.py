@@ -1,0 +1,309 @@
+"""One folder of torch.distributed.checkpoint: its tensors with their places, and its other objects decoded.
+
+A tensor is cut into boxes. FSDP cuts along dimension 0 only, so that each rank has a run of rows; tensor parallelism
+cuts along others too. The boxes of a mesh of devices form a grid, which is the only form that is read here. Ranks
+beyond the last row have an empty box, or none. What all ranks have alike (``step``, options) is stored once.
+
+`read_shards` reads the other form of such a folder, that of ``HuggingFaceStorageWriter``: safetensors files, one per
+rank, whose headers say where the boxes begin. Checked against torch 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import TensorEntry
+from llmtailor.checkpoint.placement import Boxes, Bundled, Contiguous, Extent, Placement
+from llmtailor.codes import Code
+from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, read_metadata
+from llmtailor.containers.fields import read_tensor
+from llmtailor.containers.json import is_count
+from llmtailor.containers.safetensors import read_header
+from llmtailor.containers.torch_zip import TorchFile, Window, decode_torch_file
+from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, some
+from llmtailor.findings import WARNING, Finding
+from llmtailor.model.states import ITEMSIZE
+from llmtailor.storage.local import open_source
+
+_SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+MODEL_FILE = "pytorch_model_fsdp.bin"
+"""All weights, with FULL_STATE_DICT"""
+SHARDING = "DCP_SHARDING_INFO"
+_STALE = "copy the whole folder again; .metadata and the data files come from different saves"
+_KEEP_ONE = "move the files of the other save away"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a folder."""
+
+    path: KeyPath
+    held: TensorEntry
+    boxes: tuple[tuple[Chunk, Extent], ...] = ()
+    """Its chunks, and where the elements of each are"""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder's content."""
+
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    objects: Mapping[str, tuple[KeyPath, Any]] = field(default_factory=dict)
+    """Key -> path, and the decoded object"""
+    ranks: int = 1
+    files: tuple[str, ...] = ()
+    """Its data files and metadata, relative to the checkpoint, whether they exist or not"""
+    unreadable: frozenset[str] = frozenset()
+    has_all_objects: bool = True
+    """False if some are in files that can't be read"""
+    findings: tuple[Finding, ...] = ()
+
+
+def read_folder(root: Path, folder: str, name: str, problems: Problems) -> Folder | None:
+    """Read ``root/folder`` (``""`` is the root itself); None if its ``.metadata`` can't be used.
+
+    Damage is added to ``problems``. Of the tensors only the zip headers are read.
+    """
+    prefix = f"{folder}/" if folder else ""
+    where = PathIn(name, prefix + METADATA)
+    try:
+        entries = read_metadata(root, prefix + METADATA, where)
+        grids = {key: _grid(key, entry, where) for key, entry in entries.items() if entry.is_tensor}
+    except SourceError as error:
+        problems.add(error)
+        return None
+    blobs = _Blobs(root, prefix, name, problems)
+    blobs.read(entries)
+    tensors, objects = {}, {}
+    for key, entry in entries.items():
+        if entry.is_tensor:
+            tensors[key] = _stored(key, entry, grids[key], blobs, prefix)
+        elif entry.chunks[0].blob in blobs.objects:
+            objects[key] = (entry.path, blobs.objects[entry.chunks[0].blob])
+    there = [path.name for path in (root / prefix).iterdir() if DATA_FILE.fullmatch(path.name)]
+    own = {*blobs.used, *(path for path in there if not _size(root / prefix / path))}  # a rank may have nothing to save
+    return Folder(
+        tensors,
+        objects,
+        max((_rank(path) + 1 for path in own), default=1),
+        (prefix + METADATA, *(prefix + path for path in sorted(own))),
+        frozenset(prefix + path for path in blobs.bad),
+        len(tensors) + len(objects) == len(entries),
+        (*_strays(root, prefix, name, blobs.used), *blobs.findings),
+    )
+
+
+def _rank(path: str) -> int:
+    match = DATA_FILE.fullmatch(path)
+    return int(match[1]) if match else 0
+
+
+def _strays(root: Path, prefix: str, name: str, used: Mapping[str, object]) -> Iterator[Finding]:
+    """Yield findings on the remains of another save in the same folder."""
+    there = sorted(path.name for path in (root / prefix).iterdir())
+    strays = [path for path in there if DATA_FILE.fullmatch(path) and path not in used and _size(root / prefix / path)]
+    if strays:
+        what = f"{METADATA} does not mention {some(strays)}: another save wrote to the same folder"
+        yield Finding(PathIn(name, prefix + strays[0]), what, _KEEP_ONE, Code.FILE_UNKNOWN, WARNING)
+    if f"{METADATA}.tmp" in there:
+        what = "a later save to the same folder was not finished, and may have overwritten its data files"
+        fix = "use another checkpoint, unless its values verify (--deep)"
+        yield Finding(PathIn(name, f"{prefix}{METADATA}.tmp"), what, fix, Code.STEPS_DIFFER, WARNING)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+class _Blobs:
+    """Decodes the blobs of a folder, file by file in the order of their bytes."""
+
+    def __init__(self, root: Path, prefix: str, name: str, problems: Problems):
+        self.root, self.prefix, self.name, self.problems = root, prefix, name, problems
+        self.objects: dict[Blob, Any] = {}
+        self.places: dict[Blob, Extent] = {}
+        """Where the elements of a tensor's blob are"""
+        self.used: dict[str, list[Blob]] = {}
+        self.bad: set[str] = set()
+        self.findings: list[Finding] = []
+
+    def read(self, entries: Mapping[str, Entry]) -> None:
+        owner: dict[Blob, tuple[str, Entry, Chunk]] = {}
+        for key, entry in entries.items():
+            for chunk in entry.chunks:
+                self.used.setdefault(chunk.blob.path, []).append(chunk.blob)
+                owner[chunk.blob] = (key, entry, chunk)
+        for path, blobs in self.used.items():
+            blobs.sort(key=lambda blob: (blob.start, blob.stop))
+            where = PathIn(self.name, self.prefix + path)
+            try:
+                with open_source(self.root / self.prefix / path, where) as file:
+                    self._check_places(blobs, file.num_bytes, where)
+                    for blob in blobs:
+                        key, entry, chunk = owner[blob]
+                        window = Window(file, blob.start, blob.stop)
+                        found = decode_torch_file(window, self.prefix + path, where)
+                        if entry.is_tensor:
+                            self.places[blob] = _place(found, key, entry, chunk, where)
+                        else:
+                            self.objects[blob] = found.tree
+            except SourceError as error:
+                self.problems.add(error)
+                self.bad.add(path)
+
+    def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: str) -> None:
+        at = 0
+        gaps = 0
+        for blob in blobs:
+            if blob.start < at:
+                what = f"{METADATA} gives the same bytes to two tensors"
+                raise SourceError.at(where, what, _STALE, Code.FILE_DAMAGED)
+            gaps += blob.start - at
+            at = blob.stop
+        if at > num_bytes:
+            what = f"the file has {num_bytes:,} bytes, but {METADATA} refers to byte {at:,}"
+            raise SourceError.at(where, what, _STALE, Code.FILE_DAMAGED)
+        if gaps + num_bytes - at:
+            what = f"{METADATA} does not mention {gaps + num_bytes - at:,} of its {num_bytes:,} bytes"
+            self.findings.append(Finding(where, what, f"silent: {_STALE}", Code.STEPS_DIFFER, WARNING))
+
+
+def _place(file: TorchFile, key: str, entry: Entry, chunk: Chunk, where: str) -> Extent:
+    """Return where a chunk's elements are. Raises SourceError if the blob holds another tensor."""
+    tensor = read_tensor(file.tree, key, where)
+    if (tensor.dtype, tensor.shape) != (entry.dtype, chunk.sizes):
+        what = f"{key} is {tensor.dtype} {list(tensor.shape)}, but {METADATA} says {entry.dtype} {list(chunk.sizes)}"
+        raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
+    return tensor.extent
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    cuts: tuple[tuple[int, ...], ...]
+    chunks: tuple[Chunk, ...]
+    """In the order of the cells, without empty ones"""
+
+
+def _grid(key: str, entry: Entry, where: str) -> _Grid:
+    """Return a tensor's boxes as a grid. Raises SourceError unless they tile it."""
+    chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+    if 0 in entry.shape:
+        return _Grid((), ())
+    cuts = tuple(tuple(sorted({chunk.offsets[at] for chunk in chunks} | {size})) for at, size in enumerate(entry.shape))
+    if len(chunks) != math.prod(len(cut) - 1 for cut in cuts) or any(cut[0] for cut in cuts):
+        raise SourceError.at(
+            where, f"the {len(chunks)} chunks of {key} do not tile it", COPY_CHECKPOINT, Code.STATE_SIZE
+        )
+    cells = dict.fromkeys(itertools.product(*(itertools.pairwise(cut) for cut in cuts)))
+    boxes = {tuple((low, low + size) for low, size in zip(one.offsets, one.sizes, strict=True)): one for one in chunks}
+    if boxes.keys() != cells.keys():
+        what = f"the chunks of {key} leave elements out or overlap"
+        raise SourceError.at(where, what, COPY_CHECKPOINT, Code.STATE_SIZE)
+    return _Grid(cuts, tuple(boxes[cell] for cell in cells))
+
+
+def _stored(key: str, entry: Entry, grid: _Grid, blobs: _Blobs, prefix: str) -> Stored:
+    extents = []
+    for chunk in grid.chunks:
+        blob, size = chunk.blob, math.prod(chunk.sizes) * ITEMSIZE[entry.dtype]
+        # of a file that can't be read, the place has no meaning, but the element ranges are right
+        extents.append(blobs.places.get(blob) or Extent(prefix + blob.path, blob.start, blob.start + size))
+    held = TensorEntry(entry.dtype, entry.shape, _placement(entry.shape, grid.cuts, extents, ITEMSIZE[entry.dtype]))
+    return Stored(entry.path, held, tuple(zip(grid.chunks, extents, strict=True)))
+
+
+def _placement(
+    shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], extents: Sequence[Extent], itemsize: int
+) -> Placement:
+    if len(extents) == 1:
+        return Contiguous(extents[0], itemsize)
+    if not extents:
+        return Contiguous(Extent("", 0, 0), itemsize)
+    if all(len(cut) == 2 for cut in cuts[1:]):
+        row = math.prod(shape[1:])
+        starts = tuple(extent.start for extent in extents)
+        return Bundled(tuple(one.path for one in extents), starts, tuple(at * row for at in cuts[0]), itemsize)
+    return Boxes(shape, cuts, tuple(extents), itemsize)
+
+
+def is_of_fsdp(path: str) -> bool:
+    """Return whether a file in the root has weights that only an FSDP run saves, and resumes from."""
+    return bool(_SHARD.fullmatch(path)) or path == MODEL_FILE
+
+
+def list_shards(root: Path) -> list[str]:
+    """Return the names of the safetensors files that the ranks have saved."""
+    return sorted(path.name for path in root.iterdir() if _SHARD.fullmatch(path.name)) if root.is_dir() else []
+
+
+def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
+    """Read the safetensors files of all ranks; None if they can't be used. Damage is added to ``problems``."""
+    paths = list_shards(root)
+    parts: dict[str, list[tuple[Chunk, TensorEntry]]] = {}
+    ranks = [int(match[1]) for path in paths if (match := _SHARD.fullmatch(path))]
+    if lost := sorted(set(range(1, max(ranks) + 1)) - set(ranks)):
+        what = f"the weights of {len(lost)} ranks are missing, first of rank {lost[0] - 1}"
+        problems.add(SourceError.at(name, what, COPY_CHECKPOINT, Code.FILE_MISSING))
+    sound = len(problems.errors)
+    for path in paths:
+        where = PathIn(name, path)
+        try:
+            for key, offsets, held in _in_shard(root, path, where):
+                blob = Blob(path, 0, 0)
+                parts.setdefault(key, []).append((Chunk(offsets, held.shape, blob), held))
+        except SourceError as error:
+            problems.add(error)
+    if len(problems.errors) > sound:
+        return None
+    tensors = {}
+    for key, found in parts.items():
+        try:
+            tensors[key] = _joined(key, found, name)
+        except SourceError as error:
+            problems.add(error)
+    return Folder(tensors, ranks=max(ranks), files=tuple(paths))
+
+
+def _in_shard(root: Path, path: str, where: str) -> Iterator[tuple[str, tuple[int, ...], TensorEntry]]:
+    file = read_header(root, path, where)
+    try:
+        told = json.loads(file.metadata.get(SHARDING, "{}"))
+        offsets = {key: tuple(about["saved_offsets"]) for key, about in told.items()}
+        right = all(is_count(at) for each in offsets.values() for at in each)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        right = False
+    if not right or any(len(offsets.get(key, held.shape)) != len(held.shape) for key, held in file.tensors.items()):
+        what = "its header does not say which rows it holds"
+        raise SourceError.at(where, what, COPY_FILE, Code.FILE_DAMAGED)
+    listed = dict.fromkeys([*(key for key in offsets if key in file.tensors), *file.tensors])  # the order of the model
+    for key in listed:
+        held = file.tensors[key]
+        yield key, offsets.get(key, (0,) * len(held.shape)), held
+
+
+def _joined(key: str, found: Sequence[tuple[Chunk, TensorEntry]], where: str) -> Stored:
+    """Return a tensor of several files; what all ranks have alike may be in all of them."""
+    first: dict[tuple[int, ...], tuple[Chunk, TensorEntry]] = {}
+    for chunk, held in found:
+        first.setdefault(chunk.offsets, (chunk, held))
+    dtypes = {held.dtype for _, held in found}
+    dimensions = {len(chunk.offsets) for chunk in (one for one, _ in found)}
+    if len(dtypes) > 1 or len(dimensions) > 1:
+        raise SourceError.at(where, f"the ranks have {key} in several forms", COPY_CHECKPOINT, Code.RANKS_DIFFER)
+    ends = (tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))) for chunk, _ in found)
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    grid = _grid(key, Entry((key,), dtypes.pop(), shape, tuple(chunk for chunk, _ in first.values())), where)
+    extents = [extent for chunk in grid.chunks for extent in _whole(first[chunk.offsets][1])]
+    held = found[0][1]
+    return Stored((key,), TensorEntry(held.dtype, shape, _placement(shape, grid.cuts, extents, ITEMSIZE[held.dtype])))
+
+
+def _whole(held: TensorEntry) -> Iterable[Extent]:
+    return (fragment.extent for fragment in held.place.cover(0, held.numel))

@@ -1,0 +1,213 @@
+"""The keys of a DCP folder: which value belongs to which state. Pure.
+
+``dcp.save`` joins the keys of nested dicts with dots, and keeps the path of each. Seen so far::
+
+    model.<param>                                 {"model": model.state_dict()}
+    <param>                                       torchtitan: the model's state dict beside the other keys
+    optim.state.<param>.<kind>                    get_state_dict, FSDP.optim_state_dict
+    optim.param_groups.<number>.<option>          options of a group; ``params`` lists the names of its params
+    optim.param_groups.<param>.<option>           flatten_optimizer_state_dict: options of each param, no groups
+    optim.param_groups                            torch 2.3 and before: the list of groups
+
+accelerate and transformers say ``optimizer`` instead of ``optim``. The names of params are those of the model's state
+dict, whatever wraps its modules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmtailor.checkpoint.index import DcpEntry
+from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.codes import Code
+from llmtailor.containers.dcp import KeyPath
+from llmtailor.containers.fields import check_kind
+from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
+from llmtailor.formats.dcp.folder import Stored
+
+STATE, GROUPS = "state", "param_groups"
+BUFFERS = ("llmtailor", "buffers")
+"""Path of the names of buffers, in what llmtailor writes: a training saves them like params"""
+_USUAL = ("optimizer", "optim")
+MAX_GROUPS = 100_000
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """An optimizer's values, by the names of the params."""
+
+    prefix: str
+    tensors: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    """Param -> kind, ``step`` included -> tensor"""
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Param -> kind -> a state that is not a tensor: a step as an int"""
+    groups: tuple[ParamGroup, ...] = ()
+    is_flat: bool = False
+
+
+def sort_keys(
+    tensors: Mapping[str, Stored], objects: Mapping[str, tuple[KeyPath, Any]], where: str
+) -> tuple[Optimizer, dict[str, DcpEntry | Stored]]:
+    """Return the optimizer, and everything else by key.
+
+    Raises SourceError for options that contradict each other, and UnsupportedCheckpoint if there is no optimizer, or
+    more than one.
+    """
+    paths = {
+        **{key: stored.path for key, stored in tensors.items()},
+        **{key: path for key, (path, _) in objects.items()},
+    }
+    prefix = _find_prefix(paths, where)
+    optimizer, rest = Optimizer(prefix), dict[str, DcpEntry | Stored]()
+    by_number: dict[int, dict[str, Any]] = {}
+    by_param: dict[str, dict[str, Any]] = {}
+    for key, path in paths.items():
+        section, words = _inside(path, prefix)
+        value = tensors[key] if key in tensors else objects[key][1]
+        if section == STATE and "." in (name := ".".join(map(str, words))):
+            param, _, kind = name.rpartition(".")
+            check_kind(kind, where)
+            into = optimizer.tensors if isinstance(value, Stored) else optimizer.numbers
+            into.setdefault(param, {})[kind] = value
+        elif section == GROUPS and not words and isinstance(value, list):
+            by_number |= dict(enumerate(map(_checked, value)))
+        elif section == GROUPS and len(words) > 1 and isinstance(words[0], int) and key in objects:
+            by_number.setdefault(words[0], {})[".".join(map(str, words[1:]))] = value
+        elif section == GROUPS and key in objects and "." in (name := ".".join(map(str, words))):
+            param, _, option = name.rpartition(".")
+            by_param.setdefault(param, {})[option] = value
+        elif isinstance(value, Stored):
+            rest[key] = value
+        else:
+            rest[key] = DcpEntry(path, value)
+    optimizer.groups = _groups(by_number, where) if by_number else _alike(by_param)
+    optimizer.is_flat = bool(by_param) and not by_number
+    _check_owned(optimizer, where)
+    return optimizer, rest
+
+
+def _checked(group: Any) -> dict[str, Any]:
+    return group if isinstance(group, dict) else {}
+
+
+def _find_prefix(paths: Mapping[str, KeyPath], where: str) -> str:
+    found = Counter(
+        prefix for path in paths.values() for prefix in ("", str(path[0])) if _inside(path, prefix)[0] == STATE
+    )
+    if not found:
+        fix = "use a full checkpoint of the training; weights alone can't resume one"
+        raise UnsupportedCheckpoint.at(where, "it holds no optimizer states", fix)
+    if usual := [prefix for prefix in _USUAL if prefix in found]:
+        return usual[0]
+    if len(found) > 1:
+        what = f"it holds several optimizers: {some(sorted(found))}"
+        raise UnsupportedCheckpoint.at(where, what, "save the optimizer that you want to compose as `optim`")
+    return next(iter(found))
+
+
+def _inside(path: KeyPath, prefix: str) -> tuple[str, Sequence[str | int]]:
+    """Return the section of a key of the optimizer, ``state`` or ``param_groups``, and the rest of its path."""
+    if prefix and (path[0] != prefix or len(path) == 1):
+        return "", ()
+    first, *others = path[1:] if prefix else path
+    for section in (STATE, GROUPS):
+        if first == section:
+            return section, others
+        if isinstance(first, str) and first.startswith(f"{section}."):  # flattened
+            return section, (first.removeprefix(f"{section}."), *others)
+    return "", ()
+
+
+def _groups(by_number: Mapping[int, Mapping[str, Any]], where: str) -> tuple[ParamGroup, ...]:
+    groups = []
+    if not 0 <= min(by_number) <= max(by_number) < MAX_GROUPS:
+        raise SourceError.at(where, "the numbers of its param groups are not those of a list", COPY_CHECKPOINT)
+    for number in range(max(by_number) + 1):
+        options = dict(by_number.get(number, {}))
+        params = options.pop("params", None)
+        if not isinstance(params, list) or not all(isinstance(param, str) for param in params):
+            what = f"param group {number} does not list the names of its params"
+            raise SourceError.at(where, what, COPY_CHECKPOINT, Code.FIELD_MISSING)
+        groups.append(ParamGroup(tuple(params), options))
+    return tuple(groups)
+
+
+def _alike(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+    """Return the params with equal options as a group each, in order of appearance."""
+    return tuple(merge_alike([ParamGroup((param,), options) for param, options in by_param.items()]))
+
+
+def merge_alike(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """Return groups with equal options as one, in order of appearance."""
+    merged: list[ParamGroup] = []
+    for group in groups:
+        at = next((at for at, one in enumerate(merged) if one.hyper == group.hyper), None)
+        if at is None:
+            merged.append(group)
+        else:
+            merged[at] = ParamGroup((*merged[at].params, *group.params), group.hyper)
+    return merged
+
+
+def _check_owned(optimizer: Optimizer, where: str) -> None:
+    """Raise SourceError unless each param with states is in exactly one group, and each param of a group has some."""
+    owned = Counter(param for group in optimizer.groups for param in group.params)
+    states = {**optimizer.numbers, **optimizer.tensors}
+    problems = []
+    if twice := [param for param, count in owned.items() if count > 1]:
+        problems.append(
+            Problem(where, f"the param groups own {some(twice)} twice", COPY_CHECKPOINT, Code.FIELD_CONFLICT)
+        )
+    if lost := [param for param in owned if param not in states]:
+        what = f"the optimizer states of {some(lost)} are missing"
+        fix = "a resume fails, or silently restarts Adam there with allow_partial_load; copy the checkpoint again"
+        problems.append(Problem(where, what, fix, Code.STATE_MISSING))
+    if extra := [param for param in states if param not in owned]:
+        what = f"it holds the optimizer states of {some(extra)}, which are in no param group"
+        problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_UNKNOWN))
+    if problems:
+        raise SourceError(problems)
+
+
+def split_model(
+    rest: Mapping[str, DcpEntry | Stored], trained: Iterable[str], where: str, *, is_alone: bool
+) -> tuple[str, dict[str, Stored], dict[str, DcpEntry]]:
+    """Return the first word of the model's keys, its tensors by name, and everything else by key.
+
+    ``is_alone`` says that only the model is in these keys. Raises SourceError for missing weights.
+    """
+    trained = list(trained)
+    tensors = {key: value for key, value in rest.items() if isinstance(value, Stored)}
+    firsts = dict.fromkeys(str(stored.path[0]) for stored in tensors.values() if len(stored.path) > 1)
+    counts = {"": sum(param in tensors for param in trained)}
+    counts |= {first: sum(f"{first}.{param}" in tensors for param in trained) for first in firsts}
+    prefix = max(counts, key=lambda first: (counts[first], first == "model"))
+    named: Callable[[Stored], bool] = lambda stored: (  # noqa: E731
+        is_alone or len(stored.path) == 1 if not prefix else stored.path[0] == prefix
+    )
+    model = {
+        ".".join(map(str, stored.path[1:] if prefix else stored.path)): stored
+        for stored in tensors.values()
+        if named(stored)
+    }
+    if lost := [param for param in trained if param not in model]:
+        what = f"the weights of {some(lost)} are missing"
+        fix = (
+            "a resume fails, or silently keeps their initial values with allow_partial_load; copy the checkpoint again"
+        )
+        raise SourceError.at(where, what, fix, Code.STATE_MISSING)
+    taken = {id(stored) for stored in model.values()}
+    others = {
+        key: _carried(value) if isinstance(value, Stored) else value
+        for key, value in rest.items()
+        if not (isinstance(value, Stored) and id(value) in taken)
+    }
+    return prefix, model, others
+
+
+def _carried(stored: Stored) -> DcpEntry:
+    boxes = tuple((chunk.offsets, chunk.sizes, extent) for chunk, extent in stored.boxes)
+    return DcpEntry(stored.path, (stored.held.dtype, stored.held.shape, boxes), is_tensor=True)

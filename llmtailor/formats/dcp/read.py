@@ -1,0 +1,375 @@
+"""From what FSDP trainings save to a `CheckpointIndex`.
+
+Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
+
+    fsdp    pytorch_model_fsdp_0/ and optimizer_0/ (DCP folders) beside the Trainer's scheduler.pt, rng_state_R.pth and
+            trainer_state.json: accelerate with SHARDED_STATE_DICT, FSDP1 and FSDP2
+            shard-R-model-1-of-1.safetensors instead of pytorch_model_fsdp_0/: transformers.distributed
+            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `whole`
+    dcp     one DCP folder with everything: {"model", "optim"} of a loop, torchtitan's step-N
+
+None of them has separate master weights: the sharded params are what the optimizer updates. FSDP2 with mixed precision
+keeps them in fp32 and computes in bf16; a model loaded in bf16 has bf16 params and bf16 moments. So the weights are
+listed as masters, too. Adam's ``step`` is stored per param, so every param is its own sub-group.
+
+No format says what is frozen. A tensor of the model without optimizer states is tied if its elements are those of
+a trained one, a buffer if it holds integers, and else frozen, which is also right for a buffer: it is copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import (
+    DCP,
+    FOLDERS,
+    FSDP,
+    SHARDS,
+    WHOLE,
+    CheckpointIndex,
+    DcpEntry,
+    DcpStyle,
+    Survey,
+    TensorEntry,
+    TrainState,
+)
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
+from llmtailor.codes import Code
+from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.fields import FLOATING, Tensor, read_step
+from llmtailor.containers.json import step_of
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
+from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.dcp.checks import compare_steps, find_rounded
+from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards, read_folder, read_shards
+from llmtailor.formats.dcp.keys import BUFFERS, Optimizer, sort_keys, split_model
+from llmtailor.formats.dcp.roles import with_buffers
+from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
+from llmtailor.formats.format import FileTrees, attempt
+from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.plain.read import listed_buffers
+from llmtailor.formats.rng import find_lost_rng, is_rng_file
+from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.trainer import (
+    OPTIMIZER,
+    SCHEDULER,
+    TrainerFiles,
+    file_fact,
+    read_trainer_files,
+)
+from llmtailor.model.parts import Param
+from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.storage.local import FileFact, open_source
+
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+_RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+def detects(root: Path) -> bool:
+    """Return whether a folder is, or was, a DCP folder, or a Trainer's FSDP checkpoint with DCP folders."""
+    if not root.is_dir():
+        return False
+    names = {path.name for path in root.iterdir()}
+    is_bare = METADATA in names or any(DATA_FILE.fullmatch(name) or _RANK_METADATA.fullmatch(name) for name in names)
+    # beside an optimizer.pt, the first folder is a stray one, which the plain format reports
+    has_model = (root / MODEL_FOLDER).is_dir() and OPTIMIZER not in names
+    return is_bare or has_model or (root / OPTIMIZER_FOLDER).is_dir() or _is_whole(root)
+
+
+def _is_whole(root: Path) -> bool:
+    """Return whether model and optimizer are in one file each; an accelerate run without FSDP has the latter, too."""
+    return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
+
+
+def survey(root: Path, name: str) -> Survey:
+    """Index a checkpoint with DCP folders; of its tensors only the 4 bytes of each ``step`` are read, and samples of
+    tensors that may be tied.
+
+    Raises UnsupportedCheckpoint for a folder without optimizer states, or saved rank by rank without a common metadata.
+    """
+    problems = Problems()
+    if any(_RANK_METADATA.fullmatch(path.name) for path in root.iterdir()):
+        what = "each rank has saved by itself (use_collectives=False), so that only the same ranks can load it"
+        raise UnsupportedCheckpoint.at(name, what, "save it with use_collectives=True")
+    is_trainers = (root / MODEL_FOLDER).is_dir() or (root / OPTIMIZER_FOLDER).is_dir() or _is_whole(root)
+    if _is_whole(root):
+        folders = _read_whole(root, name, problems)
+    else:
+        folders = _read_trainers(root, name, problems) if is_trainers else _read_bare(root, name, problems)
+    if folders is None or not all(folder.has_all_objects for folder in folders.all):  # the param groups, for one
+        return Survey(None, problems)
+    trainer = read_trainer_files(FileTrees(root), name, problems) if is_trainers else None
+    index = attempt(lambda: _Indexing(root, name, folders, trainer, problems).index(), problems)
+    return Survey(index, problems, folders.unreadable)
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """The DCP folders of a checkpoint: one for everything if ``model`` is None."""
+
+    optimizer: Folder
+    model: Folder | None = None
+    form: str = FOLDERS
+
+    @property
+    def all(self) -> tuple[Folder, ...]:
+        return (self.model, self.optimizer) if self.model else (self.optimizer,)
+
+    @property
+    def unreadable(self) -> frozenset[str]:
+        return frozenset().union(*(folder.unreadable for folder in self.all))
+
+
+def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
+    has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
+    for folder in (OPTIMIZER_FOLDER, *(() if has_shards else (MODEL_FOLDER,))):
+        if not (root / folder).is_dir():
+            fix = "copy it back, or leave this checkpoint out"
+            problems.add(SourceError.at(PathIn(name, folder), "the folder is missing", fix, Code.FILE_MISSING))
+    if problems.errors:
+        return None
+    optimizer = read_folder(root, OPTIMIZER_FOLDER, name, problems)
+    model = read_shards(root, name, problems) if has_shards else read_folder(root, MODEL_FOLDER, name, problems)
+    return Folders(optimizer, model, SHARDS if has_shards else FOLDERS) if optimizer and model else None
+
+
+def _read_whole(root: Path, name: str, problems: Problems) -> Folders | None:
+    optimizer = attempt(lambda: read_optimizer_file(root, name), problems)
+    model = attempt(lambda: read_model_file(root, name), problems)
+    return Folders(optimizer, model, WHOLE) if optimizer and model else None
+
+
+def _read_bare(root: Path, name: str, problems: Problems) -> Folders | None:
+    if not (root / METADATA).exists():
+        what = "the file is missing: the save was not finished, or it was lost in a copy"
+        fix = "copy it back, or leave this checkpoint out"
+        problems.add(SourceError.at(PathIn(name, METADATA), what, fix, Code.FILE_MISSING))
+        return None
+    folder = read_folder(root, "", name, problems)
+    return Folders(folder) if folder else None
+
+
+class _Indexing:
+    """Builds the index of the folders read."""
+
+    def __init__(self, root: Path, name: str, folders: Folders, trainer: TrainerFiles | None, problems: Problems):
+        self.root, self.name, self.folders, self.trainer, self.problems = root, name, folders, trainer, problems
+        in_file = folders.form == WHOLE
+        self.model_where = PathIn(name, MODEL_FILE if in_file else MODEL_FOLDER)
+        self.optimizer_where = PathIn(name, OPTIMIZER_FILE if in_file else OPTIMIZER_FOLDER) if folders.model else name
+
+    def index(self) -> CheckpointIndex:
+        """Return the index. Raises SourceError or UnsupportedCheckpoint if the keys don't fit together."""
+        folder = self.folders.optimizer
+        optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where)
+        trained = [param for group in optimizer.groups for param in group.params]
+        prefix, weights, others = self._weights(rest, trained)
+        self._check_states(optimizer, weights)
+        steps = self._steps(optimizer, trained)
+        tied = self._find_tied(weights, set(trained))
+        world_size = self._world_size()
+        params, held = self._hold(optimizer, weights, tied)
+        dtypes = Counter(weights[param].held.dtype for param in trained)
+        groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
+        index = CheckpointIndex(
+            root=self.root,
+            name=self.name,
+            format=FSDP if self.trainer else DCP,
+            stage=0,
+            world_size=world_size,
+            global_step=self._global_step(others, steps),
+            skipped_steps=0,
+            tag="",
+            precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+            optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
+            params=params,
+            tied=tied,
+            held=held,
+            groups=groups,
+            sub_groups=tuple(
+                SubGroup(number, (param,), steps[param])
+                for number, group in enumerate(groups)
+                for param in group.params
+            ),
+            settings=ZeroSettings(),
+            variant="plain",
+            files=self._files(),
+            unreadable=self.folders.unreadable,
+            train=TrainState(
+                all("step" in optimizer.tensors.get(param, {}) for param in trained),
+                tuple(weights),
+                self.trainer.trees if self.trainer else {},
+                dcp=DcpStyle(prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others),
+            ),
+        )
+        index = with_buffers(index, self._buffers(weights, others))
+        findings = (*self._findings(optimizer, steps, index.params), *find_rounded(index))
+        return replace(index, findings=findings)
+
+    def _weights(
+        self, rest: Mapping[str, DcpEntry | Stored], trained: list[str]
+    ) -> tuple[str, dict[str, Stored], dict[str, DcpEntry]]:
+        if self.folders.model is None:
+            return split_model(rest, trained, self.name, is_alone=False)
+        own: dict[str, DcpEntry | Stored] = dict(self.folders.model.tensors)
+        own |= {key: DcpEntry(path, value) for key, (path, value) in self.folders.model.objects.items()}
+        where = self.name if self.folders.form == SHARDS else self.model_where
+        prefix, weights, more = split_model(own, trained, where, is_alone=True)
+        _, _, others = split_model(rest, (), self.optimizer_where, is_alone=False) if rest else ("", {}, {})
+        return prefix, weights, {**more, **others}
+
+    def _check_states(self, optimizer: Optimizer, weights: Mapping[str, Stored]) -> None:
+        problems, kinds_of = [], dict[frozenset[str], list[str]]()
+        for param, kinds in optimizer.tensors.items():
+            shape = weights[param].held.shape
+            kinds_of.setdefault(frozenset(kinds) - {"step"}, []).append(param)
+            for kind, stored in kinds.items():
+                if kind != "step" and stored.held.shape != shape:
+                    what = f"{kind} of {param} has shape {list(stored.held.shape)}, the param {list(shape)}"
+                    problems.append(Problem(self.optimizer_where, what, _ADAM, Code.STATE_SIZE))
+        if len(kinds_of) > 1:
+            usual = max(kinds_of, key=lambda kinds: len(kinds_of[kinds]))
+            for have, params in kinds_of.items():
+                for kind in usual - have:
+                    what = f"{kind} of {some(params)} is missing"
+                    problems.append(Problem(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING))
+        if problems:
+            raise SourceError(problems)
+        if not any(kinds_of):
+            raise UnsupportedCheckpoint.at(self.optimizer_where, "its optimizer has no moments", _ADAM)
+
+    def _steps(self, optimizer: Optimizer, trained: list[str]) -> dict[str, float]:
+        steps, lost, unknown = dict[str, float](), list[str](), list[str]()
+        for number, param in enumerate(trained):
+            node: Any = optimizer.numbers.get(param, {}).get("step")
+            if stored := optimizer.tensors.get(param, {}).get("step"):
+                extent = next(iter(stored.held.place.cover(0, stored.held.numel))).extent
+                if extent.path in self.folders.unreadable:
+                    unknown.append(param)
+                    continue
+                node = Tensor(stored.held.dtype, stored.held.shape, extent)
+            if node is None:
+                lost.append(param)
+                continue
+            steps[param] = read_step(self.root, node, number, self.optimizer_where)
+        if lost:
+            what = f"Adam's step of {some(lost)} is missing"
+            raise SourceError.at(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING)
+        return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
+
+    def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
+        """Return the names whose elements are those of a trained param, as far as samples show."""
+        tied = {}
+        for name, stored in weights.items():
+            held = stored.held
+            if name in trained or len(held.shape) < 2:
+                continue
+            alike = [param for param in trained if _is_like(weights[param].held, held)]
+            if alike and (sample := self._sample(held)) is not None:
+                for param in alike:
+                    if self._sample(weights[param].held) == sample:
+                        tied[name] = param
+        return tied
+
+    def _sample(self, held: TensorEntry) -> bytes | None:
+        itemsize = ITEMSIZE[held.dtype]
+        length = min(held.numel, _SAMPLE_BYTES // itemsize)
+        found = []
+        for number in range(_SAMPLES):
+            begin = (held.numel - length) * number // (_SAMPLES - 1)
+            for fragment in held.place.cover(begin, begin + length):
+                extent = fragment.extent
+                if extent.path in self.folders.unreadable:
+                    return None
+                with open_source(self.root / extent.path, PathIn(self.name, extent.path)) as file:
+                    found.append(file.read(extent.start, extent.stop))
+        return b"".join(found)
+
+    def _hold(
+        self, optimizer: Optimizer, weights: Mapping[str, Stored], tied: Mapping[str, str]
+    ) -> tuple[dict[str, Param], dict[State, TensorEntry]]:
+        params: dict[str, Param] = {}
+        held: dict[State, TensorEntry] = {}
+        for name, stored in weights.items():
+            weight = stored.held
+            if name in optimizer.tensors:
+                params[name] = Param(name, weight.shape, "trainable")
+                held[State(name, MASTER)] = weight
+                kinds = optimizer.tensors[name].items()
+                held |= {State(name, kind): one.held for kind, one in kinds if kind != "step"}
+            elif name not in tied:
+                params[name] = Param(name, weight.shape, "frozen")
+                held[State(name, FROZEN)] = weight
+            if name not in tied:
+                held[State(name, WEIGHT)] = weight
+        return params, held
+
+    def _buffers(self, weights: Mapping[str, Stored], others: Mapping[str, DcpEntry]) -> set[str]:
+        """Return the names of what is a buffer: integers, and what llmtailor listed."""
+        listed = others[key].content if (key := ".".join(BUFFERS)) in others else []
+        found = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
+        if self.folders.form == WHOLE:
+            found |= attempt(lambda: listed_buffers(self.root, self.name), self.problems) or set()
+        return found | {name for name, stored in weights.items() if stored.held.dtype not in FLOATING}
+
+    def _world_size(self) -> int:
+        ranks = [folder.ranks for folder in self.folders.all]
+        if self.trainer:
+            ranks.append(sum(is_rng_file(path) for path in self.trainer.files))
+        return max(ranks)
+
+    def _global_step(self, others: Mapping[str, DcpEntry], steps: Mapping[str, float]) -> int:
+        if self.trainer and self.trainer.global_step is not None:
+            return self.trainer.global_step
+        counter = others.get("train_state.step")  # torchtitan
+        if counter is not None and counter.is_tensor and (boxes := counter.content[2]):
+            node = Tensor(counter.content[0], counter.content[1], boxes[0][2])
+            found = attempt(lambda: read_step(self.root, node, 0, self.name), self.problems)
+            return int(found or 0)
+        manifest = attempt(lambda: read_manifest(self.root, self.name), self.problems)
+        if manifest is not None:  # a composite may mix steps, and nothing else says which of them it resumes at
+            return manifest.global_step
+        newest = int(max(steps.values()))
+        named = step_of(self.root)
+        return named if named in set(steps.values()) else newest
+
+    def _files(self) -> dict[str, FileFact]:
+        files = dict(self.trainer.files) if self.trainer else {}
+        paths = [path for folder in self.folders.all for path in folder.files]
+        paths += [] if self.trainer else sorted(path.name for path in self.root.iterdir())
+        return files | {path: fact for path in paths if (fact := file_fact(self.root / path))}
+
+    def _findings(
+        self, optimizer: Optimizer, steps: Mapping[str, float], params: Mapping[str, Param]
+    ) -> Iterator[Finding]:
+        for folder in self.folders.all:
+            yield from folder.findings
+        hyper = [group.hyper for group in optimizer.groups]
+        if self.trainer:
+            yield from (one for one in self.trainer.findings if one.code is not Code.WEIGHTS_MISSING)
+            yield from find_lost_rng({*self.trainer.files, *self.trainer.inside}, self._world_size(), self.name)
+            if SCHEDULER not in self.trainer.files:
+                what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
+                fix = "copy it back, or leave this checkpoint out"
+                yield Finding(PathIn(self.name, SCHEDULER), what, fix, Code.SCHEDULER_MISSING, ERROR)
+            if self.trainer.scheduler is not None:
+                yield from compare_scheduler(self.trainer.scheduler, PathIn(self.name, SCHEDULER), hyper, None)
+        yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
+        if frozen := [param.name for param in params.values() if param.role == "frozen"]:
+            what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
+            fix = "if they were trained, their states are lost: leave this checkpoint out"
+            yield Finding(self.optimizer_where, what, fix, Code.STATE_MISSING)
+
+
+_ADAM = "use AdamW, or another optimizer with one element of state for each element of the params"
+_PARTIAL_LOAD = "a resume fails, or silently restarts it with allow_partial_load; copy the checkpoint again"
+
+
+def _is_like(one: TensorEntry, other: TensorEntry) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape)

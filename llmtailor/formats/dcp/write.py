@@ -1,0 +1,291 @@
+"""Layout of the checkpoints of FSDP trainings, from any base. `read` describes them.
+
+The weights are what an FSDP run trains on. From a ZeRO base they are the fp32 master weights, as nothing else would
+keep them: the run should build the model in fp32 (and compute in bf16 by mixed precision). Tied names are stored by
+both names, as ``model.state_dict()`` has them.
+
+A loader asks for each option that its own param groups have, so options of torch's AdamW that the base lacks are added
+with their defaults. Keys that nobody asks for are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmtailor.checkpoint.index import DCP, FSDP, SHARDS, WHOLE, CheckpointIndex, DcpEntry, DcpStyle, TensorEntry
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
+from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.checkpoint.placement import Absent
+from llmtailor.containers.dcp import KeyPath
+from llmtailor.containers.pickle_nodes import make_tensor
+from llmtailor.containers.safetensors import WeightFile, lay_out_weights
+from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
+from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
+from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, merge_alike
+from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
+from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
+from llmtailor.formats.format import Wanted
+from llmtailor.formats.made import LR_SCHEDULER, made_trainer_files, of_dcp, rates, scheduler_tree
+from llmtailor.formats.plain.optimizer import without_names
+from llmtailor.formats.plain.write import check as check_masters
+from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights
+from llmtailor.formats.rng import is_rng_file
+from llmtailor.formats.trainer import (
+    ADAPTER_CONFIG,
+    OPTIMIZER,
+    SCALER,
+    TRAINER_STATE,
+    lay_out_trainer_files,
+)
+from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
+
+_DEFAULTS = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Options of torch 2.13's AdamW"""
+_STYLES = {FSDP: DcpStyle("model", "optimizer"), DCP: DcpStyle("model", "optim")}
+"""Of a base that has none of its own"""
+_NOT_HERE = {OPTIMIZER, SCALER, "latest", "zero_to_fp32.py", "zero_to_torch.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class DcpWriter:
+    """The writer of a family: ``fsdp`` or ``dcp``."""
+
+    family: str
+
+    def check(self, dtype: str | None, allow_split: bool) -> None:
+        """Raise MismatchError for options that don't apply if the weights are the master weights."""
+        check_masters(dtype, allow_split)
+
+    def lay_out(self, base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+        """Return the layouts of a composite's files except the tokenizer's, and notices.
+
+        Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
+        """
+        _check_base(base)
+        style = base.train.dcp if base.train.dcp and base.family == self.family else _STYLES[self.family]
+        if style.is_flat and merge_alike(wanted.layout.groups) != [*wanted.layout.groups]:
+            what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
+            raise MismatchError.at("--groups", what, "leave --groups out")
+        target = _Target(base, wanted, style)
+        if self.family == FSDP:
+            return self._lay_out_trainers(target)
+        return self._lay_out_bare(target)
+
+    def _lay_out_trainers(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
+        base, wanted = target.base, target.wanted
+        made, notices = made_trainer_files(base, wanted)
+        dtype = "F32" if base.has_masters else None
+        leave_out = _NOT_HERE | of_dcp(base)
+        laid_out = [*made, *(target.whole() if target.style.form == WHOLE else target.folders())]
+        layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, leave_out, has_weights=True)
+        return layouts, [*notices, *target.notices()]
+
+    def _lay_out_bare(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
+        base, folder = target.base, FolderBuilder("", target.wanted.layout.world_size)
+        target.add_model(folder)
+        target.add_optimizer(folder)
+        target.add_others(folder)
+        target.add_buffer_names(folder)
+        notices = target.notices()
+        lost = [path for path in base.files if path == TRAINER_STATE or is_rng_file(path)]
+        if base.family != DCP and (lost or base.inside):
+            files = some(lost) if lost else "the trainer state"
+            what = f"{files}, config and the like have no place in a DCP folder, and are left out"
+            fix = "nothing: a loop has its own data order and random states; keep the base if you need them"
+            notices.append(Problem(base.name, what, fix))
+        return folder.finish(), notices
+
+
+def _check_base(base: CheckpointIndex) -> None:
+    problems = []
+    if ADAPTER_CONFIG in base.files:
+        what = "it is a PEFT run, whose checkpoints lack the model below the adapter; FSDP saves the whole model"
+        problems.append(Problem(base.name, what, "stay with the Trainer or DeepSpeed"))
+    kinds = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}
+    lost = [p.name for p in base.params.values() if p.numel and State(p.name, kinds[p.role]) not in base.held]
+    if lost and not problems:
+        what = f"it does not hold the values of {some(lost)} under the model's own names"
+        problems.append(Problem(base.name, what, "use a base that was saved with them"))
+    if not kinds_by_param(base):
+        what = "its optimizer has made no step yet, so it has no states"
+        problems.append(Problem(base.name, what, "use a later checkpoint as base"))
+    if problems:
+        raise UnsupportedCheckpoint(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    base: CheckpointIndex
+    wanted: Wanted
+    style: DcpStyle
+
+    def _weights(self) -> Iterator[tuple[str, str, tuple[int, ...], State, bool]]:
+        """Yield name, dtype, shape and state of each tensor of the model, and whether it is cut."""
+        base = self.base
+        order = {name: at for at, name in enumerate(base.train.model_order)}
+        names = sorted((*base.params, *base.tied), key=lambda name: order.get(name, len(order)))
+        for name in names:
+            param = base.params[base.tied.get(name, name)]
+            kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
+            state = State(param.name, kind)
+            held = base.held.get(state)
+            dtype = "F32" if kind != BUFFER and base.has_masters else held.live_dtype if held else "F32"
+            yield name, dtype, param.shape, state, kind != BUFFER
+
+    def add_model(self, folder: FolderBuilder) -> None:
+        for name, dtype, shape, state, is_cut in self._weights():
+            path: KeyPath = (self.style.model, name) if self.style.model else (name,)
+            folder.add_tensor(path, dtype, shape, _slots(state, dtype), is_cut=is_cut)
+
+    def folders(self) -> list[FileLayout]:
+        """Return the files of the optimizer's folder, and of the model's, or its shards."""
+        ranks = self.wanted.layout.world_size
+        optimizer, model = FolderBuilder(OPTIMIZER_FOLDER, ranks), FolderBuilder(MODEL_FOLDER, ranks)
+        self.add_optimizer(optimizer)
+        if self.style is self.base.train.dcp:
+            self.add_others(optimizer)
+        self.add_buffer_names(optimizer)
+        if self.style.form == SHARDS:
+            return [*self.shards(), *optimizer.finish()]
+        self.add_model(model)
+        return [*model.finish(), *optimizer.finish()]
+
+    def whole(self) -> list[FileLayout]:
+        """Return the model's file, the optimizer's, and weight files for other readers."""
+        kinds = kinds_by_param(self.base)
+        model: dict[str, Any] = {}
+        for name, dtype, shape, state, _ in self._weights():
+            numel = math.prod(shape)
+            model[name] = make_tensor(dtype, shape, _slots(state, dtype)(0, numel) if numel else ())
+        states = {
+            param: {
+                "step": make_tensor("F32", (), _step(step, param)(0, 1)),
+                **{kind: self._moment(State(param, kind), held) for kind, held in kinds[param].items()},
+            }
+            for param, step in self._steps().items()
+        }
+        groups = self.wanted.layout.groups
+        nodes = [{**self.options(group, at), "params": list(group.params)} for at, group in enumerate(groups)]
+        optimizer = {"state": states, "param_groups": nodes}
+        files = [lay_out_torch_file(MODEL_FILE, model), lay_out_torch_file(OPTIMIZER_FILE, optimizer)]
+        return [*files, *lay_out_master_weights(self.base)]
+
+    def _moment(self, state: State, held: TensorEntry) -> Any:
+        dtype = "F32" if self.base.has_masters else held.live_dtype
+        return make_tensor(dtype, held.shape, _slots(state, dtype)(0, held.numel) if held.numel else ())
+
+    def _steps(self) -> dict[str, float]:
+        return {param: one.step for one in self.wanted.layout.sub_groups for param in one.params}
+
+    def shards(self) -> list[FileLayout]:
+        """Return the safetensors file of each rank."""
+        ranks = self.wanted.layout.world_size
+        layouts = []
+        weights = [*self._weights()]
+        for rank in range(ranks):
+            tensors, filled, offsets = {}, {}, {}
+            for name, dtype, shape, state, is_cut in weights:
+                low, high = cut_rows(shape[0], ranks)[rank] if is_cut and shape else (0, shape[0] if shape else 1)
+                if low == high or (not is_cut and rank):
+                    continue
+                sizes = (high - low, *shape[1:]) if shape else ()
+                row = self.base.params[state.param].numel // (shape[0] if shape else 1)
+                tensors[name] = TensorEntry(dtype, sizes, Absent())
+                filled[name] = (state, low * row)
+                offsets[name] = {"saved_offsets": [low, *[0] * (len(shape) - 1)] if shape else []}
+            metadata = {"DCP_VERSION": "1.0", "format": "pt", SHARDING: json.dumps(offsets)}
+            path = f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+            layouts.append(lay_out_weights(WeightFile(path, tensors, metadata, filled), None))
+        return layouts
+
+    def add_optimizer(self, folder: FolderBuilder) -> None:
+        base, layout = self.base, self.wanted.layout
+        kinds = kinds_by_param(base)
+        steps = self._steps()
+        for group in layout.groups:
+            for param in group.params:
+                shape = base.params[param].shape
+                for kind, held in kinds[param].items():
+                    dtype = "F32" if base.has_masters else held.live_dtype
+                    content = _slots(State(param, kind), dtype)
+                    folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
+                folder.add_tensor(self._path(STATE, param, "step"), "F32", (), _step(steps[param], param), is_cut=False)
+        for number, group in enumerate(layout.groups):
+            options = self.options(group, number)
+            if self.style.is_flat:
+                for param in group.params:
+                    for key, value in options.items():
+                        folder.add_object(self._path(GROUPS, param, key), value)
+                continue
+            for key, value in {**options, "params": list(group.params)}.items():
+                folder.add_object((*self._optimizer, GROUPS, number, key), value)
+
+    @property
+    def _optimizer(self) -> tuple[str, ...]:
+        return (self.style.optimizer,) if self.style.optimizer else ()
+
+    def _path(self, section: str, param: str, last: str) -> KeyPath:
+        if self.style.is_flat:
+            return (*self._optimizer, f"{section}.{param}.{last}")
+        return (*self._optimizer, section, param, last)
+
+    def options(self, group: ParamGroup, number: int) -> dict[str, Any]:
+        """Return the options of a param group, with those that its loader asks for."""
+        own = without_names(group.hyper)
+        if self.base.train.dcp:
+            return own
+        return {"initial_lr": rates(self.base, self.wanted)[number], **_DEFAULTS, **own}
+
+    def add_others(self, folder: FolderBuilder) -> None:
+        """Add what belongs neither to the model nor to the optimizer, among it the scheduler's state."""
+        others: Mapping[str, DcpEntry] = self.base.train.dcp.others if self.base.train.dcp else {}
+        tree = scheduler_tree(self.base, self.wanted.from_group)
+        for key, entry in others.items():
+            if entry.path[0] != LR_SCHEDULER and key != ".".join(BUFFERS):
+                folder.add_entry(entry)
+        if isinstance(tree, dict):
+            for name, value in tree.items():
+                folder.add_object((LR_SCHEDULER, str(name)), value)
+
+    def add_buffer_names(self, folder: FolderBuilder) -> None:
+        """Add the names of floating-point buffers, which look like frozen params to a later reader."""
+        names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
+        if names:
+            folder.add_object(BUFFERS, names)
+
+    def notices(self) -> list[Problem]:
+        found = []
+        if self.base.has_masters:
+            what = "its weights are written as the fp32 master weights; loss scale, counters and ds_config are left out"
+            found.append(Problem(self.base.name, what, "resume with a model in fp32, and mixed precision as before"))
+        added = sorted(set(_DEFAULTS) - {key for group in self.wanted.layout.groups for key in group.hyper})
+        if added and not self.base.train.dcp:
+            what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
+            found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))
+        return found
+
+
+def _slots(state: State, dtype: str) -> Content:
+    return lambda begin, end: (Slot(state, dtype, begin, end),)
+
+
+def _step(step: float, param: str) -> Content:
+    return lambda begin, end: (Bytes(struct.pack("<f", step), f"step of {param}"),)

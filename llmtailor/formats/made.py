@@ -1,0 +1,125 @@
+"""The Trainer's files of a base without a Trainer: a scheduler's state and a trainer_state.json, made from its steps.
+
+A folder of torch.distributed.checkpoint comes from any loop. If it holds the state of a scheduler under
+``lr_scheduler``, as torchtitan's do, that is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmtailor.checkpoint.index import DCP, CheckpointIndex, DcpEntry
+from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.errors import Problem, some
+from llmtailor.formats.format import Wanted
+from llmtailor.formats.scheduler import read_scheduler, regroup_scheduler
+from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
+
+LR_SCHEDULER = "lr_scheduler"
+_CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
+
+
+def of_dcp(base: CheckpointIndex) -> frozenset[str]:
+    """Return the files with states in the root of a checkpoint of FSDP or DCP, which other formats don't have."""
+    return frozenset(path for path in base.files if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path))
+
+
+def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
+    return base.train.dcp.others if base.train.dcp else {}
+
+
+def saved_scheduler(base: CheckpointIndex) -> Any:
+    """Return the scheduler's state that a base holds, for its own param groups; None if it holds none."""
+    if SCHEDULER in base.train.trees:
+        return base.train.trees[SCHEDULER]
+    found = {
+        str(entry.path[1]): entry.content
+        for entry in _others(base).values()
+        if entry.path[0] == LR_SCHEDULER and len(entry.path) == 2 and not entry.is_tensor
+    }
+    return found or None
+
+
+def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> Any:
+    """Return the scheduler's state that a base holds, for the wanted param groups; None if it holds none.
+
+    Raises SourceError if its lists don't fit the groups.
+    """
+    tree = saved_scheduler(base)
+    if tree is None or from_group is None:
+        return tree
+    return regroup_scheduler(tree, base.name, len(base.groups), from_group)
+
+
+def rates(base: CheckpointIndex, wanted: Wanted) -> list[float]:
+    """Return the learning rate that each wanted param group started with, as far as it is known."""
+    known = read_scheduler(saved_scheduler(base)).base_rates
+    origins = wanted.from_group or range(len(wanted.layout.groups))
+    found = []
+    for group, origin in zip(wanted.layout.groups, origins, strict=True):
+        default = known[origin] if len(known) == len(base.groups) else group.hyper.get("lr", 0.0)
+        found.append(group.hyper.get("initial_lr", default))
+    return found
+
+
+def made_trainer_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Return ``scheduler.pt`` and ``trainer_state.json`` for a base that has no Trainer's files, and notices."""
+    if base.family != DCP:
+        return [], []
+    tree, notices = scheduler_tree(base, wanted.from_group), []
+    if tree is None or not read_scheduler(tree).lengths:
+        groups, step = wanted.layout.groups, base.global_step
+        tree = {
+            "base_lrs": rates(base, wanted),
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "_is_initial": False,
+            "_get_lr_called_within_step": False,
+            "_last_lr": [group.hyper.get("lr", 0.0) for group in groups],
+            "lr_lambdas": [None] * len(groups),
+        }
+        what = f"it holds no scheduler state; {SCHEDULER} is made for step {step}, from the rates in the param groups"
+        fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
+        notices.append(Problem(base.name, what, fix))
+    what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
+    if lost := sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"}):
+        text = f"its values under {some(lost)} have no counterpart, and are left out"
+        notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
+    fix = (
+        "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes them "
+        "from there, not from its arguments, and they are 500 here"
+    )
+    notices.append(Problem(base.name, what, fix))
+    data = json.dumps(_trainer_state(base.global_step), indent=2, sort_keys=True).encode() + b"\n"
+    made = [lay_out_torch_file(SCHEDULER, tree), FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),))]
+    return made, notices
+
+
+def _trainer_state(step: int) -> dict[str, Any]:
+    control = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
+    return {
+        "best_global_step": None,
+        "best_metric": None,
+        "best_model_checkpoint": None,
+        "epoch": 0.0,
+        "eval_steps": 500,
+        "global_step": step,
+        "is_hyper_param_search": False,
+        "is_local_process_zero": True,
+        "is_world_process_zero": True,
+        "log_history": [],
+        "logging_steps": 500,
+        "max_steps": 0,
+        "num_input_tokens_seen": 0,
+        "num_train_epochs": 0,
+        "save_steps": 500,
+        "stateful_callbacks": {"TrainerControl": control},
+        "total_flos": 0.0,
+        "train_batch_size": 1,
+        "trial_name": None,
+        "trial_params": None,
+    }

@@ -1,0 +1,84 @@
+"""The commands on runs of FSDP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import llmtailor  # noqa: E402
+from dcp.holding import read  # noqa: E402
+from helpers.commands import run_here  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import State  # noqa: E402
+from llmtailor.recipe.recipe import Recipe  # noqa: E402
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of a run's folder"""
+
+    def copy(name):
+        shutil.copytree(trained[name].folder, tmp_path / "run")
+        return tmp_path / "run"
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "newest"), [("trainer", "checkpoint-4"), ("titan", "step-4"), ("full", "checkpoint-4")]
+)
+def test_the_newest_checkpoint_is_found(run, name, newest):
+    folder = run(name)
+    (folder / "step-notes").mkdir()
+    assert Path(run_here("latest", folder).stdout.strip()).resolve() == folder / newest
+
+
+@pytest.mark.parametrize("name", ["trainer", "titan"])
+def test_a_run_is_composed(run, trained, name):
+    folder = run(name)
+    done = run_here("merge", "--run", str(folder), "--strategy", "parity", str(folder / "out"), "--json")
+    assert done.returncode == 0, done.stderr
+    steps = {row["part"]: row["step"] for row in json.loads(done.stdout)["parts"]}
+    assert steps == {part: 2 if part == "layer 1" else 4 for part in steps}
+    index = index_checkpoint(folder / "out")
+    for step, param in ((2, "model.layers.1.mlp.up_proj.weight"), (4, "model.layers.2.mlp.up_proj.weight")):
+        live = trained[name].held[step]["states"][param]["exp_avg"]
+        assert torch.equal(read(index.root, index.held[State(param, "exp_avg")]), live)
+
+
+def test_what_a_lost_file_held_comes_from_an_older_step(run, trained):
+    """Rank 0's file has no options of param groups, so that the rest is still readable."""
+    folder = run("trainer")
+    (folder / "checkpoint-4/optimizer_0/__0_0.distcp").unlink()
+    done = run_here("salvage", "--fragments", str(folder), "-o", str(folder / "out"))
+    assert done.returncode == 0, done.stderr
+    index, name = index_checkpoint(folder / "out"), "model.layers.1.mlp.up_proj.weight"
+    moment = read(index.root, index.held[State(name, "exp_avg")])
+    old, new = (trained["trainer"].held[step]["states"][name]["exp_avg"] for step in (2, 4))
+    rows = -(-len(moment) // 2)
+    assert torch.equal(moment, torch.cat([old[:rows], new[rows:]]))
+
+
+def test_nothing_is_thinned(run):
+    folder = run("trainer")
+    done = run_here("thin", str(folder), "--strategy", "parity", "--yes")
+    assert done.returncode == 0 and "have no partial form" in done.stdout
+    assert (folder / "checkpoint-2/optimizer_0/.metadata").exists()
+
+
+@pytest.mark.parametrize("name", ["trainer", "titan", "hf", "full"])
+def test_an_output_is_replaced(trained, tmp_path, name):
+    """Only by --force, and only if it holds nothing else"""
+    recipe = Recipe("x", "", trained.checkpoint(name), (), None, None)
+    llmtailor.merge(recipe, tmp_path / "out")
+    with pytest.raises(llmtailor.TailorError, match="already exists"):
+        llmtailor.merge(recipe, tmp_path / "out")
+    llmtailor.merge(recipe, tmp_path / "out", llmtailor.Options(replace=True, checksum=True))
+    (tmp_path / "out" / "notes.txt").touch()
+    with pytest.raises(llmtailor.TailorError, match=r"notes\.txt"):
+        llmtailor.merge(recipe, tmp_path / "out", llmtailor.Options(replace=True))

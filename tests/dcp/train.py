@@ -1,0 +1,372 @@
+"""FSDP trainings on CPU ranks over gloo, each saved by its framework's own functions: see `Spec.kind`.
+
+The Trainer with ``fsdp`` runs plain DDP on a CPU without saying so, because accelerate knows FSDP on accelerators only.
+`CpuTrainer` tells accelerate that these ranks are an accelerator's; everything else is stock: what shards the model,
+saves and loads. The other kinds are loops without a Trainer.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+from transformers.trainer_callback import TrainerControl, TrainerState
+
+from dcp import fsdp1
+from dcp.spec import Spec, from_json
+from real.models import VOCAB, build
+
+RATE, DECAY = 5e-3, 0.1
+
+
+class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """As in real/train.py."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCAB
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class CpuTrainer(Trainer):  # type: ignore[misc]
+    def create_accelerator_and_postprocess(self) -> None:
+        assert self.args.device  # makes the PartialState
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        super().create_accelerator_and_postprocess()
+
+
+def whole(tensor: Any) -> Any:
+    """Return a tensor with the elements of all ranks."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def held(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what a training holds, whole, by the names of the params."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    states = {
+        name: {kind: whole(value) for kind, value in optimizer.state[param].items()}
+        for name, param in model.named_parameters()
+        if param in optimizer.state
+    }
+    weights = {name: whole(param) for name, param in model.named_parameters()}
+    buffers = {name: whole(buffer) for name, buffer in model.named_buffers()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"weights": weights, "states": states, "buffers": buffers, "groups": groups}
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Keeps the losses, and what the training holds before its first step and at each save."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.held: dict[int, Any] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses[state.global_step] = logs["loss"]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step not in self.held:
+            self.held[state.global_step] = held(kwargs["model"], kwargs["optimizer"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.held[state.global_step] = held(kwargs["model"], kwargs["optimizer"])
+
+
+def new_model(spec: Spec) -> Any:
+    set_seed(0)
+    model = build(spec.arch, spec.layers, spec.tied).to(getattr(torch, spec.dtype))
+    for name, param in model.named_parameters():
+        if any(fnmatch.fnmatch(name, glob) for glob in spec.frozen):
+            param.requires_grad = False
+    return model
+
+
+FORMS = {
+    kind: {
+        "fsdp": True,
+        "fsdp_config": {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": form,
+        },
+    }
+    for kind, form in (("trainer", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT"))
+}
+
+
+def run_trainer(spec: Spec, folder: Path) -> Watch:
+    AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the kind of the run before
+    args = TrainingArguments(
+        output_dir=str(folder / spec.name),
+        **FORMS.get(spec.kind, {}),
+        use_cpu=True,
+        per_device_train_batch_size=spec.per_device_batch,
+        max_steps=spec.steps,
+        save_strategy="steps",
+        save_steps=spec.save_steps,
+        logging_steps=1,
+        lr_scheduler_type="linear",
+        learning_rate=RATE,
+        weight_decay=DECAY,
+        seed=0,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    watch = Watch()
+    kind = CpuTrainer if spec.kind in FORMS else Trainer
+    trainer = kind(
+        model=new_model(spec), args=args, train_dataset=Tokens(), data_collator=default_data_collator, callbacks=[watch]
+    )
+    trainer.train(resume_from_checkpoint=str(folder / spec.resume_from) if spec.resume_from else None)
+    return watch
+
+
+class Loop:
+    """A training loop without a Trainer."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.model = new_model(spec)
+        if spec.kind == "fsdp1":
+            self.model = fsdp1.shard(self.model)
+        else:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        norms = [param for name, param in trained if "norm" in name]
+        others = [param for name, param in trained if "norm" not in name]
+        groups = [{"params": others, "weight_decay": DECAY}, {"params": norms, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=RATE)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 - step / 20)
+        self.step = 0
+
+    def held(self) -> dict[str, Any]:
+        return (fsdp1.held if self.spec.kind == "fsdp1" else held)(self.model, self.optimizer)
+
+    def train(self, until: int, watch: Watch, save: Any) -> None:
+        ranks, rank, size = dist.get_world_size(), dist.get_rank(), self.spec.per_device_batch
+        data = Tokens()
+        while self.step < until:
+            if self.step not in watch.held:
+                watch.held[self.step] = self.held()
+            first = self.step * ranks * size + rank * size
+            rows = default_data_collator([data[first + at] for at in range(size)])
+            loss = self.model(**rows).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+            told = loss.detach().clone()
+            dist.all_reduce(told)
+            watch.losses[self.step] = float(told / ranks)
+            if self.step % self.spec.save_steps == 0:
+                save(self)
+        watch.held[self.step] = self.held()
+
+
+class Counters:
+    """As torchtitan's train_state."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.loop.step, dtype=torch.int32), "ntokens_seen": torch.tensor(100)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.loop.step = int(saved["step"])
+
+
+class FlatModel:
+    """As torchtitan's ModelWrapper."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, saved, options=StateDictOptions(strict=False))
+
+
+class FlatOptimizer:
+    """As torchtitan's OptimizersContainer."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.loop.model, self.loop.optimizer, options=self.options)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.loop.model, self.loop.optimizer, optim_state_dict=saved, options=self.options)
+
+
+def save_loop(loop: Loop, folder: Path) -> None:
+    """``{model, optim}``, and nothing else"""
+    model, optim = get_state_dict(loop.model, loop.optimizer)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=folder / f"checkpoint-{loop.step}")
+
+
+def save_columns(loop: Loop, folder: Path) -> None:
+    """As `save_loop`, each matrix cut along its columns, as tensor parallelism does."""
+
+    def cut(value: Any) -> Any:
+        is_matrix = isinstance(value, DTensor) and value.dim() > 1
+        return value.redistribute(placements=[Shard(1)]) if is_matrix else value
+
+    states = tree_map(cut, dict(zip(("model", "optim"), get_state_dict(loop.model, loop.optimizer), strict=True)))
+    dcp.save(states, checkpoint_id=folder / f"checkpoint-{loop.step}")
+
+
+def load_loop(loop: Loop, source: Path) -> None:
+    model, optim = get_state_dict(loop.model, loop.optimizer)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=source)
+    set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=optim)
+    loop.step = int(next(iter(loop.optimizer.state.values()))["step"])
+    loop.scheduler.last_epoch = loop.step
+
+
+def titan_states(loop: Loop) -> dict[str, Any]:
+    """torchtitan keeps the model's names at the top, beside ``optimizer``, ``lr_scheduler``, ``train_state``."""
+    return {
+        **FlatModel(loop.model).state_dict(),
+        "optimizer": FlatOptimizer(loop),
+        "lr_scheduler": loop.scheduler,
+        "train_state": Counters(loop),
+    }
+
+
+def save_titan(loop: Loop, folder: Path) -> None:
+    dcp.save(titan_states(loop), checkpoint_id=folder / f"step-{loop.step}")
+
+
+def load_titan(loop: Loop, source: Path) -> None:
+    states = titan_states(loop)
+    dcp.load(states, checkpoint_id=source)
+    FlatModel(loop.model).load_state_dict({name: states[name] for name in FlatModel(loop.model).state_dict()})
+
+
+def save_hf(loop: Loop, folder: Path) -> None:
+    from transformers.distributed.checkpoint import _save_model_checkpoint_distributed, save_optimizer_distributed
+
+    out = folder / f"checkpoint-{loop.step}"
+    if dist.get_rank() == 0:
+        out.mkdir(parents=True)
+    dist.barrier()
+    _save_model_checkpoint_distributed(loop.model, out)
+    save_optimizer_distributed(loop.model, loop.optimizer, str(out / "optimizer_0"))
+    save_rest(loop, out)
+
+
+def save_rest(loop: Loop, out: Path) -> None:
+    """Save what the Trainer has beside model and optimizer."""
+    rng = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    torch.save(rng, out / f"rng_state_{dist.get_rank()}.pth")
+    if dist.get_rank() == 0:
+        torch.save(loop.scheduler.state_dict(), out / "scheduler.pt")
+        state = TrainerState(global_step=loop.step, logging_steps=1, stateful_callbacks=[TrainerControl()])
+        state.train_batch_size = loop.spec.per_device_batch
+        state.save_to_json(str(out / "trainer_state.json"))
+
+
+def load_hf(loop: Loop, source: Path) -> None:
+    from transformers.distributed.checkpoint import _load_model_checkpoint_distributed, load_optimizer_distributed
+
+    _load_model_checkpoint_distributed(loop.model, source)
+    load_optimizer_distributed(loop.model, loop.optimizer, str(source / "optimizer_0"))
+    load_rest(loop, source)
+
+
+def load_rest(loop: Loop, source: Path) -> None:
+    loop.scheduler.load_state_dict(torch.load(source / "scheduler.pt"))
+    loop.step = int(json.loads((source / "trainer_state.json").read_text())["global_step"])
+
+
+def save_fsdp1(loop: Loop, folder: Path) -> None:
+    out = folder / f"checkpoint-{loop.step}"
+    fsdp1.save(loop.model, loop.optimizer, out)
+    save_rest(loop, out)
+
+
+def load_fsdp1(loop: Loop, source: Path) -> None:
+    fsdp1.load(loop.model, loop.optimizer, source)
+    load_rest(loop, source)
+
+
+KINDS = {
+    "fsdp1": (save_fsdp1, load_fsdp1),
+    "loop": (save_loop, load_loop),
+    "columns": (save_columns, load_loop),
+    "titan": (save_titan, load_titan),
+    "hf": (save_hf, load_hf),
+}
+
+
+def run_loop(spec: Spec, folder: Path) -> Watch:
+    save, load = KINDS[spec.kind]
+    loop, watch = Loop(spec), Watch()
+    if spec.resume_from:
+        load(loop, folder / spec.resume_from)
+    loop.train(spec.steps, watch, lambda loop: save(loop, folder / spec.name))
+    return watch
+
+
+def main(specs_file: Path, folder: Path) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    for spec in map(from_json, json.loads(specs_file.read_text())):
+        print(f"=== {spec.name}", flush=True)
+        (folder / spec.name).mkdir(exist_ok=True)
+        watch = run_loop(spec, folder) if spec.kind in KINDS else run_trainer(spec, folder)
+        if dist.get_rank() == 0:
+            torch.save(watch.held, folder / spec.name / "held.pt")
+            (folder / spec.name / "result.json").write_text(json.dumps(watch.losses))
+            print(f"=== {spec.name}: losses {watch.losses}", flush=True)
+        gc.collect()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(*map(Path, sys.argv[1:]))
+    sys.stdout.flush()
+    os._exit(0)
