@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
-from llmtailor.saving import saver_for
+from dcp.train import FORMS, CpuTrainer, Tokens, Watch
+from llmtailor.saving import attach, saver_for
 
 STEPS, VOCAB = 6, 62
-RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2}
+RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2, "trainer": 2}
 
 
 def build() -> LlamaForCausalLM:
@@ -88,8 +89,43 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def train_with_trainer(folder: Path) -> None:
+    """The Trainer with FSDP version 2, from scratch or from a composite.
+
+    It takes these ranks for an accelerator's, see dcp/train.py.
+    """
+    args = TrainingArguments(
+        output_dir=str(folder / "run"),
+        **FORMS["trainer"],
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=STEPS,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    watch = Watch()
+    trainer = CpuTrainer(
+        model=build(), args=args, train_dataset=Tokens(), data_collator=default_data_collator, callbacks=[watch]
+    )
+    attach(trainer, policy="parity", save_steps=2)
+    trainer.train(resume_from_checkpoint=str(folder / "composite") if folder.name == "resumed" else None)
+    if args.process_index == 0:
+        truth = {
+            step: {name: {"master": weight, **held["states"][name]} for name, weight in held["weights"].items()}
+            for step, held in watch.held.items()
+            if step in (2, 4, 6)
+        }
+        torch.save((truth, watch.losses), folder / "truth.pt")
+
+
 def main(folder: Path) -> None:
     """A rank of the kind that the folder is named after."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    train(folder.name, folder, dist.get_rank())
+    if folder.name in ("trainer", "resumed"):
+        train_with_trainer(folder)
+    else:
+        dist.init_process_group("gloo")
+        train(folder.name, folder, dist.get_rank())

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from partial.composing import compose  # noqa: E402
@@ -23,7 +24,20 @@ def trained(tmp_path_factory):
     for kind, ranks in RANKS.items():
         (folder / kind).mkdir()
         start_ranks("saving.sharded", [folder / kind], ranks, folder / kind)
+    (folder / "resumed").mkdir()
+    composite = folder / "resumed" / "composite"
+    done = run_here("merge", "--run", folder / "trainer" / "run", "--at", 2, "--to", "fsdp", composite)
+    assert done.returncode == 0, done.stderr
+    start_ranks("saving.sharded", [folder / "resumed"], 2, folder / "resumed")
     return folder
+
+
+def test_the_trainer_resumes_under_fsdp_from_a_composite(trained):
+    """The first save is complete, so every loss is repeated."""
+    _, straight = torch.load(trained / "trainer" / "truth.pt")
+    _, resumed = torch.load(trained / "resumed" / "truth.pt")
+    assert resumed == {step: loss for step, loss in straight.items() if step > 2}
+    assert len(resumed) == 4
 
 
 @pytest.mark.parametrize("kind", RANKS)
