@@ -152,6 +152,8 @@ class CheckpointIndex:
     index. Placements still refer to these files: the element ranges are right, the bytes are not valid."""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
     """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
+    trained_with: str | None = None
+    """The family of formats that the run's own checkpoints have, if this partial one says so"""
     train: TrainState = field(default_factory=TrainState)
 
     @property

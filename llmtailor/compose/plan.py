@@ -319,7 +319,7 @@ def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
 def _choose_format(base: CheckpointIndex, options: Options) -> tuple[str, int]:
     """Return the family and the ZeRO stage of the output. Raises MismatchError if the options contradict each other."""
     if options.to is None and options.stage is None:
-        return base.family, base.stage
+        return base.trained_with or base.family, base.stage
     family = options.to or (DEEPSPEED if options.stage else TRAINER)
     if family == DEEPSPEED:
         stage = options.stage if options.stage is not None else base.stage or 3

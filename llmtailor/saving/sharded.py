@@ -6,13 +6,15 @@ which also has replicas, the first replica saves. Verified with torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llmtailor.checkpoint.index import FSDP
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.plain import PlainTraining, share_out
@@ -50,6 +52,9 @@ class ShardedTraining(PlainTraining):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return super().look_again()
+
+    def shards(self) -> Mapping[str, Any]:
+        return {"framework": FSDP}  # which a composite takes the form of
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         live = {name: self._live(name) for name in params}

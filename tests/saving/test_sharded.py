@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
-from partial.composing import compose  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
 from saving.sharded import RANKS  # noqa: E402
 
@@ -26,7 +25,7 @@ def trained(tmp_path_factory):
         start_ranks("saving.sharded", [folder / kind], ranks, folder / kind)
     (folder / "resumed").mkdir()
     composite = folder / "resumed" / "composite"
-    done = run_here("merge", "--run", folder / "trainer" / "run", "--at", 2, "--to", "fsdp", composite)
+    done = run_here("merge", "--run", folder / "trainer" / "run", "--at", 2, composite)
     assert done.returncode == 0, done.stderr
     start_ranks("saving.sharded", [folder / "resumed"], 2, folder / "resumed")
     return folder
@@ -58,7 +57,8 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
             for name in names
         }
         out = tmp_path / f"out-{step}"
-        compose(run, step, out=out)
+        done = run_here("merge", "--run", run, "--at", step, "--to", "trainer", out)
+        assert done.returncode == 0, done.stderr
         weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")
         names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
         assert sorted(names) == sorted(truth[step])

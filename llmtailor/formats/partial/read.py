@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry
+from llmtailor.checkpoint.index import FSDP, CheckpointIndex, Survey, TensorEntry
 from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Sliced
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, is_path_below, read_strict_json
@@ -208,6 +208,7 @@ def _index(root: Path, name: str) -> CheckpointIndex:
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
         inside=frozenset(partial.tree_of),
         saved_as=partial.manifest.saved_as,
+        trained_with=FSDP if manifest.shards.get("framework") == FSDP else None,
         module={},
     )
 
