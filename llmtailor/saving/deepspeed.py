@@ -101,8 +101,8 @@ class ZeroTraining:
     def frozen(self) -> Mapping[str, torch.Tensor]:
         if self.stage < 3 and not self.ranks.is_first:
             return {}
-        params: dict[str, Any] = dict(self.model.named_parameters())
         names = [name for name, fact in self.params.items() if fact.role == "frozen"]
+        params: dict[str, Any] = dict(self.model.named_parameters()) if names else {}
         return {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
 
     def frozen_file(self) -> str:

@@ -246,6 +246,8 @@ class BackgroundSave(PendingSave):
         """Write this rank's share; return its message."""
         work, snapshot = self._work, self._snapshot
         try:
+            if snapshot is not None:
+                snapshot.start()  # here, because who starts a thread waits until it runs
             self._begin()
             if work.share is None or snapshot is None:
                 return {"problems": _texts(work.problems)}

@@ -101,6 +101,9 @@ class Snapshot:
         self.high_water = 0
         """The most bytes of the arena that were in use at once"""
         self._thread = threading.Thread(target=self._run, name="llmtailor-copy", daemon=True)
+
+    def start(self) -> None:
+        """Start copying."""
         self._thread.start()
 
     @property
@@ -146,7 +149,8 @@ class Snapshot:
     def close(self) -> None:
         """Stop copying, and free the arena. Call it when nothing is read any more."""
         self.give_up()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._streams.finish()
 
     def _give_up(self) -> None:
@@ -173,6 +177,7 @@ class Snapshot:
                 with self._state:
                     self._copied += 1
                     self._state.notify_all()
+            self._streams.finish()
             self.copy_s = time.monotonic() - self._began
         except BaseException as error:
             with self._state:

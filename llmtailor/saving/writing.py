@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from llmtailor import __version__
-from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Plan
 from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.streams import Store
@@ -130,12 +130,7 @@ def lay_out_share(
         if _fingerprint(frozen) != fingerprint:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    return Share(tuple(_from_live(file) for file in files), tuple(linked), live, check)
-
-
-def _from_live(file: FileLayout) -> FileLayout:
-    pieces = tuple(replace(piece, source=0) if isinstance(piece, Copy) else piece for piece in file.pieces)
-    return FileLayout(file.path, pieces)
+    return Share(tuple(files), tuple(linked), live, check)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -238,10 +233,11 @@ class _Special:
 
 def _encode(tree: Any, special: _Special, stock: str) -> Any:
     try:
-        return encode(tree, special, stock)
+        return encode(tree, special)
     except TypeError as error:
+        path, what = error.args if len(error.args) == 2 else ("", error)
         fix = "use only numbers, strings, lists, mappings and tensors: a resume would not load anything else either"
-        raise UnsupportedCheckpoint.at("the state to save", str(error), fix) from error
+        raise UnsupportedCheckpoint.at("the state to save", f"{stock}{path}: {what}", fix) from error
 
 
 def _known(before: Path, name: str, fingerprint: str) -> BundleFact | None:
