@@ -66,11 +66,11 @@ class LiveTensors:
 
         In its plan, `SOURCE` is the first source.
         """
-        flat = tensor.detach().reshape(-1)
+        flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         live = LiveTensor(flat, dtype or flat.dtype, written_with)
         content: tuple[Copy, ...] = ()
-        if live.num_bytes:
-            content = (Copy(Extent(str(len(self.tensors)), 0, live.num_bytes), source=0),)
+        if num_bytes := live.num_bytes:
+            content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
             self.tensors.append(live)
         return Entry(key, DTYPES[live.dtype], tuple(tensor.shape), content)
 

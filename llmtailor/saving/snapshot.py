@@ -271,10 +271,11 @@ class StepBarrier:
         self._masters: frozenset[int] = frozenset()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: Iterable[torch.Tensor]) -> None:
-        """Delay the next steps of ``optimizers``, and of any other that writes ``masters``, until it is safe."""
+    def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: frozenset[int]) -> None:
+        """Delay the next steps of ``optimizers``, and of any other that writes masters in these storages, until it is
+        safe."""
         self._optimizers = optimizers
-        self._masters = frozenset(storage_of(master) for master in masters)
+        self._masters = masters
         self._snapshot = snapshot
 
     def settle(self) -> None:

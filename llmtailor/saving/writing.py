@@ -38,7 +38,7 @@ from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.snapshot import CHANGE_EARLIER, CHANGED, storage_of
-from llmtailor.saving.training import Kept, Left, Training
+from llmtailor.saving.training import Fixed, Kept, Left, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
 
@@ -224,6 +224,9 @@ class _Special:
             return stored(value.file, value.key)
         if isinstance(value, Left):
             return placeholder(DTYPES[value.dtype], value.shape)
+        if isinstance(value, Fixed):
+            value.json = value.json or encode(value.value, self)
+            return dict(value.json)
         if isinstance(value, torch.Size):
             size = {"$": "global", "module": "torch", "name": "Size"}
             args = [{"$": "tuple", "items": list(value)}]

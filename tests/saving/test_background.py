@@ -215,7 +215,7 @@ def test_a_step_waits_only_for_what_it_writes():
     barrier = StepBarrier()
     optimizers = [torch.optim.SGD([torch.nn.Parameter(one)], lr=1.0) for one in masters]
     try:
-        barrier.arm(snapshot, optimizers, masters)
+        barrier.arm(snapshot, optimizers, frozenset(map(storage_of, masters)))
         for optimizer in optimizers:
             optimizer.param_groups[0]["params"][0].grad = torch.ones(1 << 17)
         optimizers[0].step()  # two of four fit into the buffer
