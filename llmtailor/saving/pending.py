@@ -353,7 +353,7 @@ def _turns(is_over: Callable[[], bool]) -> Any:
     yield
     while not is_over():
         time.sleep(pause)
-        pause = min(2 * pause, longest)
+        pause = min(1.1 * pause, longest)  # so that a wait ends at most a tenth too late: a save has up to three
         yield
 
 
