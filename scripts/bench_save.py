@@ -7,6 +7,7 @@ each run the disk has settled (sync).
 One save, followed by a training step:
 
 - a plain copy of the same states into memory that is in use already, which is the yardstick;
+- a plain write of these states, with fsync, the yardstick for the disk;
 - a background save, and one that stops training (background=False);
 - ``torch.distributed.checkpoint.async_save`` of the same tensors, staged in shared memory by a thread, whose end is
   awaited before the optimizer's step;
@@ -40,6 +41,7 @@ from bench_save_runs import (
     SLOW_DISK,
     STOPPED,
     TRAINER,
+    WRITE,
     Bench,
 )
 
@@ -48,6 +50,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MEANING = {
     COPY: "one pass over the states, into memory that is in use already: what a copy costs at least",
+    WRITE: "one file of the same bytes per rank, with fsync, while training stands still: what a disk takes at least",
     BACKGROUND: "attach() as it is: copied until the next optimizer step, written while training continues",
     STOPPED: "the same files; training stands still until they are durable",
     ASYNC_SAVE: "torch.distributed.checkpoint of the same tensors; the optimizer's step waits for the staging",
@@ -74,11 +77,15 @@ def tell(found: Mapping[str, list[dict[str, float]]], title: str, options: argpa
     def median(name: str, key: str) -> float:
         return statistics.median(one.get(key, float("nan")) for one in found[name])
 
+    def quiet(name: str) -> float:
+        steps = (f"step {number}" for number in range(options.steps))
+        return sum(min(one[step] for one in found[name]) for step in steps)
+
     print(f"\n{title}: one save and the step behind it, medians of {options.rounds} rounds")
     heads = ("MB", "stall s", "min", "/ copy", "CPU s", "/ copy", "step +s", "copied s", "GB/s", "durable s")
     print(f"{'':18}" + "".join(f"{head:>10}" for head in heads))
     step = median("step", "step_s")
-    for name in (COPY, *MODES, ASYNC_SAVE, TRAINER):
+    for name in (COPY, WRITE, *MODES, ASYNC_SAVE, TRAINER):
         num_bytes, copied = median(name, "num_bytes"), median(name, "copy_s")
         cells = [
             f"{num_bytes / 1e6:.1f}",
@@ -95,10 +102,11 @@ def tell(found: Mapping[str, list[dict[str, float]]], title: str, options: argpa
         print(f"{name:18}" + "".join(f"{cell:>10}" for cell in cells))
     runs = [name for name in found if name == NONE or ", every" in name]
     print(f"\n{title}: {options.steps} steps, medians of {options.blocks} rounds")
-    heads = ("train s", "/ none", "stalled s", "durable s", "CPU s", "/ none")
+    heads = ("train s", "/ none", "quiet s", "/ none", "stalled s", "durable s", "CPU s", "/ none")
     print(f"{'':44}" + "".join(f"{head:>10}" for head in heads))
     for name in sorted(runs, key=lambda name: (name != NONE, [*MEANING].index(name.partition(", ")[2] or NONE))):
         cells = [f"{median(name, 'train_s'):.2f}", ratio(found, name, NONE, "train_s")]
+        cells += [f"{quiet(name):.2f}", f"{quiet(name) / quiet(NONE):.2f}"]
         cells += [f"{median(name, key):.2f}" for key in ("stalled_s", "durable_s", "cpu_s")]
         cells += [ratio(found, name, NONE, "cpu_s")]
         print(f"{name:44}" + "".join(f"{cell:>10}" for cell in cells))
@@ -116,6 +124,7 @@ Columns
   CPU s of one save: of the training's own thread, before the step; steadier than the stall on a busy machine
   step +s: how much longer the save and the step behind it took than a step alone, whatever the reason; on
     CUDA the only column with the optimizer's wait, which is on the device
+  quiet s: each step of a block as fast as it was in any round, which leaves out what disturbs the machine now and then
   copied, GB/s: from the call until all states were in host memory, of all ranks together
   durable: from the call, or the first step, until everything was on disk, with fsync
   / none: time, or CPU time of all threads of all ranks, as a multiple of the same steps without saves"""
@@ -213,7 +222,7 @@ def main() -> None:
         return
     if options.work.exists():
         parser.error(f"{options.work} exists; remove it first")
-    environment = os.environ | ({"DS_ACCELERATOR": "cpu"} if options.device == "cpu" else {})
+    environment = os.environ | {"DS_ACCELERATOR": options.device}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
     found: dict[str, Any] = {}
     try:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
 
-COPY, BACKGROUND, STOPPED, ASYNC_SAVE, TRAINER = (
+COPY, WRITE, BACKGROUND, STOPPED, ASYNC_SAVE, TRAINER = (
     "plain memory copy",
+    "plain write",
     "background save",
     "background=False",
     "torch's async_save",
@@ -82,7 +83,8 @@ class Bench:
         self.step()
         self.async_save()
         self.found.clear()
-        ways = [self.copy, *[lambda mode=mode: self.save(mode) for mode in MODES], self.async_save, self.stock]
+        saves = [lambda mode=mode: self.save(mode) for mode in MODES]
+        ways = [self.copy, self.write, *saves, self.async_save, self.stock]
         for number in range(self.options.rounds):
             for run in rotated([self.plain_step, *ways], number):
                 run()
@@ -129,7 +131,7 @@ class Bench:
         run = {key: (sum if key in ("num_bytes", "cpu_s") else max)(rank[key] for rank in ranks) for key in values}
         self.found.setdefault(name, []).append(run)
         if self.is_first:
-            told = ", ".join(f"{key} {value:.3f}" for key, value in run.items() if key != "num_bytes")
+            told = ", ".join(f"{key} {value:.3f}" for key, value in run.items() if key.endswith("_s"))
             print(f"{name} {len(self.found[name])}: {told}", file=sys.stderr, flush=True)
 
     def plain_step(self) -> None:
@@ -163,6 +165,20 @@ class Bench:
             stall, cpu = time.perf_counter() - began, time.thread_time() - cpu
         num_bytes = sum(buffer.nbytes for buffer in self.buffers)
         self.add(COPY, {"stall_s": stall, "thread_cpu_s": cpu, "copy_s": stall, "num_bytes": num_bytes})
+
+    def write(self) -> None:
+        from llmtailor.saving.live import bytes_of
+
+        path = self.work / f"plain-{self.trainer.args.process_index}"
+        with self.one_save(WRITE) as values:
+            with path.open("xb") as file:
+                for state in self.states.values():
+                    file.write(bytes_of(state.cpu()))
+                file.flush()
+                os.fsync(file.fileno())
+            values |= self.stopped()
+            values |= {"durable_s": values["stall_s"], "num_bytes": path.stat().st_size}
+        path.unlink()
 
     def save(self, mode: str) -> None:
         saver = self.savers[mode]
@@ -222,12 +238,15 @@ class Bench:
             a_save = statistics.median(one["num_bytes"] for one in self.found[BACKGROUND]) / self.dist.get_world_size()
             self.slowed_to = a_save / (self.options.steps_per_write * step_s)
         began, cpu = time.perf_counter(), time.process_time()
+        values, reached = {}, began
         for step in range(num_steps):
             if every and step % every == 0:
                 self.saves += 1
                 self.savers[mode].save(self.saves)
             self.step()
-        values = {"train_s": time.perf_counter() - began}
+            values[f"step {step}"] = time.perf_counter() - reached
+            reached += values[f"step {step}"]
+        values["train_s"] = reached - began
         if every:
             self.savers[mode].finish()
         values |= {"durable_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}

@@ -14,7 +14,14 @@ from real.harness import TIMEOUT_S, environment
 pytestmark = [pytest.mark.real, pytest.mark.long]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_save.py"
 ROUNDS, BLOCKS, STEPS = 2, 2, 6
-WAYS = {"plain memory copy", "background save", "background=False", "torch's async_save", "Trainer's save"}
+WAYS = {
+    "plain memory copy",
+    "plain write",
+    "background save",
+    "background=False",
+    "torch's async_save",
+    "Trainer's save",
+}
 CADENCES = {"every step", "every 5th step", "every 5th step, slow disk"}
 
 
@@ -45,7 +52,8 @@ def test_every_way_is_measured_in_every_round(done):
 def test_ways_of_the_same_states_hold_the_same_bytes(done):
     for runs in done[1].values():
         copied = runs["plain memory copy"][0]["num_bytes"]
-        assert {one["num_bytes"] for one in runs["torch's async_save"]} == {copied}
+        for name in ("plain write", "torch's async_save"):
+            assert {one["num_bytes"] for one in runs[name]} == {copied}
         for one in runs["background save"] + runs["background=False"]:  # with headers, without padding
             assert one["num_bytes"] == pytest.approx(copied, rel=0.2)
 
