@@ -1,225 +1,169 @@
-"""The measurements of bench_save.sh: what a save costs a training, by several ways of saving, in alternation.
+"""The measurements of bench_save.sh: what saving costs a training, by several ways of saving, in alternation.
 
-A Llama is trained for one step with the Trainer and DeepSpeed, so that there are optimizer states. Then, in rounds,
-the same states are saved by
+A Llama is trained with the Trainer, under ZeRO on two CPU ranks and then without DeepSpeed. In its first step, two
+things are measured, in rounds; the order rotates with the rounds, ratios compare runs of the same round, and before
+each run the disk has settled (sync).
 
-- the Trainer's own save (DeepSpeed's shards, gathered weights, scheduler, RNG), as it returns, and plus an fsync of
-  what it wrote: it does not make its files durable, the others do;
-- a partial save that holds everything (policy full), and one that holds half (parity, the saves behind the base);
-- a plain write of the same bytes as each of these two: every rank writes the live tensors into one file, and fsyncs.
+One save, followed by a training step:
 
-The order turns with the rounds, ratios compare runs of the same round, and before each run the disk has settled
-(sync). Times are from the start of the first rank to the end of the last. Peak memory is what a rank's resident size
-rises by during the save, the largest over ranks and rounds.
+- a plain copy of the same states into memory that is in use already, which is the yardstick;
+- a plain write of these states, with fsync, the yardstick for the disk;
+- a background save, and one that stops training (background=False);
+- ``torch.distributed.checkpoint.async_save`` of the same tensors, staged in shared memory by a thread, whose end is
+  awaited before the optimizer's step;
+- the Trainer's own save, which is not made durable.
+
+Blocks of training steps with saves, which take turns with blocks without: at the disk's own speed with a save at every
+step and at every fifth, and on a disk that is slowed down, to several steps for each save, with a save at every fifth.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+from bench_save_runs import (
+    ASYNC_SAVE,
+    BACKGROUND,
+    COPY,
+    EVERY_5TH,
+    EVERY_STEP,
+    MODES,
+    NONE,
+    SLOW_DISK,
+    STOPPED,
+    TRAINER,
+    WRITE,
+    Bench,
+)
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-CHUNK_BYTES = 32 << 20
-STOCK, SYNCED, FULL, PARITY = "Trainer's save", "Trainer's save + fsync", "partial, full", "partial, parity"
-PLAIN_FULL, PLAIN_PARITY = "plain write of full", "plain write of parity"
-YARDSTICK = {FULL: PLAIN_FULL, PARITY: PLAIN_PARITY}
+MEANING = {
+    COPY: "one pass over the states, into memory that is in use already: what a copy costs at least",
+    WRITE: "one file of the same bytes per rank, with fsync, while training stands still: what a disk takes at least",
+    BACKGROUND: "attach() as it is: copied until the next optimizer step, written while training continues",
+    STOPPED: "the same files; training stands still until they are durable",
+    ASYNC_SAVE: "torch.distributed.checkpoint of the same tensors; the optimizer's step waits for the staging",
+    TRAINER: "a full checkpoint as the Trainer writes it, with weights; not made durable",
+    NONE: "training steps alone",
+    EVERY_STEP: "a save at every step; each waits for the one before",
+    EVERY_5TH: "a save at every fifth step",
+    SLOW_DISK: "each save takes {steps_per_write:g} steps to write; a save at every fifth step",
+}
 
 
-@dataclass
-class Measured:
-    """One way of saving, over the rounds."""
-
-    seconds: list[float] = field(default_factory=list)
-    num_bytes: int = 0
-    peak_bytes: list[int] = field(default_factory=list)
-
-
-def resident() -> tuple[int, int]:
-    """Return this process's resident bytes: now, and at most since `forget_peak`."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) * 1024, int(status["VmHWM"].split()[0]) * 1024
+def ratio(found: Mapping[str, list[dict[str, float]]], name: str, other: str, key: str, per: str = "") -> str:
+    """Return the median over the rounds of (this / the other), of amounts per byte if asked for."""
+    ratios = [
+        one[key] / two[key] * (two[per] / one[per] if per else 1)
+        for one, two in zip(found[name], found[other], strict=True)
+    ]
+    return f"{statistics.median(ratios):.2f}"
 
 
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+def tell(found: Mapping[str, list[dict[str, float]]], title: str, options: argparse.Namespace) -> None:
+    """Print the tables."""
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(one.get(key, float("nan")) for one in found[name])
+
+    def quiet(name: str) -> float:
+        steps = (f"step {number}" for number in range(options.steps))
+        return sum(min(one[step] for one in found[name]) for step in steps)
+
+    print(f"\n{title}: one save and the step behind it, medians of {options.rounds} rounds")
+    heads = ("MB", "stall s", "min", "/ copy", "CPU s", "/ copy", "step +s", "copied s", "GB/s", "durable s")
+    print(f"{'':18}" + "".join(f"{head:>10}" for head in heads))
+    step = median("step", "step_s")
+    for name in (COPY, WRITE, *MODES, ASYNC_SAVE, TRAINER):
+        num_bytes, copied = median(name, "num_bytes"), median(name, "copy_s")
+        cells = [
+            f"{num_bytes / 1e6:.1f}",
+            f"{median(name, 'stall_s'):.3f}",
+            f"{min(one['stall_s'] for one in found[name]):.3f}",
+            ratio(found, name, COPY, "stall_s", "num_bytes"),
+            f"{median(name, 'thread_cpu_s'):.3f}",
+            ratio(found, name, COPY, "thread_cpu_s", "num_bytes"),
+            "-" if name == COPY else f"{median(name, 'step_s') - step:.3f}",
+            f"{copied:.3f}" if copied > 0 else "-",
+            f"{num_bytes / copied / 1e9:.2f}" if copied > 0 else "-",
+            "-" if name in (COPY, TRAINER) else f"{median(name, 'durable_s'):.3f}",
+        ]
+        print(f"{name:18}" + "".join(f"{cell:>10}" for cell in cells))
+    runs = [name for name in found if name == NONE or ", every" in name]
+    print(f"\n{title}: {options.steps} steps, medians of {options.blocks} rounds")
+    heads = ("train s", "/ none", "quiet s", "/ none", "stalled s", "durable s", "CPU s", "/ none")
+    print(f"{'':44}" + "".join(f"{head:>10}" for head in heads))
+    for name in sorted(runs, key=lambda name: (name != NONE, [*MEANING].index(name.partition(", ")[2] or NONE))):
+        cells = [f"{median(name, 'train_s'):.2f}", ratio(found, name, NONE, "train_s")]
+        cells += [f"{quiet(name):.2f}", f"{quiet(name) / quiet(NONE):.2f}"]
+        cells += [f"{median(name, key):.2f}" for key in ("stalled_s", "durable_s", "cpu_s")]
+        cells += [ratio(found, name, NONE, "cpu_s")]
+        print(f"{name:44}" + "".join(f"{cell:>10}" for cell in cells))
 
 
-def tree_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-
-
-def fsync_tree(root: Path) -> None:
-    for path in [root, *root.rglob("*")]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-class Bench:
-    """All ways of saving one engine's states. Every rank makes the same calls."""
-
-    def __init__(self, trainer: object, options: argparse.Namespace) -> None:
-        import torch.distributed as dist
-
-        from llmtailor.saving import saver_for
-
-        self.dist = dist
-        self.trainer = trainer
-        self.work: Path = options.work
-        self.rounds: int = options.rounds
-        self.is_first = dist.get_rank() == 0
-        self.measured = {name: Measured() for name in (STOCK, SYNCED, FULL, PLAIN_FULL, PARITY, PLAIN_PARITY)}
-        given = {"engine": trainer.model_wrapped, "scheduler": trainer.lr_scheduler}
-        self.savers = {
-            name: saver_for(self.work / name.split()[-1], policy=name.split()[-1], **given) for name in YARDSTICK
-        }
-        self.saves = 0
-        self.held: dict[str, tuple[str, ...]] = {}
-        for name in self.savers:
-            self.partial(name)  # the complete base
-
-    def go(self) -> None:
-        runs: list[Callable[[], None]] = [self.stock]
-        for name in YARDSTICK:
-            runs += [lambda name=name: self.timed_partial(name), lambda name=name: self.plain(name)]
-        for number in range(self.rounds):
-            turn = number % len(runs)
-            # the plain write needs to know which bytes: those of the save before
-            for run in runs[turn:] + runs[:turn]:
-                run()
-
-    @contextmanager
-    def timed(self, *names: str) -> Iterator[Callable[[str], None]]:
-        """Time a block as the first name, or up to the calls of what is yielded."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else a save may live in what was freed before, unseen
-        if self.is_first:
-            os.sync()
-        self.dist.barrier()
-        forget_peak()
-        before, began = resident()[0], time.perf_counter()
-        seconds: dict[str, float] = {}
-
-        def lap(name: str) -> None:
-            self.dist.barrier()
-            seconds[name] = time.perf_counter() - began
-
-        yield lap
-        lap(names[-1])
-        peaks: list[int] = [0] * self.dist.get_world_size()
-        self.dist.all_gather_object(peaks, resident()[1] - before)
-        for name in names:
-            self.measured[name].seconds.append(seconds[name])
-            self.measured[name].peak_bytes.append(max(peaks))
-            if self.is_first:
-                print(f"round {len(self.measured[name].seconds)}: {name}: {seconds[name]:.2f} s", file=sys.stderr)
-
-    def stock(self) -> None:
-        folder = self.work / "checkpoint-1"
-        with self.timed(STOCK, SYNCED) as lap:
-            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
-            lap(STOCK)
-            if self.is_first:
-                fsync_tree(folder)
-        for name in (STOCK, SYNCED):
-            self.measured[name].num_bytes = tree_bytes(folder)
-        self.remove(folder)
-
-    def timed_partial(self, name: str) -> None:
-        with self.timed(name):
-            num_bytes = self.partial(name)
-        self.measured[name].num_bytes = num_bytes
-        saver = self.savers[name]
-        for step, folder in saver.folder.complete().items():
-            if step < self.saves:
-                self.remove(folder)
-
-    def partial(self, name: str) -> int:
-        self.saves += 1
-        report = self.savers[name].save(self.saves)
-        self.held[name] = tuple(report.parts)
-        return report.num_bytes
-
-    def plain(self, name: str) -> None:
-        saver, path = self.savers[name], self.work / f"plain-{self.dist.get_rank()}"
-        params = [param for part in self.held[name] for param in saver.model.params_of[part]]
-        with self.timed(YARDSTICK[name]):
-            write_plainly(path, (one.tensor for one in saver.training.fragments(params)))
-        sizes: list[int] = [0] * self.dist.get_world_size()
-        self.dist.all_gather_object(sizes, path.stat().st_size)
-        self.measured[YARDSTICK[name]].num_bytes = sum(sizes)
-        path.unlink()
-
-    def remove(self, folder: Path) -> None:
-        self.dist.barrier()
-        if self.is_first:
-            shutil.rmtree(folder)
-        self.dist.barrier()
-
-
-def write_plainly(path: Path, tensors: Iterable[object]) -> None:
-    from llmtailor.saving.live import bytes_of
-
-    with path.open("xb", buffering=1 << 20) as file:
-        for tensor in tensors:
-            data = bytes_of(tensor.contiguous())
-            for start in range(0, len(data), CHUNK_BYTES):
-                file.write(data[start : start + CHUNK_BYTES])
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def report(measured: dict[str, Measured]) -> None:
-    def ratio(one: Measured, other: Measured) -> str:
-        return f"{statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True)):.2f}"
-
-    heads = f"{'median s':>10}{'min':>8}{'max':>8}{'MB':>10}{'MB/s':>8}{'/ plain':>9}{'/ Trainer':>11}{'peak MB':>9}"
-    print(f"\n{'':24}{heads}")
-    for name, one in measured.items():
-        median = statistics.median(one.seconds)
-        plain = ratio(one, measured[YARDSTICK[name]]) if name in YARDSTICK else "-"
-        print(
-            f"{name:24}{median:10.2f}{min(one.seconds):8.2f}{max(one.seconds):8.2f}{one.num_bytes / 1e6:10.1f}"
-            f"{one.num_bytes / median / 1e6:8.0f}{plain:>9}{ratio(one, measured[STOCK]):>11}"
-            f"{max(one.peak_bytes) / 1e6:9.1f}"
-        )
-    print("\nRatios are medians over the rounds of (time of the row / time of the yardstick in the same round).")
+def explain(options: argparse.Namespace) -> None:
+    print("\nRows")
+    for name, meaning in MEANING.items():
+        print(f"  {name}: {meaning.format(**vars(options))}")
+    print(
+        """
+Columns
+  stall, stalled: how long training stood still, in the call and before the optimizer's step (slowest rank)
+  / copy: the stall, or the CPU time, per byte as a multiple of the plain memory copy in the same round
+  CPU s of one save: of the training's own thread, before the step; steadier than the stall on a busy machine
+  step +s: how much longer the save and the step behind it took than a step alone, whatever the reason; on
+    CUDA the only column with the optimizer's wait, which is on the device
+  quiet s: each step of a block as fast as it was in any round, which leaves out what disturbs the machine now and then
+  copied, GB/s: from the call until all states were in host memory, of all ranks together
+  durable: from the call, or the first step, until everything was on disk, with fsync
+  / none: time, or CPU time of all threads of all ranks, as a multiple of the same steps without saves"""
+    )
 
 
 def train(options: argparse.Namespace) -> None:
     """Be one rank: train a step, measure, report."""
-    import deepspeed
     import torch
-    from demo_train import Counting, deepspeed_config
+    from demo_train import deepspeed_config
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-    class AtTheEnd(TrainerCallback):
+    class Tokens(torch.utils.data.Dataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 1 << 16
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            tokens = torch.arange(index, index + options.tokens) % options.vocab_size
+            return {"input_ids": tokens, "labels": tokens}
+
+    class AtTheEnd(TrainerCallback):  # type: ignore[misc]
         """Measures inside the training, where every object is as at a save."""
 
-        def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        def on_step_end(self, args: object, state: object, control: Any, **kwargs: object) -> None:
             control.should_save = False
             bench = Bench(trainer, options)
             bench.go()
             if bench.is_first:
-                report(bench.measured)
-                if options.json_path:
-                    told = {name: vars(one) for name, one in bench.measured.items()}
-                    options.json_path.write_text(json.dumps(told, indent=2) + "\n")
+                tell(bench.found, title, options)
+                options.json_path.write_text(json.dumps({title: bench.found}))
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in demo_train
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # torch's async_save needs a group that exchanges CPU tensors
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    if options.stage:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in demo_train
     set_seed(0)
     config = LlamaConfig(
         vocab_size=options.vocab_size,
@@ -232,9 +176,9 @@ def train(options: argparse.Namespace) -> None:
     )
     arguments = TrainingArguments(
         output_dir=str(options.work),
-        deepspeed=deepspeed_config(options.stage),
-        use_cpu=True,
-        bf16=True,
+        deepspeed=deepspeed_config(options.stage) if options.stage else None,
+        use_cpu=options.device == "cpu",
+        bf16=options.stage > 0 or options.device == "cuda",
         per_device_train_batch_size=1,
         max_steps=1,
         save_steps=1,
@@ -242,40 +186,60 @@ def train(options: argparse.Namespace) -> None:
         report_to=[],
     )
     model = LlamaForCausalLM(config)
-    if arguments.process_index == 0:
-        numel = sum(param.numel() for param in model.parameters())
-        print(f"{numel / 1e6:.1f} M params, ZeRO-{options.stage}, {arguments.world_size} ranks, in {options.work}")
-    trainer = Trainer(model=model, args=arguments, train_dataset=Counting(), callbacks=[AtTheEnd()])
+    numel = sum(param.numel() for param in model.parameters())
+    kind = f"ZeRO-{options.stage}" if options.stage else "plain"
+    title = f"{kind}, {arguments.world_size} {options.device} ranks, {numel / 1e6:.1f} M params"
+    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[AtTheEnd()])
     trainer.train()
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden-size", type=int, default=384, help="of the model (default: 384: 24 M params)")
+    parser.add_argument("--num-layers", type=int, default=8, help="default: 8")
+    parser.add_argument("--vocab-size", type=int, default=16_000, help="default: 16000")
+    parser.add_argument("--tokens", type=int, default=64, help="of a step on a rank (default: 64)")
     parser.add_argument(
-        "--hidden-size", type=int, default=768, help="of the model (default: 768, with 12 layers 127 M)"
+        "--stages", type=int, nargs="+", choices=range(4), default=[3, 0], help="of ZeRO, 0: plain (default: 3 0)"
     )
-    parser.add_argument("--num-layers", type=int, default=12, help="default: 12")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="default: 32000")
-    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="of ZeRO (default: 3)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--policy", default="full", help="what the background saves hold (default: full)")
+    parser.add_argument("--rounds", type=int, default=7, help="of single saves (default: 7)")
+    parser.add_argument("--blocks", type=int, default=5, help="of training steps, for each cadence (default: 5)")
+    parser.add_argument("--steps", type=int, default=10, help="in a block (default: 10)")
+    parser.add_argument(
+        "--steps-per-write", type=float, default=4.0, help="how long the slow disk takes for a save (default: 4 steps)"
+    )
     parser.add_argument("--work", type=Path, default=Path("bench-run/save"), help="default: ./bench-run/save")
     parser.add_argument("--json", type=Path, dest="json_path", help="write the single measurements to this file too")
     options = parser.parse_args()
     options.work = options.work.absolute()
     if "RANK" in os.environ:
+        (options.stage,) = options.stages
         train(options)
         return
     if options.work.exists():
         parser.error(f"{options.work} exists; remove it first")
+    environment = os.environ | {"DS_ACCELERATOR": options.device}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
-    code = 1
+    found: dict[str, Any] = {}
     try:
-        code = os.spawnv(os.P_WAIT, sys.executable, [*launch, *sys.argv])
+        for stage in options.stages:
+            one = options.work / str(stage)
+            one.mkdir(parents=True)
+            words = ["--stages", str(stage), "--work", str(one / "run"), "--json", str(one / "found.json")]
+            subprocess.run([*launch, *sys.argv, *words], env=environment, check=True)
+            found |= json.loads((one / "found.json").read_text())
+            shutil.rmtree(one)
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
     finally:
         shutil.rmtree(options.work, ignore_errors=True)
-    sys.exit(code)
+    explain(options)
+    if options.json_path:
+        options.json_path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

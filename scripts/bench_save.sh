@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Measure what a save costs a training: partial saves, the Trainer's own, and a plain write of the same bytes.
+# Measure what saving costs a training: in the background, with training stopped, by torch's async_save, by the Trainer.
 #
-#   ./scripts/bench_save.sh                                     127 M params (1.8 GB a checkpoint), 2 CPU ranks
+#   ./scripts/bench_save.sh                                     25 M params (0.3 GB a save), 2 CPU ranks, ZeRO-3 and plain
 #   ./scripts/bench_save.sh --hidden-size 1536 --rounds 3       larger
-#   ./scripts/bench_save.sh --stage 2 --ranks 4                 another stage of ZeRO, more ranks
+#   ./scripts/bench_save.sh --stages 2 --ranks 4                another stage of ZeRO, more ranks
+#   ./scripts/bench_save.sh --device cuda --hidden-size 2048 --num-layers 16 --tokens 2048
 #   ./scripts/bench_save.sh --help
 #
 # It works in ./bench-run/save (or --work DIR), and takes that away again.

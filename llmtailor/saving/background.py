@@ -10,7 +10,7 @@ from llmtailor.saving.memory import auto_bytes
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import BackgroundSave, Work
 from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier
+from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Training
 
 logger = logging.getLogger("llmtailor.saving")
@@ -31,6 +31,8 @@ class Background:
         ranks.together(lambda: made.append(self._allocate()))
         (self._arena,) = made
         self._barrier = StepBarrier()
+        self._masters: frozenset[int] = frozenset()
+        """Storages of the masters, as of a save that had others than known before"""
 
     def _allocate(self) -> Arena:
         if why := self._training.writes_unseen():
@@ -49,8 +51,9 @@ class Background:
         snapshot, share, timeout = None, work.share, self._options.write_timeout
         if share is not None:
             snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
-            masters = (one.tensor for one in self._training.masters())
-            self._barrier.arm(snapshot, self._training.optimizers(), masters)
+            if not {one.written_with for one in share.live.tensors} - {0} <= self._masters:
+                self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
+            self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
         return BackgroundSave(self._ranks, self._board, work, snapshot, began, timeout)
 
     def settle(self) -> None:

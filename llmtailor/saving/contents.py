@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.lineage import Ledger, Past
-from llmtailor.formats.attempt_mark import read_mark, with_mark
 from llmtailor.formats.partial.manifest import Manifest
 from llmtailor.formats.rng import rng_file
-from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
+from llmtailor.formats.trainer import SCHEDULER
 from llmtailor.policies import Policy, Situation, choose
 from llmtailor.saving.live import DTYPES
 from llmtailor.saving.model import TrainedModel
@@ -90,8 +88,5 @@ class Contents:
         )
         files = files_of(write_state) if write_state is not None else {}
         attempt = Past(save.step, ledger.lineage, ledger.history)
-        state = json.loads(files[TRAINER_STATE]) if files else {"global_step": save.step}
-        if not files or read_mark(state, save.step) != attempt:
-            files[TRAINER_STATE] = (json.dumps(with_mark(state, attempt), indent=2, sort_keys=True) + "\n").encode()
         policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
-        return Publication(manifest, policy, dict(model.num_bytes), files, self.carried.contents())
+        return Publication(manifest, attempt, policy, dict(model.num_bytes), files, self.carried.contents())

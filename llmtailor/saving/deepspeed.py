@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from llmtailor.formats.zero.files import WHOLE_MODEL
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import Fragment, Kept, Left, describe, persistent_buffers, tied_names
+from llmtailor.saving.training import Fixed, Fragment, Kept, Left, describe, persistent_buffers, tied_names
 
 _WHERE = "DeepSpeed"
 _ELEMENTWISE = "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state"
@@ -53,6 +54,7 @@ class ZeroTraining:
             name: stored for name, stored in tied_names(self.model).items() if stored in self.params
         }
 
+        self._buffers = [*persistent_buffers(self.model)]
         self._steps_before: int = engine.global_steps - engine.skipped_steps
 
     @property
@@ -87,22 +89,22 @@ class ZeroTraining:
         return next((why for is_so, why in signs if is_so), None)
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
-        wanted = set(params)
-        yield from (one for one in self._fragments(self._flats(self.zero.state_dict())) if one.param in wanted)
+        yield from self._fragments(self._flats(self.zero.state_dict()), set(params))
 
     def masters(self) -> Iterator[Fragment]:
         flats = [{MASTER: kinds[MASTER]} for kinds in self._flats(self.zero.state_dict())]
-        yield from self._fragments(flats)
+        yield from self._fragments(flats, self.params.keys())
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         # ZeRO-1/2 saves only rank 0's
-        return persistent_buffers(self.model) if self.stage == 3 or self.ranks.is_first else {}
+        names = self._buffers if self.stage == 3 or self.ranks.is_first else ()
+        return {name: self.model.get_buffer(name) for name in names}
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         if self.stage < 3 and not self.ranks.is_first:
             return {}
-        params: dict[str, Any] = dict(self.model.named_parameters())
         names = [name for name, fact in self.params.items() if fact.role == "frozen"]
+        params: dict[str, Any] = dict(self.model.named_parameters()) if names else {}
         return {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
 
     def frozen_file(self) -> str:
@@ -141,17 +143,17 @@ class ZeroTraining:
                     raise UnsupportedCheckpoint.at(_WHERE, what, _ELEMENTWISE)
             if kinds and "step" not in states[flat_id]:
                 raise UnsupportedCheckpoint.at(_WHERE, "the optimizer has no step count", _ELEMENTWISE)
-            flats.append({MASTER: master, **kinds})
+            flats.append({kind: flat.detach() for kind, flat in {MASTER: master, **kinds}.items()})
         return flats
 
-    def _fragments(self, flats: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[Fragment]:
+    def _fragments(self, flats: Sequence[Mapping[str, torch.Tensor]], wanted: Collection[str]) -> Iterator[Fragment]:
         cut = self._slices if self.stage == 3 else self._partitions
         gaps = getattr(self.zero, "round_robin_bit16_padding", None)
         for flat_id, (shapes, kinds) in enumerate(zip(self._shapes, flats, strict=True)):
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             for param, begin, end, offset in cut(numels, gaps[flat_id] if gaps else ()):
-                for kind, flat in kinds.items():
-                    yield Fragment(param, kind, begin, flat.detach()[offset : offset + end - begin])
+                for kind, flat in kinds.items() if param in wanted else ():
+                    yield Fragment(param, kind, begin, flat[offset : offset + end - begin])
 
     def _slices(self, numels: Mapping[str, int], _: Sequence[int]) -> Iterator[tuple[str, int, int, int]]:
         """Yield (param, begin, end, offset in the flat tensor) by the rule of ZeRO-3."""
@@ -187,22 +189,15 @@ class ZeroTraining:
         return {"optimizer_state_dict": outer, "ds_config": self.engine.config, "ds_version": _version()}
 
     def _model_tree(self) -> dict[str, Any]:
-        engine = self.engine
-        frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
-        fragments, shapes = None, None
-        if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
-            fragments = OrderedDict((name, Kept(self.frozen_file(), name)) for name in frozen)
-            shapes = OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items())
+        engine, about = self.engine, self._about_model
         return {
-            "module": self._module(),
-            "buffer_names": engine._get_buffer_names(),
+            "module": about["module"],
+            "buffer_names": about["buffer_names"],
             "optimizer": None,
-            "param_shapes": [
-                OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in self._shapes
-            ],
-            "frozen_param_shapes": shapes,
-            "shared_params": engine._get_shared_params(),
-            "frozen_param_fragments": fragments,
+            "param_shapes": about["param_shapes"],
+            "frozen_param_shapes": about["frozen_param_shapes"],
+            "shared_params": about["shared_params"],
+            "frozen_param_fragments": about["frozen_param_fragments"],
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
             "data_sampler": self._data_sampler(),
             "random_ltd": None,
@@ -216,6 +211,26 @@ class ZeroTraining:
             "ds_version": _version(),
         }
 
+    @cached_property
+    def _about_model(self) -> dict[str, Any]:
+        """What follows from the model alone; collecting it takes longer than everything else of a save."""
+        engine = self.engine
+        frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
+        fragments, shapes = None, None
+        if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
+            fragments = Fixed(OrderedDict((name, Kept(self.frozen_file(), name)) for name in frozen))
+            shapes = Fixed(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
+        return {
+            "module": Fixed(self._module()),
+            "buffer_names": engine._get_buffer_names(),
+            "param_shapes": [
+                Fixed(OrderedDict((name, torch.Size(shape)) for name, shape in group.items())) for group in self._shapes
+            ],
+            "frozen_param_shapes": shapes,
+            "shared_params": engine._get_shared_params(),
+            "frozen_param_fragments": fragments,
+        }
+
     def _data_sampler(self) -> Any:
         loader = self.engine.training_dataloader
         if loader is None or not self.engine.curriculum_learning_enabled():
@@ -225,13 +240,12 @@ class ZeroTraining:
     def _module(self) -> OrderedDict[str, Any]:
         """Return the model's state dict without the values of trained params."""
         state = self.model.state_dict()
-        buffers = persistent_buffers(self.model)
         module: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in state.items():
             fact = self.params.get(self.tied.get(name, name))
-            if fact is None and name not in buffers:  # PEFT leaves out what is frozen
+            if fact is None and name not in self._buffers:  # PEFT leaves out what is frozen
                 continue
-            if name in buffers:
+            if name in self._buffers:
                 module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{name}")
             elif self.stage < 3 and fact is not None and fact.role == "frozen":
                 module[name] = Kept(self.frozen_file(), self.tied.get(name, name))

@@ -62,12 +62,15 @@ class LiveTensors:
         self.tensors: list[LiveTensor] = []
 
     def entry(self, key: str, tensor: torch.Tensor, dtype: torch.dtype | None = None, written_with: int = 0) -> Entry:
-        """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements."""
-        flat = tensor.detach().reshape(-1)
+        """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
+
+        In its plan, `SOURCE` is the first source.
+        """
+        flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         live = LiveTensor(flat, dtype or flat.dtype, written_with)
         content: tuple[Copy, ...] = ()
-        if live.num_bytes:
-            content = (Copy(Extent(str(len(self.tensors)), 0, live.num_bytes)),)
+        if num_bytes := live.num_bytes:
+            content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
             self.tensors.append(live)
         return Entry(key, DTYPES[live.dtype], tuple(tensor.shape), content)
 

@@ -246,6 +246,8 @@ class BackgroundSave(PendingSave):
         """Write this rank's share; return its message."""
         work, snapshot = self._work, self._snapshot
         try:
+            if snapshot is not None:
+                snapshot.start()  # here, because who starts a thread waits until it runs
             self._begin()
             if work.share is None or snapshot is None:
                 return {"problems": _texts(work.problems)}
@@ -354,7 +356,7 @@ def _turns(is_over: Callable[[], bool]) -> Any:
     yield
     while not is_over():
         time.sleep(pause)
-        pause = min(2 * pause, longest)
+        pause = min(1.1 * pause, longest)  # so that a wait ends at most a tenth too late: a save has up to three
         yield
 
 

@@ -39,6 +39,8 @@ class PlainTraining:
         self.scaler = scaler
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
+        self._live: dict[str, torch.nn.Parameter] = {}
+        """The params by name, as of the last `look_again`"""
         self._groups: list[list[str]] = []
         self.tied: Mapping[str, str] = {}
         self.look_again()
@@ -47,7 +49,8 @@ class PlainTraining:
         self.optimizer.register_step_post_hook(self._count)
 
     def look_again(self) -> bool:
-        names = {param: name for name, param in self.model.named_parameters()}
+        self._live = dict(self.model.named_parameters())
+        names = {param: name for name, param in self._live.items()}
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
         known = [[name for name in group if name is not None] for group in groups]
         if known != groups:
@@ -81,18 +84,18 @@ class PlainTraining:
 
     def fragments(self, params: Collection[str]) -> Iterator[Fragment]:
         for name, begin in self._mine(params):
-            yield Fragment(name, MASTER, begin, self._elements(self._live(name)))
+            yield Fragment(name, MASTER, begin, self._elements(self._live[name]))
             for kind, value in self._state_of(name).items():
                 if kind != "step":
                     yield Fragment(name, kind, begin, self._elements(value))
 
     def masters(self) -> Iterator[Fragment]:
         trained = [name for name, fact in self.params.items() if fact.role == "trainable"]
-        yield from (Fragment(name, MASTER, at, self._elements(self._live(name))) for name, at in self._mine(trained))
+        yield from (Fragment(name, MASTER, at, self._elements(self._live[name])) for name, at in self._mine(trained))
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield the params of which this rank saves elements, and the first of these."""
-        mine = share_out({name: self._live(name).numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
+        mine = share_out({name: self._live[name].numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
         yield from ((name, 0) for name in params if name in mine)
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,7 @@ class PlainTraining:
     def frozen(self) -> Mapping[str, torch.Tensor]:
         if not self.ranks.is_first:
             return {}
-        return {name: self._live(name) for name, fact in self.params.items() if fact.role == "frozen"}
+        return {name: self._live[name] for name, fact in self.params.items() if fact.role == "frozen"}
 
     def frozen_file(self) -> str:
         return frozen_name(0, 1)
@@ -124,11 +127,8 @@ class PlainTraining:
     def _count(self, *_: Any) -> None:
         self._num_steps += 1
 
-    def _live(self, name: str) -> torch.nn.Parameter:
-        return self.model.get_parameter(name)
-
     def _saved(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.state.get(self._live(name)) or {}
+        found: dict[str, Any] = self.optimizer.state.get(self._live[name]) or {}
         return found
 
     def _state_of(self, name: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class PlainTraining:
 
         A param that has had no gradient yet has none; zeros have the same effect, because Adam starts from them.
         """
-        state, param = self._saved(name), self._live(name)
+        state, param = self._saved(name), self._live[name]
         if not state:
             names = (other for group in self._groups for other in group)
             like = next(found for other in names if (found := self._saved(other)))

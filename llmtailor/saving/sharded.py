@@ -57,7 +57,7 @@ class ShardedTraining(PlainTraining):
         return {"framework": FSDP}  # which a composite takes the form of
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
-        live = {name: self._live(name) for name in params}
+        live = {name: self._live[name] for name in params}
         whole = {name: param.numel() for name, param in live.items() if not isinstance(param, DTensor)}
         shared = share_out(whole, self.ranks.world_size)[self.ranks.rank]
         for name, param in live.items():

@@ -101,6 +101,9 @@ class Snapshot:
         self.high_water = 0
         """The most bytes of the arena that were in use at once"""
         self._thread = threading.Thread(target=self._run, name="llmtailor-copy", daemon=True)
+
+    def start(self) -> None:
+        """Start copying."""
         self._thread.start()
 
     @property
@@ -146,7 +149,8 @@ class Snapshot:
     def close(self) -> None:
         """Stop copying, and free the arena. Call it when nothing is read any more."""
         self.give_up()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._streams.finish()
 
     def _give_up(self) -> None:
@@ -173,6 +177,7 @@ class Snapshot:
                 with self._state:
                     self._copied += 1
                     self._state.notify_all()
+            self._streams.finish()
             self.copy_s = time.monotonic() - self._began
         except BaseException as error:
             with self._state:
@@ -266,10 +271,11 @@ class StepBarrier:
         self._masters: frozenset[int] = frozenset()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: Iterable[torch.Tensor]) -> None:
-        """Delay the next steps of ``optimizers``, and of any other that writes ``masters``, until it is safe."""
+    def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: frozenset[int]) -> None:
+        """Delay the next steps of ``optimizers``, and of any other that writes masters in these storages, until it is
+        safe."""
         self._optimizers = optimizers
-        self._masters = frozenset(storage_of(master) for master in masters)
+        self._masters = masters
         self._snapshot = snapshot
 
     def settle(self) -> None:

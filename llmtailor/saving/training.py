@@ -43,6 +43,15 @@ class Left:
     shape: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Fixed:
+    """A value in a tree that is the same at every save, without tensors."""
+
+    value: Any
+    json: Any = None
+    """The value encoded, once that was needed"""
+
+
 class HasState(Protocol):
     """A scheduler or GradScaler of any library."""
 

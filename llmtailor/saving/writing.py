@@ -6,6 +6,7 @@ Laying out reads only small states, so it takes little time; the tensors are rea
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 from llmtailor import __version__
-from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Plan
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Plan
+from llmtailor.checkpoint.lineage import Past
 from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.streams import Store
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
+from llmtailor.formats.attempt_mark import read_mark, with_mark
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
     SCHEMA_BUNDLE,
@@ -32,13 +35,14 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.formats.partial.trees import encode, placeholder, stored
 from llmtailor.formats.partial.write import Bundle, Entry, lay_out_tensors, to_text
+from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.snapshot import CHANGE_EARLIER, CHANGED, storage_of
-from llmtailor.saving.training import Kept, Left, Training
+from llmtailor.saving.training import Fixed, Kept, Left, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
 
@@ -72,6 +76,8 @@ class Publication:
 
     manifest: Manifest
     """Without the files of tensors, which are known when they are written"""
+    attempt: Past
+    """The attempt that ``trainer_state.json`` states"""
     policy: Mapping[str, Any]
     num_bytes: Mapping[str, int]
     """Part -> bytes of its states"""
@@ -130,12 +136,7 @@ def lay_out_share(
         if _fingerprint(frozen) != fingerprint:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    return Share(tuple(_from_live(file) for file in files), tuple(linked), live, check)
-
-
-def _from_live(file: FileLayout) -> FileLayout:
-    pieces = tuple(replace(piece, source=0) if isinstance(piece, Copy) else piece for piece in file.pieces)
-    return FileLayout(file.path, pieces)
+    return Share(tuple(files), tuple(linked), live, check)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -183,6 +184,7 @@ def publish(
             fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
             raise StorageError.at(path, "the file is not what its rank wrote", fix)
     new = dict(publication.files)
+    new[TRAINER_STATE] = _with_attempt(new.get(TRAINER_STATE), publication.attempt)
     for name, content in publication.carried.items():
         old = before / name if before is not None else None
         if old is not None and old.is_file() and old.stat().st_size == len(content):
@@ -204,6 +206,14 @@ def publish(
     replace_durably(folder / MANIFEST, content)
     fsync_folder(folder)
     fsync_folder(folder.parent)
+
+
+def _with_attempt(content: bytes | None, attempt: Past) -> bytes:
+    """Return the content of ``trainer_state.json`` with the attempt, unchanged if it is there."""
+    state = json.loads(content) if content is not None else {"global_step": attempt.step}
+    if content is not None and read_mark(state, attempt.step) == attempt:
+        return content
+    return (json.dumps(with_mark(state, attempt), indent=2, sort_keys=True) + "\n").encode()
 
 
 def files_of(write: Callable[[Path], object]) -> dict[str, bytes]:
@@ -229,6 +239,9 @@ class _Special:
             return stored(value.file, value.key)
         if isinstance(value, Left):
             return placeholder(DTYPES[value.dtype], value.shape)
+        if isinstance(value, Fixed):
+            value.json = value.json or encode(value.value, self)
+            return dict(value.json)
         if isinstance(value, torch.Size):
             size = {"$": "global", "module": "torch", "name": "Size"}
             args = [{"$": "tuple", "items": list(value)}]
@@ -238,10 +251,11 @@ class _Special:
 
 def _encode(tree: Any, special: _Special, stock: str) -> Any:
     try:
-        return encode(tree, special, stock)
+        return encode(tree, special)
     except TypeError as error:
+        path, what = error.args if len(error.args) == 2 else ("", error)
         fix = "use only numbers, strings, lists, mappings and tensors: a resume would not load anything else either"
-        raise UnsupportedCheckpoint.at("the state to save", str(error), fix) from error
+        raise UnsupportedCheckpoint.at("the state to save", f"{stock}{path}: {what}", fix) from error
 
 
 def _known(before: Path, name: str, fingerprint: str) -> BundleFact | None:

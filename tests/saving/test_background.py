@@ -23,7 +23,7 @@ from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import SaveFailed, SavingOptions  # noqa: E402
 from llmtailor.saving.live import LiveTensors  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
-from llmtailor.saving.writing import _from_live, lay_out_tensors  # noqa: E402
+from llmtailor.saving.writing import lay_out_tensors  # noqa: E402
 from real.harness import environment, start_ranks  # noqa: E402
 from saving.loop import Disk, Loop  # noqa: E402
 
@@ -209,12 +209,13 @@ def test_a_step_waits_only_for_what_it_writes():
     """As under ZeRO-3, where each sub-group has a storage of its own, and a step."""
     live, masters = LiveTensors(), [torch.full((1 << 17,), float(number)) for number in range(4)]
     entries = [live.entry(f"master/{number}", one, None, storage_of(one)) for number, one in enumerate(masters)]
-    file = _from_live(lay_out_tensors("file", entries, {}))
+    file = lay_out_tensors("file", entries, {})
     snapshot = Snapshot(live, [file], Arena(1 << 20, pinned=False), 60, time.monotonic())
+    snapshot.start()
     barrier = StepBarrier()
     optimizers = [torch.optim.SGD([torch.nn.Parameter(one)], lr=1.0) for one in masters]
     try:
-        barrier.arm(snapshot, optimizers, masters)
+        barrier.arm(snapshot, optimizers, frozenset(map(storage_of, masters)))
         for optimizer in optimizers:
             optimizer.param_groups[0]["params"][0].grad = torch.ones(1 << 17)
         optimizers[0].step()  # two of four fit into the buffer

@@ -61,13 +61,13 @@ def encode_nodes(tree: Any, place: Callable[[TensorView], Mapping[str, Any]]) ->
     return encode(tree, special)
 
 
-def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str = "") -> Any:
+def encode(value: Any, special: Callable[[Any], dict[str, Any] | None]) -> Any:
     """Return live objects, or nodes, as JSON values.
 
     ``special`` is called first for everything that is not a plain value, and returns its JSON or None. Raises
-    TypeError, with the path in the tree, for an object that a checkpoint may not hold.
+    TypeError for an object that a checkpoint may not hold; below the root, with two arguments: its path, and why.
     """
-    if value is None or type(value) in (bool, int, str):
+    if type(value) in _AS_IS:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
@@ -75,7 +75,13 @@ def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str 
         return done
 
     def below(inner: Any, key: object) -> Any:
-        return encode(inner, special, f"{at}[{key!r}]")
+        if type(inner) in _AS_IS:  # most values, such as the hundreds of numbers of a generator's state
+            return inner
+        try:
+            return encode(inner, special)
+        except TypeError as error:
+            path, what = error.args if len(error.args) == 2 else ("", error)
+            raise TypeError(f"[{key!r}]{path}", what) from error
 
     def listed(values: Iterable[Any]) -> list[Any]:
         return [below(inner, number) for number, inner in enumerate(values)]
@@ -96,7 +102,7 @@ def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str 
     if type(value) in (OrderedDict, Ordered):
         attributes = value.attributes if type(value) is Ordered else value.__dict__ or None
         return {"$": "ordered", "items": pairs(value.items()), "attributes": below(attributes, "attributes")}
-    node = value if isinstance(value, (Global, Call)) else _node_of(value, at)
+    node = value if isinstance(value, (Global, Call)) else _node_of(value)
     if isinstance(node, Global):
         return {"$": "global", "module": node.module, "name": node.name}
     return {
@@ -110,14 +116,17 @@ def encode(value: Any, special: Callable[[Any], dict[str, Any] | None], at: str 
     }
 
 
-def _node_of(value: Any, at: str) -> Global | Call:
+_AS_IS = frozenset((type(None), bool, int, str))
+
+
+def _node_of(value: Any) -> Global | Call:
     """Return a live object as the name, or the call, by which pickle would recreate it."""
     if isinstance(value, type) or callable(value):
-        return _allowed(getattr(value, "__module__", None), getattr(value, "__qualname__", None), at)
+        return _allowed(getattr(value, "__module__", None), getattr(value, "__qualname__", None))
     # as Python 3.11.7 does; 3.11.2 names getattr
     reduced = (type(value), (value.value,)) if isinstance(value, Enum) else value.__reduce_ex__(2)
     if isinstance(reduced, str):  # the name of a constant in its module, e.g. a torch.dtype
-        return _allowed(type(value).__module__, reduced, at)
+        return _allowed(type(value).__module__, reduced)
     func, args, state, appends, items = (*reduced, None, None, None)[:5]
     new = func is copyreg.__newobj__  # type: ignore[attr-defined]
     if new:
@@ -125,9 +134,9 @@ def _node_of(value: Any, at: str) -> Global | Call:
     return Call(func, args, new, state, state is not None, list(items or ()), list(appends or ()))
 
 
-def _allowed(module: Any, name: Any, at: str) -> Global:
+def _allowed(module: Any, name: Any) -> Global:
     if name not in ALLOWED.get(str(module), ()):
-        raise TypeError(f"{at}: {module}.{name} can't be written into a checkpoint")
+        raise TypeError(f"{module}.{name} can't be written into a checkpoint")
     return Global(module, name)
 
 
