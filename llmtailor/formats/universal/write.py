@@ -136,7 +136,7 @@ def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]
             f"a resume with ZeRO-3 and torch's AdamW counts {count} steps in each, because DeepSpeed 0.19.8 gives one "
             f"counter to all {count} sub-groups; the bias correction is wrong until the step is high"
         )
-        yield Problem(base.name, what, "resume with ZeRO-1 or ZeRO-2 or DeepSpeedCPUAdam, or use --to deepspeed")
+        yield Problem(base.name, what, "resume with ZeRO-1 or ZeRO-2, or use --to deepspeed")
     kinds = {state.kind for state in base.held if state.param in base.steps()}
     if others := sorted(kinds - {MASTER, EXP_AVG, EXP_AVG_SQ, "weight"}):
         what = f"a resume with ZeRO-3 does not load {', '.join(others)}"
