@@ -16,10 +16,10 @@ from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.local import FileFact
 
-DEEPSPEED, TRAINER, FSDP, DCP = "deepspeed", "trainer", "fsdp", "dcp"
-"""Families of formats: a ZeRO run of the Trainer, its run without DeepSpeed and FSDP, its FSDP run, and any loop that
-saves with torch.distributed.checkpoint"""
-FAMILIES = (DEEPSPEED, TRAINER, FSDP, DCP)
+DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", "fsdp", "dcp"
+"""Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
+DeepSpeed and FSDP, its FSDP run, and any loop that saves with torch.distributed.checkpoint"""
+FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class CheckpointIndex:
     format: str
     """e.g. ``deepspeed-zero3``"""
     stage: int
-    """ZeRO stage; 0 without DeepSpeed"""
+    """ZeRO stage, of a universal checkpoint that of the run that saved it; 0 without DeepSpeed"""
     world_size: int
     global_step: int
     skipped_steps: int
@@ -159,12 +159,14 @@ class CheckpointIndex:
     @property
     def family(self) -> str:
         """The family of its format"""
-        return DEEPSPEED if self.stage else self.format if self.format in (FSDP, DCP) else TRAINER
+        if self.format in (UNIVERSAL, FSDP, DCP):
+            return self.format
+        return DEEPSPEED if self.stage else TRAINER
 
     @property
     def has_weight_files(self) -> bool:
         """Whether its weights, if it has any, are in files of the whole model."""
-        return not self.is_partial and self.family in (DEEPSPEED, TRAINER)
+        return not self.is_partial and self.family in (DEEPSPEED, UNIVERSAL, TRAINER)
 
     @property
     def weights_are_whole(self) -> bool:

@@ -83,9 +83,10 @@ _TARGET = [
     ),
     click.option(
         "--to",
-        type=click.Choice(["deepspeed", "trainer", "fsdp", "dcp"]),
-        help="Format of the output. deepspeed, fsdp, trainer (with neither): of the Trainer. dcp: one folder of "
-        "torch.distributed.checkpoint, for a loop. Default: that of the base, or what --stage says.",
+        type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp"]),
+        help="Format of the output. deepspeed, fsdp, trainer (with neither): of the Trainer. universal: DeepSpeed's "
+        "for any ZeRO stage. dcp: a folder of torch.distributed.checkpoint, for a loop. Default: that of the base, or "
+        "what --stage says.",
     ),
     click.option(
         "--stage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, TRAINER, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
@@ -19,13 +20,20 @@ from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales,
 from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import MismatchError, PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.known_files import check_replaceable
 from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
-from llmtailor.formats.registry import display_name, find_model_order, find_structure, index_checkpoint, writer_of
+from llmtailor.formats.registry import (
+    choose_format,
+    display_name,
+    find_model_order,
+    find_structure,
+    index_checkpoint,
+    writer_of,
+)
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
@@ -96,8 +104,8 @@ class Options:
     checksum: bool = False
     """Whether to compute a digest of every output file and every source file read."""
     to: str | None = None
-    """Format of the output: ``deepspeed``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as far as `stage`
-    allows."""
+    """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
+    far as `stage` allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +166,8 @@ def plan_merge(
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
-    family, stage = _choose_format(reference, options)
+    family, stage = choose_format(reference, options.to, options.stage)
+    families = (family, reference.family)
     _attempt(problems, lambda: _check_base(reference, family))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
@@ -187,12 +196,13 @@ def plan_merge(
     target = lay_out_optimizer(
         reference.layout,
         {name: param.numel for name, param in reference.params.items()},
-        reference.settings,
+        # a universal checkpoint has no sub-groups
+        replace(reference.settings, sub_group_size=sys.maxsize) if family == UNIVERSAL else reference.settings,
         reference.precision,
         # without random states, nothing in the plain Trainer's format is of a rank
         world_size=1 if family == TRAINER and not _has_rng(reference) else options.world_size,
         stage=stage,
-        groups=regrouping.groups if regrouping else None,
+        groups=regrouping.groups if regrouping else reference.groups if UNIVERSAL in families else None,
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
@@ -314,21 +324,6 @@ def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
     except TailorError as error:
         problems.add(error)
         return None
-
-
-def _choose_format(base: CheckpointIndex, options: Options) -> tuple[str, int]:
-    """Return the family and the ZeRO stage of the output. Raises MismatchError if the options contradict each other."""
-    if options.to is None and options.stage is None:
-        return base.trained_with or base.family, base.stage
-    family = options.to or (DEEPSPEED if options.stage else TRAINER)
-    if family == DEEPSPEED:
-        stage = options.stage if options.stage is not None else base.stage or 3
-    else:
-        stage = options.stage or 0
-    if (family == DEEPSPEED) != bool(stage):
-        what = f"{family} {'needs a ZeRO stage' if family == DEEPSPEED else 'has no ZeRO stages'}"
-        raise MismatchError.at("--stage", what, "leave out --stage or --to")
-    return family, stage
 
 
 def _has_rng(base: CheckpointIndex) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Plan, Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.errors import Problem
@@ -144,6 +144,7 @@ def to_json(report: Report) -> dict[str, Any]:
 _OF_TRAINER = 'trainer.train(resume_from_checkpoint="this folder")'
 _RESUMES = {
     DEEPSPEED: ("Hugging Face Trainer and DeepSpeed", _OF_TRAINER),
+    UNIVERSAL: ('Hugging Face Trainer and DeepSpeed with "checkpoint": {"load_universal": true}', _OF_TRAINER),
     TRAINER: ("Hugging Face Trainer, without DeepSpeed", _OF_TRAINER),
     FSDP: ("Hugging Face Trainer and FSDP", _OF_TRAINER),
     DCP: ("torch.distributed.checkpoint", 'torch.distributed.checkpoint.load(state_dict, checkpoint_id="this folder")'),
@@ -153,7 +154,7 @@ _RESUMES = {
 
 def card(report: Report, tool_version: str, family: str) -> str:
     """Return the README of a composite: a model card with the table of its parts."""
-    has_masters = family == DEEPSPEED
+    has_masters = family in (DEEPSPEED, UNIVERSAL)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
     trainer, call = _RESUMES[family]
     ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"

@@ -12,6 +12,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,13 @@ from llmtailor.formats.trainer import (
     TRAINER_STATE,
     is_weight_file,
 )
-from llmtailor.formats.zero.files import LATEST, is_shard_name
+from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, is_shard_name
 from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
 
 _TRAINING = {
     *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, "training_args.bin"),
-    *(LATEST, "zero_to_fp32.py", "zero_to_torch.py"),
     *("optimizer.bin", "pytorch_model_fsdp.bin"),  # FSDP with FULL_STATE_DICT
+    *(LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"),
 }
 _MODEL = {
     *(CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -60,7 +61,8 @@ _TOKENIZER = {
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _OF_RANK = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
-_TAG = re.compile(r"global_step[0-9]+")
+_TAG = re.compile(r"global_step[0-9]+(_universal)?")
+_OF_UNIVERSAL = re.compile(r"zero/(optimizer_state\.pt|[^/]+/(\w+\.pt)?)?")
 _OF_TRAINING = (TRAINER_STATE, OPTIMIZER, "optimizer.bin", METADATA)
 _DCP_FOLDERS = ("pytorch_model_fsdp_0/", "optimizer_0/")
 _TEMPLATES = "additional_chat_templates"
@@ -98,11 +100,7 @@ def survey_contents(root: Path) -> Contents:
     for path, fact in top.items():
         if fact is None and path.endswith("/") and (is_known := recognizer.folder(path)):
             known[path] = fact
-            for name, inner in list_entries(root / path).items():
-                if inner is not None and is_known(name):
-                    known[path + name] = inner
-                else:
-                    unknown.append(path + name)
+            _sort(root, path, "", is_known, known, unknown)
         elif fact is not None and recognizer.file(path):
             known[path] = fact
         else:
@@ -112,6 +110,25 @@ def survey_contents(root: Path) -> Contents:
         for path in known
     )
     return Contents(known, tuple(sorted(unknown)), is_training, recognizer.is_partial)
+
+
+def _sort(
+    root: Path,
+    top: str,
+    inside: str,
+    is_known: Callable[[str], bool],
+    known: dict[str, FileFact | None],
+    unknown: list[str],
+) -> None:
+    """Add the entries of folder ``inside`` of a known folder ``top``, and of known folders in it, to either."""
+    for entry, fact in list_entries(root / top / inside).items():
+        name = inside + entry
+        if (fact is None) != name.endswith("/") or not is_known(name):
+            unknown.append(top + name)
+            continue
+        known[top + name] = fact
+        if fact is None:
+            _sort(root, top, name, is_known, known, unknown)
 
 
 def check_replaceable(root: Path, where: str) -> Entries:
@@ -152,7 +169,7 @@ class _Recognizer:
         self.is_partial = looks_partial(root)
         self.weights = frozenset() if self.is_partial else frozenset(self._weights())
         self.names = {*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST, *self.weights, *self._code()}
-        self.tag = self._find_tag()
+        self.tags = self._find_tags()
         self.written = self._written()
 
     def file(self, path: str) -> bool:
@@ -166,8 +183,8 @@ class _Recognizer:
 
     def folder(self, path: str) -> Callable[[str], bool] | None:
         """Return the function that recognizes a folder's files; None for an unknown folder."""
-        if path == f"{self.tag}/":
-            return is_shard_name
+        if path[:-1] in self.tags:
+            return lambda name: is_shard_name(name) or bool(_OF_UNIVERSAL.fullmatch(name))
         if path in _DCP_FOLDERS:
             return lambda name: name == METADATA or bool(DATA_FILE.fullmatch(name))
         if path == f"{_TEMPLATES}/":
@@ -201,16 +218,14 @@ class _Recognizer:
             for name in _texts(mapped):
                 yield f"{name.rpartition('--')[2].partition('.')[0]}.py"
 
-    def _find_tag(self) -> str | None:
+    def _find_tags(self) -> list[str]:
         tags = [path[:-1] for path in self.top if _TAG.fullmatch(path[:-1]) and path.endswith("/")]
-        if LATEST in self.top:
-            try:
-                tag = read_source(self.root / LATEST, LATEST, 4096).decode("utf-8", "replace").strip()
-            except SourceError:
-                tag = ""
-            if f"{tag}/" in self.top:
-                return tag
-        return tags[0] if len(tags) == 1 else None
+        stated = []
+        for name in (LATEST, LATEST_UNIVERSAL):
+            if name in self.top:
+                with suppress(SourceError):
+                    stated.append(read_source(self.root / name, name, 4096).decode("utf-8", "replace").strip())
+        return [tag for tag in stated if f"{tag}/" in self.top] or (tags if len(tags) == 1 else [])
 
     def _written(self) -> Mapping[str, tuple[int, int]]:
         """Return the files that llmtailor wrote, by the manifest of a composite: path -> size and CRC-32."""

@@ -23,9 +23,10 @@ LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
 
 
-def of_dcp(base: CheckpointIndex) -> frozenset[str]:
-    """Return the files with states in the root of a checkpoint of FSDP or DCP, which other formats don't have."""
-    return frozenset(path for path in base.files if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path))
+def of_others(base: CheckpointIndex) -> frozenset[str]:
+    """Return the files in the root of an FSDP, DCP or universal checkpoint that other formats don't have."""
+    names = (METADATA, "optimizer.bin", "latest_universal")
+    return frozenset(path for path in base.files if path in names or DATA_FILE.fullmatch(path))
 
 
 def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:

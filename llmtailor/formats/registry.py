@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, CheckpointIndex, Survey
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
 from llmtailor.codes import Code
-from llmtailor.errors import SourceError, printable
+from llmtailor.errors import MismatchError, SourceError, printable
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
@@ -25,6 +25,8 @@ from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
 from llmtailor.formats.plain.ask_transformers import describe_model
 from llmtailor.formats.trainer import CONFIG, read_config
+from llmtailor.formats.universal import read as universal_reader
+from llmtailor.formats.universal import write as universal_writer
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
 from llmtailor.model.find_parts import find_parts
@@ -36,12 +38,13 @@ logger = logging.getLogger(__name__)
 _SHOWN = 3
 
 
-READERS: tuple[Reader, ...] = (partial_reader, dcp_reader, plain_reader, zero_reader)
+READERS: tuple[Reader, ...] = (partial_reader, dcp_reader, plain_reader, universal_reader, zero_reader)
 """In the order in which they are tried; the last one reports what is wrong with a folder of no format."""
 
 
 _WRITERS: Mapping[str, Writer] = {
     DEEPSPEED: zero_writer,
+    UNIVERSAL: universal_writer,
     TRAINER: plain_writer,
     FSDP: DcpWriter(FSDP),
     DCP: DcpWriter(DCP),
@@ -51,6 +54,22 @@ _WRITERS: Mapping[str, Writer] = {
 def writer_of(family: str) -> Writer:
     """Return the writer of a family of formats."""
     return _WRITERS[family]
+
+
+def choose_format(base: CheckpointIndex, to: str | None, stage: int | None) -> tuple[str, int]:
+    """Return the family and the ZeRO stage of an output for the options ``--to`` and ``--stage``.
+
+    Raises MismatchError if the options contradict each other.
+    """
+    if to is None and stage is None:
+        return base.trained_with or base.family, base.stage
+    family = to or (DEEPSPEED if stage else TRAINER)
+    has_stage = family in (DEEPSPEED, UNIVERSAL)
+    chosen = (base.stage or 3 if stage is None else stage) if has_stage else stage or 0
+    if has_stage != bool(chosen):
+        what = f"{family} {'needs a ZeRO stage' if has_stage else 'has no ZeRO stages'}"
+        raise MismatchError.at("--stage", what, "leave out --stage or --to")
+    return family, chosen
 
 
 def find_model_order(index: CheckpointIndex) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.lineage import (
     THINNED,
     Ledger,
@@ -313,8 +313,8 @@ def read_facts(
 def _why_untouchable(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
         return "it is a symbolic link"
-    if index.family in (FSDP, DCP):
-        return "checkpoints of torch.distributed.checkpoint have no partial form"
+    if index.family in (UNIVERSAL, FSDP, DCP):
+        return "checkpoints of FSDP, DCP and DeepSpeed universal have no partial form"
     contents = survey_contents(index.root)
     lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]
     if contents.unknown:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import llmtailor
-from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
+from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import Interrupted, Problem, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
@@ -164,8 +164,8 @@ def check_possible(index: CheckpointIndex) -> None:
     if lacking:
         what = f"it needs {', '.join(lacking)}, which is not installed"
         problems.append((what, "pip install 'llmtailor[train]', or verify without it"))
-    if index.family in (FSDP, DCP):
-        what = "a trial resume is made with DeepSpeed and the plain Trainer only"
+    if index.family in (UNIVERSAL, FSDP, DCP):
+        what = "a trial resume is made with ZeRO checkpoints and the plain Trainer's only"
         problems.append((what, "verify with --deep, or resume with the script that trained"))
     elif CONFIG not in index.files:  # as in every checkpoint of an adapter
         what = f"{CONFIG}, which describes the model, is missing"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtailor.checkpoint.index import DEEPSPEED, TRAINER, CheckpointIndex
+from llmtailor.checkpoint.index import DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
@@ -126,6 +126,6 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
-    if index.family in (DEEPSPEED, TRAINER) and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
+    if index.family in (DEEPSPEED, UNIVERSAL, TRAINER) and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)

@@ -50,7 +50,7 @@ def make_sound(folder: Path) -> dict[str, Path]:
     make_checkpoint(sound["sharded"], shape, lay_out(shape, 2), 100, shard_bytes=200)
     for form, stage in (("zero2", 2), ("plain", 0)):
         llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), sound[form], Options(stage=stage))
-    for form in ("dcp", "fsdp"):
+    for form in ("universal", "dcp", "fsdp"):
         options = Options(to=form, world_size=2)
         llmtailor.merge(Recipe("x", "", sound["zero3"], (), None, None), folder / form / "checkpoint-100", options)
         sound[form] = folder / form / "checkpoint-100"

@@ -142,12 +142,13 @@ def _read_trainer_state(data: bytes, folder: Path, sound: dict[str, Path]) -> An
     return describe(index_checkpoint(write_file(folder, "trainer_state.json", data)))
 
 
-def _shards(sound: dict[str, Path]) -> list[bytes]:
+def _shards(sound: dict[str, Path], *forms: str) -> list[bytes]:
     """Inputs that name a file of a checkpoint, and hold what stands there instead."""
     found = []
-    for form in ("zero3", "zero2", "plain"):
+    for form in forms:
         for path in sorted(sound[form].rglob("*")):
-            if path.is_file() and path.suffix in (".pt", ".pth", ".json"):
+            is_of_other_param = path.parent.parent.name == "zero" and path.parent.name != "model.norm.weight"
+            if path.is_file() and path.suffix in (".pt", ".pth", ".json") and not is_of_other_param:
                 name = f"{form}/{path.relative_to(sound[form])}"
                 found.append(name.encode() + SEPARATOR + path.read_bytes())
     return found
@@ -256,7 +257,8 @@ PARSERS = {
         lambda data, folder, sound: read_map(write_file(folder, "map.json", data) / "map.json"),
         _mutate_json,
     ),
-    "checkpoint": Parser(_shards, _read_checkpoint, _mutate_shard),
+    "checkpoint": Parser(lambda sound: _shards(sound, "zero3", "zero2", "plain"), _read_checkpoint, _mutate_shard),
+    "universal": Parser(lambda sound: _shards(sound, "universal"), _read_checkpoint, _mutate_shard),
     "partial checkpoint": Parser(partial.seeds, partial.read, partial.mutate),
     "dcp": Parser(dcp.seeds, dcp.read, dcp.mutate),
 }

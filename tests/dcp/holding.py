@@ -12,7 +12,7 @@ import torch
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 
 def read(root: Path, held: TensorEntry) -> torch.Tensor:

@@ -16,6 +16,7 @@ from scripts import fuzz
 INPUTS = {
     "checkpoint": 60,
     "partial checkpoint": 70,
+    "universal": 30,
     "dcp": 60,
     "trainer_state.json": 70,
     "latest": examples(70, 150),

@@ -32,7 +32,7 @@ from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import LR_SCHEDULER, made_trainer_files, of_dcp, rates, scheduler_tree
+from llmtailor.formats.made import LR_SCHEDULER, made_trainer_files, of_others, rates, scheduler_tree
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.plain.write import check as check_masters
 from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights
@@ -93,7 +93,7 @@ class DcpWriter:
         base, wanted = target.base, target.wanted
         made, notices = made_trainer_files(base, wanted)
         dtype = "F32" if base.has_masters else None
-        leave_out = _NOT_HERE | of_dcp(base)
+        leave_out = _NOT_HERE | of_others(base)
         laid_out = [*made, *(target.whole() if target.style.form == WHOLE else target.folders())]
         layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, leave_out, has_weights=True)
         return layouts, [*notices, *target.notices()]

@@ -24,7 +24,7 @@ from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, l
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_trainer_files, of_dcp
+from llmtailor.formats.made import made_trainer_files, of_others
 from llmtailor.formats.plain.optimizer import NAME_KEYS, without_names
 from llmtailor.formats.plain.read import BUFFERS_KEY
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, SCHEDULER, lay_out_trainer_files
@@ -61,7 +61,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
         *trainers,
     ]
     dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the master weights
-    leave_out = _DEEPSPEED_FILES | of_dcp(base)
+    leave_out = _DEEPSPEED_FILES | of_others(base)
     return lay_out_trainer_files(base, wanted, made, dtype, leave_out, has_weights=True), notices
 
 

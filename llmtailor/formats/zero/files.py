@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from llmtailor.errors import PathIn, Problem, Problems, SourceError, Unsupported
 from llmtailor.formats.format import Trees
 from llmtailor.storage.local import read_source
 
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+UNIVERSAL = "_universal"
+"""What the names of the tag folders of universal checkpoints end in"""
 _RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
 _OPTIM = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")
 _MODEL = re.compile(rf"zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_model_states\.pt")
@@ -33,7 +36,6 @@ _COPY_BACK = "copy the file back, or leave this checkpoint out of the recipe"
 _SHOWN = 8
 _RANKS_PER_FILE = 64
 _MAX_TAG_BYTES = 4096
-_OTHER_KINDS = (("zero", "a DeepSpeed universal checkpoint"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,16 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
     None if nothing can be found out. Raises SourceError or UnsupportedCheckpoint for other kinds of folder.
     """
     _check_is_checkpoint(root, where)
-    tag = _read_tag(root, where, problems)
+    tags = [path.name for path in root.glob("global_step*") if path.is_dir()]
+    if not tags and not (root / LATEST).exists():
+        problems.add(_no_shards(root, where))
+        return None
+    tag = read_tag(root, where, LATEST, tags, problems)
     if tag is None:
         return None
     names = sorted(entry.name for entry in (root / tag).iterdir())
     place = PathIn(where, tag)
-    _refuse_other_parallelism(names, place)
+    refuse_other_parallelism(names, place)
     matches = [match for name in names if (match := _OPTIM.fullmatch(name))]
     optim, prefixes = {int(match[2]) for match in matches}, {match[1] or "" for match in matches}
     model = {int(match[1]) for name in names if (match := _MODEL.fullmatch(name))}
@@ -126,6 +132,13 @@ def model_name(rank: int, stage: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else WHOLE_MODEL
 
 
+def count_models(names: Iterable[str]) -> int:
+    """Return the number of ranks whose ``model_states`` of ZeRO-3 are in a tag folder: at least 1, and not many more
+    than there are files."""
+    ranks = [int(match[1]) for name in names if (match := _MODEL.fullmatch(name))]
+    return max((rank for rank in ranks if rank < _RANKS_PER_FILE * (len(ranks) + 1)), default=0) + 1
+
+
 def describe_shards(tag: str, stage: int, world_size: int, precision: str) -> dict[str, Any]:
     """Return the stock names of the shard files of all ranks; see `formats.partial.manifest.Manifest`."""
     is_bf16 = precision == "BF16"
@@ -188,20 +201,18 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
 
 
-def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
-    """Return the tag in ``latest``. If it is wrong, report it and return the newest tag folder, if any."""
-    tags = sorted((path.name for path in root.glob("global_step*") if path.is_dir()), key=lambda tag: (len(tag), tag))
-    latest = root / LATEST
-    if not latest.exists():
-        if not tags:
-            problems.add(_no_shards(root, where))
-            return None
+def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Problems) -> str | None:
+    """Return the tag in ``latest`` or ``latest_universal``. If it is wrong, report it and return the newest of the tag
+    folders ``tags``, if any."""
+    tags = sorted(tags, key=lambda tag: (len(tag), tag))
+    latest = root / file
+    if not latest.exists() and tags:
         what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"
         command = f"printf %s {shlex.quote(tags[-1])} > {shlex.quote(str(latest))}"
-        problems.add(SourceError.at(PathIn(where, LATEST), what, f"{fix}: {command}", Code.FILE_NAME))
+        problems.add(SourceError.at(PathIn(where, file), what, f"{fix}: {command}", Code.FILE_NAME))
         return tags[-1]
     try:
-        tag = read_source(latest, PathIn(where, LATEST), _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
+        tag = read_source(latest, PathIn(where, file), _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
     except SourceError as error:
         problems.add(error)
         return tags[-1] if tags else None
@@ -211,8 +222,8 @@ def _read_tag(root: Path, where: str, problems: Problems) -> str | None:
         return tag
     found = f"the tag folders here are {', '.join(tags)}" if tags else "there is no tag folder here"
     what = f"it points to {tag!r}, which is not a folder of this checkpoint"
-    fix = f"{found}; write the right one into {LATEST}, or copy the folder back"
-    problems.add(SourceError.at(PathIn(where, LATEST), what, fix, Code.FILE_NAME))
+    fix = f"{found}; write the right one into {file}, or copy the folder back"
+    problems.add(SourceError.at(PathIn(where, file), what, fix, Code.FILE_NAME))
     return tags[-1] if tags else None
 
 
@@ -222,10 +233,9 @@ def _no_shards(root: Path, where: str) -> SourceError:
     if inside:
         fix = f"name one of {', '.join(inside[-5:])} inside it"
         raise SourceError.at(where, "this is a run's folder, not a checkpoint", fix, Code.NO_CHECKPOINT)
-    for name, kind in _OTHER_KINDS:
-        if (root / name).exists():
-            what = f"this is {kind}, which can't be read"
-            raise UnsupportedCheckpoint.at(where, what, "leave it out of the recipe")
+    if (root / "zero").exists():
+        what = "this is the tag folder inside a universal checkpoint"
+        raise UnsupportedCheckpoint.at(where, what, f"name the folder above it: {root.parent}")
     if any(root.glob("*.safetensors")):
         what = "this folder holds weights only, no optimizer state: nothing to resume from"
         return SourceError.at(where, what, "name a full checkpoint (save_only_model must be off)", Code.NO_CHECKPOINT)
@@ -233,7 +243,8 @@ def _no_shards(root: Path, where: str) -> SourceError:
     raise SourceError.at(where, what, "check the path", Code.NO_CHECKPOINT)
 
 
-def _refuse_other_parallelism(names: list[str], place: str) -> None:
+def refuse_other_parallelism(names: list[str], place: str) -> None:
+    """Raise UnsupportedCheckpoint if the names in a tag folder are those of pipeline or tensor parallelism, or MoE."""
     for name in names:
         match = _OPTIM.fullmatch(name) or _MODEL.fullmatch(name) or _WHOLE_MODEL.fullmatch(name)
         signs = (

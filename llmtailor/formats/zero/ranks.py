@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.optimizer import Vector, lay_out_vector, part_size
@@ -34,6 +34,7 @@ from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 
 _Shard = TypeVar("_Shard", bound=Shard)
+Untrained = Iterator[tuple[Param, str, TensorEntry | None]]
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 
 
@@ -92,7 +93,7 @@ def read_ranks(trees: Trees, files: ShardFiles, name: str, problems: Problems) -
     Every problem of every file is added to ``problems``. None if too few files are usable.
     """
     found: list[Finding] = []
-    model = _read_all(read_model_shard, trees, files, files.model, name, problems, found)
+    model = read_models(trees, files, name, problems, found)
     optim = _read_all(read_optim_shard, trees, files, files.optim, name, problems, found)
     usual, sample = _first(model), _first(optim)
     if usual is None:
@@ -100,34 +101,58 @@ def read_ranks(trees: Trees, files: ShardFiles, name: str, problems: Problems) -
     fitted = fit_world_size(files, usual.world_size, name, problems)
     if fitted is None:
         return None
-    files, known, first = fitted, usual, PathIn(name, fitted.model[0])
+    files, known = fitted, usual
     optim, model = _pad(optim, len(files.optim)), _pad(model, len(files.model))
-    if files.is_zero3:
-        attempt(lambda: _check_tied_once(name, files.model, model), problems)
-    else:
-        attempt(lambda: _check_whole_module(known, first), problems)
     cuts = [_cut(group, usual, sample) for group in range(len(usual.param_shapes)) if sample is not None]
     if sample is not None and not files.is_zero3:
         attempt(lambda: _check_mappings(name, files.optim, optim, known, cuts), problems)
     optim = _drop(files.optim, optim, _wrong_flats(usual, cuts), name, problems, Code.STATE_SIZE)
-    if files.is_zero3:
-        model = _drop(files.model, model, _wrong_module(usual, model[0]), name, problems, Code.DAMAGED)
+    model = fit_models(trees, files, model, name, problems)
     sample, usual = _first(optim), _first(model)
     if sample is None or usual is None:
         return None
-    if files.is_zero3 and model[0]:  # only rank 0 lists tied names
-        known, tied = usual, model[0].tied
-        if not (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out frozen params, but not their other names
-            attempt(lambda: _check_tied(tied, known.names, first), problems)
-        attempt(lambda: _check_params(known, known.frozen_shapes, known.buffer_names, tied, first), problems)
     params: dict[str, Param] = {}
     held: dict[State, TensorEntry] = {}
-    rest = _rest3(files, usual, model) if files.is_zero3 else _rest12(usual)
-    for param, kind, entry in (*_trained(files, usual, sample, optim, cuts), *rest):
+    untrained = hold_untrained(files, usual, model)
+    for param, kind, entry in (*_trained(files, usual, sample, optim, cuts), *untrained):
         params[param.name] = param
         if entry is not None:
             held[State(param.name, kind)] = entry
     return Ranks(files, optim, model, sample, usual, params, held, tuple(found))
+
+
+def read_models(
+    trees: Trees, files: ShardFiles, name: str, problems: Problems, found: list[Finding]
+) -> list[ModelShard | None]:
+    """Return the model states in each of the files; see `read_ranks`. Findings on each file are added to ``found``."""
+    return _read_all(read_model_shard, trees, files, files.model, name, problems, found)
+
+
+def fit_models(
+    trees: Trees, files: ShardFiles, model: Sequence[ModelShard | None], name: str, problems: Problems
+) -> list[ModelShard | None]:
+    """Return the model states that fit together, and None for others, which are reported."""
+    kept, where = [*model], PathIn(name, files.model[0])
+    usual = _first(kept)
+    if usual is None:
+        return kept
+    if not files.is_zero3:
+        whole = usual
+        attempt(lambda: _check_whole_module(whole, where), problems)
+        return kept
+    attempt(lambda: _check_tied_once(name, files.model, kept), problems)
+    kept = _drop(files.model, kept, _wrong_module(usual, kept[0]), name, problems, Code.DAMAGED)
+    if (first := _first(kept)) and kept[0]:  # only rank 0 lists tied names
+        known, tied = first, kept[0].tied
+        if not (trees.root / ADAPTER_CONFIG).exists():  # PEFT leaves out frozen params, but not their other names
+            attempt(lambda: _check_tied(tied, known.names, where), problems)
+        attempt(lambda: _check_params(known, known.frozen_shapes, known.buffer_names, tied, where), problems)
+    return kept
+
+
+def hold_untrained(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | None]) -> Untrained:
+    """Return frozen params and buffers, each with the kind and place of its state, if the files hold it."""
+    return _rest3(files, usual, model) if files.is_zero3 else _rest12(usual)
 
 
 def _read_all(
@@ -256,7 +281,7 @@ def _check_mappings(
 
     Other mismatches prove nothing: under ``round_robin_gradients`` DeepSpeed saves wrong ones.
     """
-    if any(shard is not None and is_dealt_out(shard) for shard in shards):
+    if any(shard and is_dealt_out(shard.ds_config, shard.stage, shard.variant) for shard in shards):
         return
     groups = [*zip(model.param_shapes, cuts, strict=True)]
     of_rank = [tuple(_mapping(shapes, cut.vector, rank) for shapes, cut in groups) for rank in range(len(shards))]
@@ -272,10 +297,10 @@ def _mapping(shapes: Mapping[str, tuple[int, ...]], vector: Vector, rank: int) -
     return {param: (end - begin, offset) for param, begin, end, offset in vector.on_rank(numels, rank)}
 
 
-def is_dealt_out(shard: OptimShard) -> bool:
+def is_dealt_out(ds_config: Mapping[str, Any], stage: int, variant: str) -> bool:
     """Return whether ``round_robin_gradients`` has dealt out a group's params; BF16_Optimizer ignores the setting."""
-    dealt = section(shard.ds_config, "zero_optimization").get("round_robin_gradients") is True
-    return dealt and shard.variant != "bf16_optimizer" and shard.stage < 3
+    dealt = section(ds_config, "zero_optimization").get("round_robin_gradients") is True
+    return dealt and variant != "bf16_optimizer" and stage < 3
 
 
 def _check_whole_module(model: ModelShard, where: str) -> None:
@@ -322,12 +347,9 @@ def _extents(
     return tuple(Extent(path, 0, 0) if shard is None else tensor(shard).extent for path, shard in ranks)
 
 
-_Held = Iterator[tuple[Param, str, TensorEntry | None]]
-
-
 def _trained(
     files: ShardFiles, model: ModelShard, sample: OptimShard, optim: Sequence[OptimShard | None], cuts: Sequence[_Cut]
-) -> _Held:
+) -> Untrained:
     """Yield the trained params, with the places of their states."""
     for flat_id, (shapes, cut) in enumerate(zip(model.param_shapes, cuts, strict=True)):
         for kind, like in sample.flats[flat_id].items():
@@ -337,7 +359,7 @@ def _trained(
                 yield Param(param, shape, "trainable"), kind, TensorEntry(like.dtype, shape, place)
 
 
-def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | None]) -> _Held:
+def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | None]) -> Untrained:
     """Yield the other params of ZeRO-3, with the places of their states."""
     for param, shape in usual.frozen_shapes.items():
         entry = None
@@ -351,7 +373,7 @@ def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | No
         yield Param(param, like.shape, "buffer"), BUFFER, _copies(extents, like)
 
 
-def _rest12(model: ModelShard) -> _Held:
+def _rest12(model: ModelShard) -> Untrained:
     """Yield those of ZeRO-1/2: one file for all ranks, so every rank has the buffers of rank 0."""
     trained = {param for shapes in model.param_shapes for param in shapes}
     for name, tensor in model.module.items():

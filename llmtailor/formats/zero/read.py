@@ -7,8 +7,8 @@ them. What a resume does was checked against deepspeed 0.19.8 and transformers 5
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from llmtailor.formats.trainer import (
     read_trainer_files,
 )
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
-from llmtailor.formats.zero.files import LATEST, ShardFiles, survey_shard_files
+from llmtailor.formats.zero.files import LATEST, UNIVERSAL, ShardFiles, survey_shard_files
 from llmtailor.formats.zero.ranks import Ranks, is_dealt_out, read_ranks
 from llmtailor.formats.zero.shards import section
 
@@ -64,7 +64,8 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
     if ranks is None:
         return Survey(None, problems)
     config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
-    groups, sub_groups = _groups(ranks)
+    cut = Grouping(optim.groups, model.param_shapes, optim.steps, optim.gaps)
+    groups, sub_groups = cut.order(model.world_size if is_dealt_out(config, optim.stage, optim.variant) else 1)
     index = CheckpointIndex(
         root=root,
         name=name,
@@ -75,13 +76,13 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
         skipped_steps=model.skipped_steps,
         tag=files.tag,
         precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
-        optimizer=_optimizer_name(groups, optim.step_is_tensor),
+        optimizer=optimizer_name(groups, optim.step_is_tensor),
         params=ranks.params,
         tied={tied: stored for tied, stored in model.tied.items() if stored in ranks.params},
         held={**ranks.held, **trainer.weights},
         groups=groups,
         sub_groups=sub_groups,
-        settings=_read_settings(config, files.is_bf16, optim.variant),
+        settings=read_settings(config, files.is_bf16, optim.variant),
         variant=optim.variant,
         files={**trainer.files, **facts},
         module=ranks.hold_module(),
@@ -94,43 +95,57 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
             tuple(None if shard is None else shard.rest for shard in ranks.model),
         ),
     )
-    attempt(lambda: _check_steps(index), problems)
+    attempt(lambda: check_steps(index), problems)
     shards = Shards(index, files, config, optim.facts, (root / MANIFEST).is_file())
     findings = (
         *trainer.findings,
         *ranks.findings,
         *_of_ranks(ranks, PathIn(name, files.tag)),
         *find_contradictions(shards, name),
-        *_stray(root, files, name),
-        *_folder(index, files, trainer, config),
-        *_scheduler(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
-        *_trainer_state(index, trainer),
+        *find_strays(root, files, name),
+        *check_folder(index, files, trainer, config),
+        *check_schedulers(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
+        *check_global_step(index, trainer),
         *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name),
     )
     return Survey(replace(index, findings=findings), problems, ranks.unreadable)
 
 
-def _groups(ranks: Ranks) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
-    """Return the param groups, in the optimizer's order, with ``round_robin_gradients`` undone; and the sub-groups."""
-    sample, shapes = ranks.some_optim, ranks.some_model.param_shapes
-    group_of = {flat_id: group for group, (owned, _) in enumerate(sample.groups) for flat_id in owned}
-    gaps = sample.gaps if any(any(row) for row in sample.gaps) else ((),) * len(shapes)
-    cut = tuple(
-        SubGroup(group_of[flat_id], tuple(params), step, gap)
-        for flat_id, (params, step, gap) in enumerate(zip(shapes, sample.steps, gaps, strict=True))
-    )
-    orders = [one.params for one in cut]
-    if is_dealt_out(sample):
-        dealt = (zip(round_robin(len(names), ranks.some_model.world_size), names, strict=True) for names in orders)
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What the files of ZeRO say about param groups and sub-groups."""
+
+    groups: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
+    """For each param group: the sub-groups that it owns, and its hyperparameters"""
+    shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    """Per sub-group: param -> shape"""
+    steps: Sequence[float]
+    """Per sub-group"""
+    gaps: Sequence[tuple[int, ...]] = ()
+    """Per sub-group and param: elements of alignment after it"""
+
+    def order(self, dealt_to: int) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
+        """Return the param groups, in the optimizer's order, and the sub-groups.
+
+        ``dealt_to`` is the number of ranks that ``round_robin_gradients`` has dealt out the params of a group to, which
+        is undone.
+        """
+        group_of = {flat_id: group for group, (owned, _) in enumerate(self.groups) for flat_id in owned}
+        gaps = self.gaps if any(any(row) for row in self.gaps) else ((),) * len(self.shapes)
+        cut = tuple(
+            SubGroup(group_of[flat_id], tuple(params), step, gap)
+            for flat_id, (params, step, gap) in enumerate(zip(self.shapes, self.steps, gaps, strict=True))
+        )
+        dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
         orders = [tuple(name for _, name in sorted(numbered)) for numbered in dealt]
-    groups = [
-        ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper)
-        for owned, hyper in sample.groups
-    ]
-    return tuple(groups), cut
+        groups = [
+            ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper)
+            for owned, hyper in self.groups
+        ]
+        return tuple(groups), cut
 
 
-def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
+def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:
     """Return the settings that decide the layout, from the ``ds_config`` in a checkpoint."""
     zero = section(config, "zero_optimization")
     gradients = section(config, "data_types").get("grad_accum_dtype")
@@ -146,7 +161,7 @@ def _read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Ze
     )
 
 
-def _optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str:
+def optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str:
     """Return the optimizer's name, inferred from the hyperparameters."""
     keys = set(groups[0].hyper) if groups else set()
     if "bias_correction" in keys or not step_is_tensor:
@@ -154,13 +169,13 @@ def _optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str
     return "torch AdamW" if "betas" in keys else "unknown"
 
 
-def _check_steps(index: CheckpointIndex) -> None:
+def check_steps(index: CheckpointIndex) -> None:
     """Raise SourceError unless model states and optimizer states come from the same save.
 
     Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
     made a step for each that was not skipped. A composite may mix steps; its manifest says which.
     """
-    place, tag_step = PathIn(index.name, index.tag), index.tag.removeprefix("global_step")
+    place, tag_step = PathIn(index.name, index.tag), index.tag.removeprefix("global_step").removesuffix(UNIVERSAL)
     if tag_step.isdigit() and int(tag_step) != index.global_step:
         what = f"the model states are from step {index.global_step}, but the tag folder says {tag_step}"
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
@@ -186,7 +201,7 @@ def _of_ranks(ranks: Ranks, where: str) -> Iterator[Finding]:
         yield Finding(where, what, fix, Code.ELASTIC, ERROR)
 
 
-def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
+def find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
     """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
     for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
         kind = path.name.partition("mp_rank_")[0]
@@ -196,7 +211,7 @@ def _stray(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
             yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
 
 
-def _folder(
+def check_folder(
     index: CheckpointIndex, files: ShardFiles, trainer: TrainerFiles, config: Mapping[str, Any]
 ) -> Iterator[Finding]:
     place = PathIn(index.name, files.tag)
@@ -215,7 +230,7 @@ def _folder(
         yield Finding(place, what, fix, Code.PRECISION, ERROR)
 
 
-def _scheduler(
+def check_schedulers(
     index: CheckpointIndex, trainer: TrainerFiles, inside: PathIn, engines: SchedulerFacts | None, is_set: bool
 ) -> Iterator[Finding]:
     """Yield findings on the scheduler. The Trainer keeps it in scheduler.pt, DeepSpeed in the model states."""
@@ -233,7 +248,7 @@ def _scheduler(
         yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
 
 
-def _trainer_state(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
+def check_global_step(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
     if trainer.global_step not in (None, index.global_step):
         what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
         fix = "data order and step count would follow the former; copy the file of this save"

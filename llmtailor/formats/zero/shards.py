@@ -49,12 +49,13 @@ from llmtailor.model.states import MASTER
 
 _EXTRA = "_extra_state"
 """torch's name for what a module keeps besides tensors"""
-_STATES = frozenset(
+STATES = frozenset(
     (
         *("optimizer_state_dict", "base_optimizer_state", "fp32_flat_groups", "single_partition_of_fp32_groups"),
         *("group_paddings", "param_slice_mappings", "partition_count", "zero_stage"),
     )
 )
+"""Keys of ``optimizer_state_dict`` that depend on the layout"""
 _PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"))
 
 
@@ -146,7 +147,7 @@ def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Opt
         groups, state = tuple(((number,), {}) for number in range(len(masters))), dict(enumerate(inner))
     else:
         inner = get(outer, inner_key, dict, where)
-        groups = tuple(_read_param_group(group, where) for group in get(inner, "param_groups", list, where))
+        groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
         ids = [flat_id for owned, _ in groups for flat_id in owned]
         if ids != list(range(len(masters))) or not (is_zero3 or len(groups) == len(masters)):
@@ -180,7 +181,7 @@ def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Opt
         raise damaged(where, "param_alignment_paddings is not a list", Code.FIELD_TYPE)
     count = get_count(outer, "partition_count", where) if is_zero3 else None
     counts = _counts(outer.get("partition_count"), "partition_count", where) if count is None else (count,)
-    stage = 3 if is_zero3 else _stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
+    stage = 3 if is_zero3 else read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
     all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
     table = ZERO3 if is_zero3 else ZERO12
     alike = {
@@ -193,7 +194,7 @@ def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Opt
         "param_alignment_paddings": all_gaps,
     }
     return OptimShard(
-        rest={**tree, "optimizer_state_dict": {key: value for key, value in outer.items() if key not in _STATES}},
+        rest={**tree, "optimizer_state_dict": {key: value for key, value in outer.items() if key not in STATES}},
         facts={**alike, **facts_of_rank(tree, table)},
         findings=tuple(check_fields(tree, table, where)),
         stage=stage,
@@ -214,7 +215,7 @@ def _check_zero3(outer: dict[str, Any], where: str) -> None:
     if "base_optimizer_state" in outer:
         what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3"
         raise SourceError.at(where, what, "two runs have saved here; remove the files of the wrong one")
-    _stage(outer, (3,), "with the name of a ZeRO-3 shard", where)
+    read_stage(outer, (3,), "with the name of a ZeRO-3 shard", where)
     if "loss_scaler" not in outer:
         what = "loss_scaler is missing; DeepSpeed refuses to resume without it"
         raise damaged(where, what, Code.FIELD_MISSING)
@@ -222,7 +223,8 @@ def _check_zero3(outer: dict[str, Any], where: str) -> None:
         raise unsupported_parallelism(where, "expert parallelism", "its partition counts differ by group")
 
 
-def _stage(outer: Mapping[str, Any], known: tuple[int, ...], file: str, where: str) -> int:
+def read_stage(outer: Mapping[str, Any], known: tuple[int, ...], file: str, where: str) -> int:
+    """Return the ZeRO stage; BF16_Optimizer, which counts as 1, states none. Raises SourceError for an unknown one."""
     if "zero_stage" not in outer and 1 in known:
         return 1
     stage = outer.get("zero_stage")
@@ -233,7 +235,7 @@ def _stage(outer: Mapping[str, Any], known: tuple[int, ...], file: str, where: s
     raise damaged(where, f"zero_stage is {stated} in a file {file}", Code.FIELD_CONFLICT)
 
 
-def _read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the sub-groups that a param group owns, and its hyperparameters."""
     group = as_dict(group, "a param group", where)
     ids = as_ints(group.get("params"))

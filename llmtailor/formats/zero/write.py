@@ -13,7 +13,7 @@ is left out rather than invented: ``clip_grad`` and ``global_samples``.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,17 +24,14 @@ from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_trainer_files, of_dcp
+from llmtailor.formats.made import made_trainer_files, of_others
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
-from llmtailor.formats.zero.files import LATEST, model_name, optim_name
+from llmtailor.formats.zero.engine_state import clipping_node, make_stage, new_engine, scaling_nodes, unknown
+from llmtailor.formats.zero.files import LATEST, UNIVERSAL, model_name, optim_name
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
-DS_VERSION = "0.19.8"
-_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
-_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
-_MADE = frozenset(("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version"))
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _PADDING = "ZeRO-1/2 padding and alignment"
 _NOT_MOMENTS = (WEIGHT, MASTER, FROZEN, BUFFER)
@@ -59,7 +56,7 @@ class ZeroTarget:
 
     @property
     def tag(self) -> str:
-        return self.base.tag or f"global_step{self.base.global_step}"
+        return self.base.tag.removesuffix(UNIVERSAL) or f"global_step{self.base.global_step}"
 
     def numels(self, one: SubGroup) -> dict[str, int]:
         return {param: self.base.params[param].numel for param in one.params}
@@ -108,30 +105,38 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 
     Raises UnsupportedCheckpoint for a base without DeepSpeed that lacks something that its shards need.
     """
+    return lay_out_engine(base, wanted, _lay_out_shards)
+
+
+def lay_out_engine(
+    base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, TrainState], Iterable[FileLayout]]
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
     if base.has_masters:
-        precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
+        precision, dtype, leave_out = base.precision, wanted.dtype, of_others(base)
     else:
         precision = dtype = wanted.dtype or base.precision
-        leave_out = frozenset((OPTIMIZER, SCALER, LATEST)) | of_dcp(base)
+        leave_out = frozenset((OPTIMIZER, SCALER, LATEST)) | of_others(base)
         _check_plain_base(base, precision)
-    shards = [*_lay_out_shards(ZeroTarget.of(base, wanted.layout, precision), wanted.from_group)]
+    target, train = ZeroTarget.of(base, wanted.layout, precision), base.train
+    if not train.optim:
+        train = new_engine(base, target.layout.stage, precision)
+    if wanted.from_group is not None:
+        where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
+        model = (tree and _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model)
+        train = replace(train, model=tuple(model))
+    states = [*lay_out_states(target, train)]
     weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
     made, about = made_trainer_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
     if base.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
-    return lay_out_trainer_files(base, wanted, [*shards, *weights, *made], dtype, leave_out), notices
+    return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
 
 
-def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Iterator[FileLayout]:
-    base = target.base
-    train = base.train if base.train.optim else new_engine(base, target.layout.stage, target.precision)
-    if from_group is not None:
-        where, old = f"{base.name}: lr_scheduler of the model states", len(base.groups)
-        model = (tree and _with_scheduler(tree, where, old, from_group) for tree in train.model)
-        train = replace(train, model=tuple(model))
-    if LATEST not in base.files or not base.train.optim:
+def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
+    if LATEST not in target.base.files or not target.base.train.optim:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
     for _, path, tree in make_shards(target, train):
         yield lay_out_torch_file(path, tree)
@@ -139,15 +144,21 @@ def _lay_out_shards(target: ZeroTarget, from_group: Sequence[int] | None) -> Ite
 
 def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
-    layout = target.layout
-    for rank in range(layout.world_size):
+    for rank in range(target.layout.world_size):
         name = optim_name(rank, target.precision == "BF16")
         yield rank, f"{target.tag}/{name}", optim_tree(target, rank, _of_rank(train.optim, rank))
-    for rank in range(layout.world_size if layout.stage == 3 else 1):
+    for rank, name, tree in make_model_states(target, train):
+        yield rank, f"{target.tag}/{name}", tree
+
+
+def make_model_states(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the rank, the name and the object tree of each ``model_states``."""
+    stage = target.layout.stage
+    for rank in range(target.layout.world_size if stage == 3 else 1):
         rest = dict(_of_rank(train.model, rank))
         if "ds_config" in rest:
             rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
-        yield rank, f"{target.tag}/{model_name(rank, layout.stage)}", model_tree(target, rank, rest)
+        yield rank, model_name(rank, stage), model_tree(target, rank, rest)
 
 
 def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
@@ -201,13 +212,13 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 
     is_bf16 = base.settings.fp32_gradients and stage == 1
     state = {
-        number: {"step": _step_node(target, number), **{kind: flat(one, kind) for kind in target.kinds}}
+        number: {"step": step_node(target, number), **{kind: flat(one, kind) for kind in target.kinds}}
         for number, one in enumerate(cut)
     }
     masters = [flat(one, MASTER) for one in cut]
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
     optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
-    stage_node, scaling = {"zero_stage": Call(_STAGE, (stage,))}, _scaling_nodes(outer)
+    stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer)
     around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
     if "ds_config" in around:
         around["ds_config"] = target.adapt_config(around["ds_config"] or {})
@@ -219,12 +230,11 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
             "optimizer_state_dict": optimizer,
             "fp32_flat_groups": masters,
         }
-        return {**around, "optimizer_state_dict": {**_unknown(outer, base.stage == 3), **made}}
+        return {**around, "optimizer_state_dict": {**unknown(outer, base.stage == 3), **made}}
     vectors = [target.vector(one) for one in cut]
-    clip_grad = outer.get("clip_grad", (rest.get("ds_config") or {}).get("gradient_clipping", 0.0))
     made = {
         **({} if is_bf16 else scaling),
-        **({"clip_grad": clip_grad} if base.train.optim else {}),
+        **clipping_node(base, rest),
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
         **({} if is_bf16 else stage_node),
@@ -233,17 +243,13 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
         "ds_version": rest.get("ds_version"),
         "param_slice_mappings": [_mapping(target, one, rank) for one in cut],
     }
-    made = {**_unknown(outer, base.stage in (1, 2) and not is_bf16), **made}
+    made = {**unknown(outer, base.stage in (1, 2) and not is_bf16), **made}
     if "param_alignment_paddings" in made or any(one.gaps for one in cut):
         made["param_alignment_paddings"] = [list(one.gaps or (0,) * len(one.params)) for one in cut]
     return {**around, "optimizer_state_dict": made}
 
 
-def _unknown(outer: Mapping[str, Any], is_kept: bool) -> dict[str, Any]:
-    return {key: value for key, value in outer.items() if is_kept and key not in _MADE}
-
-
-def _step_node(target: ZeroTarget, number: int) -> Any:
+def step_node(target: ZeroTarget, number: int) -> Any:
     """Return the step of a sub-group, in the form of torch's AdamW or of DeepSpeedCPUAdam."""
     step = target.layout.sub_groups[number].step
     if not target.base.train.step_is_tensor:
@@ -355,38 +361,3 @@ def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
         (param, Call(_FRAGMENT, (), new=True, state={"numel": end - begin, "start": offset}, has_state=True))
         for param, begin, end, offset in target.vector(one).on_rank(target.numels(one), rank)
     )
-
-
-def _scaling_nodes(outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loss scaler of an ``optim_states``. BF16_Optimizer saves none; the others need one."""
-    static = Call(_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
-    return {
-        "loss_scaler": outer.get("loss_scaler") or static,
-        "dynamic_loss_scale": outer.get("dynamic_loss_scale", False),
-        "overflow": outer.get("overflow", False),
-    }
-
-
-def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
-    """Return what DeepSpeed would have stored for a training that ran without it."""
-    config = {
-        "bf16": {"enabled": precision == "BF16"},
-        "fp16": {"enabled": False},
-        "zero_optimization": {"stage": stage},
-    }
-    optim = {"ds_config": config, "ds_version": DS_VERSION, "optimizer_state_dict": {}}
-    model = {
-        "module": Ordered((name, None) for name in (*base.params, *base.tied)),
-        "buffer_names": [param.name for param in base.params.values() if param.role == "buffer"],
-        "optimizer": None,
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "skipped_steps": base.skipped_steps,
-        "global_steps": base.global_step,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": config,
-        "ds_version": DS_VERSION,
-    }
-    return TrainState(optim=(optim,), model=(model,))

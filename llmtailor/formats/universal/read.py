@@ -1,0 +1,379 @@
+"""From a DeepSpeed universal checkpoint to a `CheckpointIndex`. Verified against DeepSpeed 0.19.8.
+
+::
+
+    latest_universal                                    the tag, as text
+    TAG/zero/PARAM/{fp32,exp_avg,exp_avg_sq}.pt         a tensor, or {param: tensor, cat_dim: 0}
+    TAG/zero/PARAM/step.pt                              Adam's step; none if ds_to_universal made it from ZeRO-3
+    TAG/zero/optimizer_state.pt                         hyperparameters, loss scaler; see `read_global_state`
+    TAG/[zero_pp_rank_R_]mp_rank_00_model_states.pt     as ZeRO saved them
+
+``ds_to_universal`` flattens the tensors of ZeRO-3, so shapes come from ``param_shapes`` of the model states. From
+ZeRO-1/2 it also writes ``fp32.pt`` for frozen params, buffers and tied names, which a resume does not read; here these
+come from the model states. Tensors merged from tensor-parallel ranks have other keys beside ``param`` and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.placement import Contiguous, Extent
+from llmtailor.codes import Code
+from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
+from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.findings import WARNING, Finding
+from llmtailor.formats.field_tables import check_fields, facts_of_rank
+from llmtailor.formats.format import FileTrees, Trees, attempt
+from llmtailor.formats.rng import find_lost_rng
+from llmtailor.formats.trainer import MANIFEST, TrainerFiles, file_fact, read_trainer_files
+from llmtailor.formats.zero.contradictions import Shards, find_contradictions
+from llmtailor.formats.zero.files import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    ShardFiles,
+    count_models,
+    model_name,
+    read_tag,
+    refuse_other_parallelism,
+)
+from llmtailor.formats.zero.ranks import fit_models, hold_untrained, is_dealt_out, read_models
+from llmtailor.formats.zero.read import (
+    Grouping,
+    check_folder,
+    check_global_step,
+    check_schedulers,
+    check_steps,
+    find_strays,
+    optimizer_name,
+    read_settings,
+)
+from llmtailor.formats.zero.shards import STATES, ModelShard, read_param_group, read_stage, section
+from llmtailor.formats.zero.tables import ZERO12
+from llmtailor.model.parts import Param
+from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, State
+from llmtailor.storage.local import FileFact, list_entries
+
+FOLDER, GLOBAL_STATE, STEP = "zero", "optimizer_state.pt", "step"
+NAME_OF = {MASTER: "fp32"}
+"""Kinds of state whose files have another name"""
+_REQUIRED = (MASTER, EXP_AVG, EXP_AVG_SQ)
+_KEYS = {"param", "cat_dim"}
+_SCALING = {"loss_scaler", "dynamic_loss_scale", "overflow"}
+
+
+def detects(root: Path) -> bool:
+    """Return whether a folder is, or was, a universal checkpoint; one beside a ZeRO checkpoint does not count."""
+    if not root.is_dir() or (root / LATEST).exists():
+        return False
+    return (root / LATEST_UNIVERSAL).exists() or bool(_tags(root))
+
+
+def _tags(root: Path) -> list[str]:
+    return [path.parent.name for path in root.glob(f"*/{FOLDER}") if path.is_dir()]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalState:
+    """The content of ``optimizer_state.pt``."""
+
+    rest: Mapping[str, Any]
+    """The tree without states and param groups"""
+    facts: Mapping[str, object]
+    findings: tuple[Finding, ...]
+    stage: int
+    """Of the run that saved it"""
+    variant: str
+    groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
+    """For each param group: the sub-groups that it owns, and its hyperparameters"""
+    steps: Mapping[int, float]
+    """Sub-group -> step, as far as it is stored here; ZeRO-3 takes that of the first for all params"""
+    step_is_tensor: bool
+
+
+def read_global_state(trees: Trees, path: str, where: str) -> GlobalState:
+    """Return the content of ``optimizer_state.pt``, which ZeRO's stages read differently.
+
+    All read ``loss_scaler``, ``dynamic_loss_scale`` and ``overflow``; ZeRO-1/2 also ``clip_grad``, ``ds_version`` and
+    ``param_groups``; ZeRO-3 ``optimizer_state_dict.state[0].step`` and ``optimizer_state_dict.param_groups[0]``, for
+    all groups. Raises SourceError.
+    """
+    tree = as_dict(trees.read(path, where).tree, "the file", where)
+    groups = tuple(read_param_group(group, where) for group in get(tree, "param_groups", list, where))
+    owned = [flat_id for ids, _ in groups for flat_id in ids]
+    if owned != list(range(len(owned))) or not owned:
+        raise damaged(where, f"the param groups own the sub-groups {owned}, in this order", Code.FIELD_CONFLICT)
+    steps, step_is_tensor = {}, True
+    inner = as_dict(tree.get("optimizer_state_dict", {}), "optimizer_state_dict", where)
+    for flat_id, state in as_dict(inner.get("state", {}), "state", where).items():
+        node = as_dict(state, f"state[{flat_id}]", where).get(STEP)
+        if flat_id in owned and node is not None:
+            steps[flat_id] = read_step(trees.root, node, flat_id, where)
+            step_is_tensor = not isinstance(node, (int, float))
+    outer = {key: value for key, value in tree.items() if key not in STATES and key != "param_groups"}
+    stage = read_stage(tree, (1, 2, 3), "of a universal checkpoint", where)
+    read = _SCALING if stage == 3 else _SCALING | {"clip_grad", "ds_version"}
+    table = replace(ZERO12, fields=tuple(one for one in ZERO12.fields if len(one.path) > 1 and one.path[1] in read))
+    wrapped = {"optimizer_state_dict": outer}
+    return GlobalState(
+        outer,
+        facts_of_rank(wrapped, table),
+        tuple(check_fields(wrapped, table, where)),
+        stage,
+        "plain" if "zero_stage" in tree else "bf16_optimizer",
+        groups,
+        steps,
+        step_is_tensor,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParam:
+    """The files of one param."""
+
+    tensors: Mapping[str, Tensor | None]
+    """Kind -> its tensor; None for a file that is missing or damaged"""
+    step: float | None
+    step_is_tensor: bool
+
+
+def survey(root: Path, name: str) -> Survey:
+    """Index a universal checkpoint; no tensor byte is read except those of each ``step``.
+
+    Raises UnsupportedCheckpoint for tensors of another parallelism than ZeRO's; the survey reports damage.
+    """
+    problems, trees = Problems(), FileTrees(root)
+    tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
+    trainer = read_trainer_files(trees, name, problems)
+    if tag is None:
+        return Survey(None, problems)
+    facts = dict(_files_in(root, f"{tag}/"))
+    refuse_other_parallelism([path.rpartition("/")[2] for path in facts if path.count("/") == 1], PathIn(name, tag))
+    path = f"{tag}/{FOLDER}/{GLOBAL_STATE}"
+    known = attempt(lambda: read_global_state(trees, path, PathIn(name, path)), problems)
+    if known is None:
+        return Survey(None, problems)
+    names = {path.rpartition("/")[2] for path in facts}
+    count = count_models(names) if known.stage == 3 else 1
+    model_paths = tuple(f"{tag}/{model_name(rank, known.stage)}" for rank in range(count))
+    files = ShardFiles(tag, False, (path,), model_paths, known.stage == 3)
+    named: dict[str, list[str]] = {}
+    for path in facts:
+        folder, _, file = path.rpartition("/")
+        if file.endswith(".pt"):
+            named.setdefault(f"{folder}/", []).append(file.removesuffix(".pt"))
+    return _Reader(root, name, trees, files, known, facts, trainer, problems, named).survey()
+
+
+def _files_in(root: Path, folder: str) -> Iterator[tuple[str, FileFact]]:
+    for entry in list_entries(root / folder):
+        path = folder + entry
+        if entry.endswith("/"):
+            yield from _files_in(root, path)
+        elif fact := file_fact(root / path):
+            yield path, fact
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    root: Path
+    name: str
+    trees: Trees
+    files: ShardFiles
+    known: GlobalState
+    facts: Mapping[str, FileFact]
+    trainer: TrainerFiles
+    problems: Problems
+    named: Mapping[str, list[str]]
+    """Folder of a param -> the stems of its ``.pt`` files"""
+
+    def survey(self) -> Survey:
+        found: list[Finding] = []
+        model = read_models(self.trees, self.files, self.name, self.problems, found)
+        model = fit_models(self.trees, self.files, model, self.name, self.problems)
+        usual = next((shard for shard in model if shard is not None), None)
+        if usual is None:
+            return Survey(None, self.problems)
+        attempt(lambda: self._check_count(usual), self.problems)
+        if (have := len(usual.param_shapes)) != (owned := sum(len(ids) for ids, _ in self.known.groups)):
+            what = f"the param groups own {owned} sub-groups, but the model states describe {have}"
+            self.problems.add(damaged(self._in(GLOBAL_STATE), what, Code.FIELD_CONFLICT))
+            return Survey(None, self.problems)
+        stored = {
+            param: self._read_param(param, shape) for shapes in usual.param_shapes for param, shape in shapes.items()
+        }
+        steps = [self._step(flat_id, shapes, stored) for flat_id, shapes in enumerate(usual.param_shapes)]
+        index, shards = self._index(usual, model, stored, steps)
+        attempt(lambda: check_steps(index), self.problems)
+        attempt(lambda: self._check_order(shards.ds_config), self.problems)
+        findings = (
+            *self.trainer.findings,
+            *found,
+            *self.known.findings,
+            *self._findings(steps),
+            *find_contradictions(shards, self.name),
+            *find_strays(self.root, self.files, self.name),
+            *check_folder(index, self.files, self.trainer, {}),
+            *check_schedulers(
+                index,
+                self.trainer,
+                PathIn(self.name, self.files.model[0]),
+                usual.scheduler,
+                "scheduler" in shards.ds_config,
+            ),
+            *check_global_step(index, self.trainer),
+            *find_lost_rng({*self.trainer.files, *self.trainer.inside}, index.world_size, self.name),
+        )
+        return Survey(replace(index, findings=findings), self.problems, index.unreadable)
+
+    def _in(self, path: str) -> PathIn:
+        return PathIn(self.name, f"{self.files.tag}/{FOLDER}/{path}")
+
+    def _check_count(self, usual: ModelShard) -> None:
+        have = len(self.files.model)
+        if self.files.is_zero3 and have != usual.world_size:
+            what = f"there are model states of {have} ranks, but they say that {usual.world_size} ranks saved them"
+            raise SourceError.at(PathIn(self.name, self.files.tag), what, COPY_CHECKPOINT, Code.FILE_MISSING)
+
+    def _check_order(self, config: Mapping[str, Any]) -> None:
+        """Raise SourceError for what ``ds_to_universal`` makes of a run with ``round_robin_gradients``."""
+        if is_dealt_out(config, self.known.stage, self.known.variant) and not (self.root / MANIFEST).is_file():
+            what = "ds_to_universal 0.19.8 mixes up the params of a run with round_robin_gradients"
+            fix = "use the checkpoint that it was made from; llmtailor convert --to universal makes another"
+            raise SourceError.at(PathIn(self.name, self.files.tag), what, fix)
+
+    def _read_param(self, param: str, shape: tuple[int, ...]) -> StoredParam:
+        folder = f"{self.files.tag}/{FOLDER}/{param}/"
+        names = self.named.get(folder, [])
+        others = [one for one in names if one not in (STEP, *NAME_OF.values(), *_REQUIRED)]
+        tensors: dict[str, Tensor | None] = {}
+        for kind in (*_REQUIRED, *others):
+            path = f"{folder}{NAME_OF.get(kind, kind)}.pt"
+            tensors[kind] = attempt(lambda: self._read_tensor(path, kind, shape), self.problems)  # noqa: B023
+        step, is_tensor = None, True
+        if STEP in names:
+            path = f"{folder}{STEP}.pt"
+            node = attempt(lambda: self.trees.read(path, PathIn(self.name, path)).tree, self.problems)
+            is_tensor = not isinstance(node, (int, float))
+            if node is not None:
+                step = attempt(lambda: read_step(self.root, node, 0, PathIn(self.name, path)), self.problems)
+        return StoredParam(tensors, step, is_tensor)
+
+    def _read_tensor(self, path: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        where = PathIn(self.name, path)
+        if kind not in _REQUIRED:
+            check_kind(kind, where)
+        if path not in self.facts:
+            what = "the file is missing; a resume fails, or starts Adam anew"
+            raise damaged(where, what, Code.FILE_MISSING)
+        decoded, stem = self.trees.read(path, where), Path(path).stem
+        if decoded.archive in {*NAME_OF.values(), *_REQUIRED} and decoded.archive != stem:
+            what = f"the file was saved as {decoded.archive}.pt, so it holds another state"
+            raise SourceError.at(where, what, "rename the files of this folder as they were saved", Code.FILE_SWAPPED)
+        node = decoded.tree
+        if isinstance(node, dict):
+            if others := sorted(str(key) for key in node.keys() - _KEYS):
+                what = f"it was merged from tensor- or expert-parallel ranks ({some(others)})"
+                raise UnsupportedCheckpoint.at(where, what, "leave it out; only ZeRO's parallelism can be composed")
+            node = node.get("param")
+        tensor = read_tensor(node, "param", where)
+        numel = Param("", shape, "trainable").numel
+        if tensor.numel != numel or tensor.shape not in (shape, (numel,)):
+            what = f"it has shape {list(tensor.shape)} instead of {list(shape)}"
+            raise damaged(where, what, Code.STATE_SIZE)
+        return replace(tensor, shape=shape)
+
+    def _step(self, flat_id: int, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredParam]) -> float:
+        """Return the step of a sub-group; add to the problems if its params have different ones."""
+        own = {param: stored[param].step for param in shapes}
+        told = {step for step in own.values() if step is not None}
+        if len(told) > 1 or (told and None in own.values()):
+            which = ", ".join(f"{step:g}" for step in sorted(told))
+            lacking = [param for param, step in own.items() if step is None]
+            what = f"params of one group have the steps {which}" + (f", {some(lacking)} none" if lacking else "")
+            self.problems.add(damaged(self._in(next(iter(own))), f"{what}; a resume refuses that", Code.STEPS_DIFFER))
+        general = self.known.steps.get(flat_id, next(iter(self.known.steps.values()), None))
+        if told and general is not None and general not in told:
+            what = f"the step of sub-group {flat_id} is {general:g}, but {STEP}.pt of its params says {min(told):g}"
+            self.problems.add(SourceError.at(self._in(GLOBAL_STATE), what, COPY_CHECKPOINT, Code.STEPS_DIFFER))
+        if not told and general is None:
+            what = f"neither {GLOBAL_STATE} nor {STEP}.pt of the params has the step of sub-group {flat_id}"
+            self.problems.add(damaged(self._in(GLOBAL_STATE), what, Code.STATE_MISSING))
+        return min(told) if told else general or 0.0
+
+    def _findings(self, steps: Sequence[float]) -> Iterator[Finding]:
+        first = self.known.steps.get(0)
+        if others := sorted({step for step in steps if first is not None and step != first}):
+            what = f"Adam's steps are {', '.join(f'{step:g}' for step in (first, *others) if step is not None)}"
+            fix = f"a resume with ZeRO-3 takes {first:g} for all params; ZeRO-1 and ZeRO-2 keep them"
+            yield Finding(self._in(GLOBAL_STATE), what, fix, Code.STEPS_DIFFER, WARNING)
+
+    def _index(
+        self,
+        usual: ModelShard,
+        model: Sequence[ModelShard | None],
+        stored: Mapping[str, StoredParam],
+        steps: Sequence[float],
+    ) -> tuple[CheckpointIndex, Shards]:
+        known, files = self.known, self.files
+        config = usual.rest.get("ds_config")
+        config = config if isinstance(config, dict) else {}
+        is_bf16 = section(config, "bf16").get("enabled") is True
+        files = replace(files, is_bf16=is_bf16)
+        dealt = usual.world_size if is_dealt_out(config, known.stage, known.variant) else 1
+        groups, sub_groups = Grouping(known.groups, usual.param_shapes, steps).order(dealt)
+        params: dict[str, Param] = {}
+        held: dict[State, TensorEntry] = {}
+        unreadable = {path for path, shard in zip(files.model, model, strict=True) if shard is None}
+        kinds = dict.fromkeys(kind for one in stored.values() for kind in one.tensors)
+        for shapes in usual.param_shapes:
+            for param, shape in shapes.items():
+                params[param] = Param(param, shape, "trainable")
+                for kind in kinds:
+                    path = f"{files.tag}/{FOLDER}/{param}/{NAME_OF.get(kind, kind)}.pt"
+                    tensor = stored[param].tensors.get(kind)
+                    if tensor is None:
+                        unreadable.add(path)
+                        tensor = Tensor("F32", shape, Extent(path, 0, 0))
+                    place = Contiguous(tensor.extent, ITEMSIZE[tensor.dtype])
+                    held[State(param, kind)] = TensorEntry(tensor.dtype, shape, place)
+        for one, kind, entry in hold_untrained(files, usual, model):
+            params[one.name] = one
+            if entry is not None:
+                held[State(one.name, kind)] = entry
+        are_tensors = [one.step_is_tensor for one in stored.values() if one.step is not None]
+        step_is_tensor = are_tensors[0] if are_tensors else known.step_is_tensor
+        version = known.rest.get("ds_version", usual.rest.get("ds_version"))
+        rest = {"ds_config": config, "ds_version": version, "optimizer_state_dict": known.rest}
+        index = CheckpointIndex(
+            root=self.root,
+            name=self.name,
+            format=UNIVERSAL,
+            stage=known.stage,
+            world_size=usual.world_size,
+            global_step=usual.global_steps,
+            skipped_steps=usual.skipped_steps,
+            tag=files.tag,
+            precision="BF16" if is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
+            optimizer=optimizer_name(groups, step_is_tensor),
+            params=params,
+            tied={tied: name for tied, name in usual.tied.items() if name in params},
+            held={**held, **self.trainer.weights},
+            groups=groups,
+            sub_groups=sub_groups,
+            settings=read_settings(config, is_bf16, known.variant),
+            variant=known.variant,
+            files={**self.trainer.files, **self.facts},
+            unreadable=frozenset(unreadable),
+            train=TrainState(
+                step_is_tensor,
+                tuple(usual.rest["module"]),
+                self.trainer.trees,
+                (rest,),
+                tuple(None if shard is None else shard.rest for shard in model),
+            ),
+        )
+        return index, Shards(index, files, config, known.facts, (self.root / MANIFEST).is_file())
