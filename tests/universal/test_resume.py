@@ -51,7 +51,7 @@ class Case:
         return spec.resumed(out, str(self), per_device_batch=batch)
 
 
-SHORT = [Case("llama", 3), Case("llama", 2), Case("zero1-bf16opt", 1), Case("ddp", 2), Case("zero2", 2, 3)]
+SHORT = [Case("llama", 3), Case("llama", 2), Case("zero1-bf16opt", 1), Case("ddp", 2)]
 LONG = [Case("llama", 3, is_own=False), Case("llama-ds-both", 3), Case("titan", 1)]
 LONG += [Case(name, stage) for name in ("llama-frozen", "llama-tied", "gpt-neox", "mixtral") for stage in (1, 2, 3)]
 LONG += [
