@@ -82,4 +82,4 @@ def test_the_script_runs_and_replays(tmp_path):
     (tmp_path / "flags-0").write_bytes(b"nonsense")
     command = [sys.executable, str(script), "--replay", str(tmp_path / "flags-0")]
     result = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(script.parents[1])})
-    assert "the line is no JSON" in result.stdout
+    assert "the line is not valid JSON" in result.stdout
