@@ -128,17 +128,21 @@ class Copier:
         if self._thread.ident is not None:
             self._progress = time.monotonic()
             if isinstance(item, Finished) and self.node.count > 1:
-                with suppress(OSError, StorageError):  # then the copying tries again
-                    self._share_manifest(item)
+                self._share_manifest(item)
             self._queue.append(item)
 
     def _share_manifest(self, save: Finished) -> None:
         """Bring the manifest to each node's disk: without it, a later start would remove the files there."""
         path, key = self.first.at(save.step) / MANIFEST, f"{save.save_id}/manifest"
         if self._ranks.is_first:
-            self._board.post(key, {"content": path.read_text()})
-        elif not path.exists():
-            replace_durably(path, self._await(key)["content"].encode())
+            # none if it can't be read: the copying of that save tells the others what to do
+            content = None
+            with suppress(OSError):
+                content = path.read_text()
+            self._board.post(key, {"content": content})
+        elif not path.exists() and (content := self._await(key)["content"]) is not None:
+            with suppress(StorageError):  # the copying tries again
+                replace_durably(path, content.encode())
 
     def close(self, timeout: float) -> None:
         """Finish copying; give up after this number of seconds without progress, and say what is left."""
@@ -196,6 +200,7 @@ class Copier:
             is_gone = not (folder / MANIFEST).exists()
             if self._board.read(f"{save.save_id}/open") is None:
                 if not is_gone:
+                    self._share_manifest(save)
                     self.last.begin(save.step)
                 self._board.post(f"{save.save_id}/open", {"is_gone": is_gone})
             if is_gone:
@@ -213,6 +218,8 @@ class Copier:
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
             self._board.post(f"{save.save_id}/shared", {})
+            numbers = range(self.node.count)
+            self._board.remove(*(f"{save.save_id}/{key}" for key in ("manifest", *(f"copied/{at}" for at in numbers))))
             self._remove(save.retire())
         else:
             self._await(f"{save.save_id}/shared")
