@@ -91,8 +91,8 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
-    told = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
-    _run_merge(Recipe(f"convert {checkpoint}", "", base, (), told, None), out, **options)
+    weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
+    _run_merge(Recipe(f"convert {checkpoint}", "", base, (), weights, None), out, **options)
 
 
 def _run_merge(

@@ -98,12 +98,12 @@ class PartialSaver:
         carried: Iterable[object] = (),
         options: SavingOptions | None = None,
     ) -> None:
+        self.options = options or SavingOptions()
+        staging = self.options.staging_dir
         self.folder = RunFolder(Path(output_dir).absolute())
-        staging = (options or SavingOptions()).staging_dir
         self.first = self.folder if staging is None else RunFolder(Path(staging).absolute())
         self.training = training
         self.policy = make_policy(policy)
-        self.options = options or SavingOptions()
         self.ranks = Ranks.here()
         self.carried = CarriedFiles([*carried])
         self.model = find_trained_parts(training, self.ranks)

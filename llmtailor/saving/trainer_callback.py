@@ -60,16 +60,13 @@ def attach(
     Call it on every rank, before ``trainer.train()``. A save that fails logs a warning; training continues.
 
     Args:
-        trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process or DDP).
+        trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process, DDP or FSDP2).
         policy: which parts each save holds; see `make_policy`.
         save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``. ``auto``
             saves as often as ``overhead`` allows, by what steps and saves take.
         overhead: with ``auto``, the share of the training time that saving may cost.
-        max_staleness: the maximum age of a part, in saves.
-        keep_composable: how many steps stay composable.
-        background: copy and write a save while training continues.
-        host_buffer, when_busy, write_timeout, staging_dir, mirror, moments: see `SavingOptions`, also for the three
-            before.
+        max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, staging_dir, mirror, moments:
+            see `SavingOptions`.
 
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments

@@ -44,7 +44,7 @@ from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.snapshot import CHANGE_EARLIER, CHANGED, storage_of
 from llmtailor.saving.training import Fixed, Kept, Left, Training
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import fsync_file, fsync_folder, replace_durably
+from llmtailor.storage.local import fsync_folder, replace_durably
 
 _SAMPLES = 1 << 20
 """Bytes sampled from each frozen param to detect changes since it was written"""
@@ -133,7 +133,7 @@ def lay_out_share(
             files.append(lay_out_tensors(name, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}))
 
     def check() -> None:
-        if _fingerprint(frozen) != fingerprint:
+        if len(files) > 1 and _fingerprint(frozen) != fingerprint:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
     return Share(tuple(files), tuple(linked), live, check)
@@ -171,7 +171,7 @@ def publish(
     before: Path | None,
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Make all files of a folder durable, then complete the checkpoint by writing its manifest.
+    """Write rank 0's small files, then complete the checkpoint by its manifest. The ranks' files are durable already.
 
     ``elsewhere`` are files on disks of other nodes. Raises OSError, or StorageError for a rank's file that is missing
     or differs from what the rank wrote.
@@ -200,8 +200,6 @@ def publish(
         tool_version=__version__,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    for path in folder.iterdir():
-        fsync_file(path)
     fsync_folder(folder)
     replace_durably(folder / MANIFEST, content)
     fsync_folder(folder)
