@@ -78,7 +78,6 @@ class ZeroTraining:
     def writes_unseen(self) -> str | None:
         offload = (self.engine.config.get("zero_optimization") or {}).get("offload_optimizer") or {}
         signs = [
-            (getattr(self.zero, "use_muon", False), "Muon writes its momentum before the optimizer's step"),
             (getattr(self.zero, "zenflow", False), "ZenFlow updates states in another process"),
             (offload.get("super_offload"), "SuperOffload updates states in another process"),
             (
