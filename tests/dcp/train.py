@@ -40,20 +40,10 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from dcp import fsdp1
 from dcp.spec import Spec, from_json
-from real.models import VOCAB, build
+from plain.training import Tokens
+from real.models import build
 
 RATE, DECAY = 5e-3, 0.1
-
-
-class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """As in real/train.py."""
-
-    def __len__(self) -> int:
-        return 256
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCAB
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class CpuTrainer(Trainer):  # type: ignore[misc]
@@ -147,7 +137,11 @@ def run_trainer(spec: Spec, folder: Path) -> Watch:
     watch = Watch()
     kind = CpuTrainer if spec.kind in FORMS else Trainer
     trainer = kind(
-        model=new_model(spec), args=args, train_dataset=Tokens(), data_collator=default_data_collator, callbacks=[watch]
+        model=new_model(spec),
+        args=args,
+        train_dataset=Tokens(256),
+        data_collator=default_data_collator,
+        callbacks=[watch],
     )
     trainer.train(resume_from_checkpoint=str(folder / spec.resume_from) if spec.resume_from else None)
     return watch
@@ -179,7 +173,7 @@ class Loop:
 
     def train(self, until: int, watch: Watch, save: Any) -> None:
         ranks, rank, size = dist.get_world_size(), dist.get_rank(), self.spec.per_device_batch
-        data = Tokens()
+        data = Tokens(256)
         while self.step < until:
             if self.step not in watch.held:
                 watch.held[self.step] = self.held()

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
-from dcp.train import FORMS, CpuTrainer, Tokens, Watch
+from dcp.train import FORMS, CpuTrainer, Watch
 from llmtailor.saving import attach, saver_for
+from plain.training import Tokens
 
 STEPS, VOCAB = 6, 62
 RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2, "trainer": 2}
@@ -108,7 +109,7 @@ def train_with_trainer(folder: Path) -> None:
     )
     watch = Watch()
     trainer = CpuTrainer(
-        model=build(), args=args, train_dataset=Tokens(), data_collator=default_data_collator, callbacks=[watch]
+        model=build(), args=args, train_dataset=Tokens(256), data_collator=default_data_collator, callbacks=[watch]
     )
     attach(trainer, policy="parity", save_steps=2)
     trainer.train(resume_from_checkpoint=str(folder / "composite") if folder.name == "resumed" else None)

@@ -22,6 +22,7 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import SaveFailed, SavingOptions  # noqa: E402
 from llmtailor.saving.live import LiveTensors  # noqa: E402
+from llmtailor.saving.plain import PlainTraining  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
 from llmtailor.saving.writing import lay_out_tensors  # noqa: E402
 from real.harness import environment, start_ranks  # noqa: E402
@@ -170,6 +171,21 @@ def test_a_state_that_is_changed_too_early_is_not_saved(loop, disk, monkeypatch)
     run.train()
     run.save().wait(60)
     assert run.saves == [2]
+
+
+@pytest.mark.parametrize("why", ["unseen", "memory"])
+def test_without_background_saves_training_stops(tmp_path, monkeypatch, caplog, why):
+    """A warning says why, and the save is complete when the call returns."""
+    if why == "unseen":
+        monkeypatch.setattr(PlainTraining, "writes_unseen", lambda self: "another process writes the states")
+    run = Loop(tmp_path / "run", policy="full", host_buffer=1 << 50 if why == "memory" else "auto").start()
+    reason = "another process writes the states" if why == "unseen" else "there is no host memory of"
+    assert "saves stop training until they are complete" in caplog.text and reason in caplog.text
+    run.train()
+    save = run.save()
+    assert save.is_done and save.report.buffer_bytes == 0 and run.saves == [1]
+    run.saver.close()
+    run.check(1, tmp_path / "out")
 
 
 def test_a_policy_that_is_not_deterministic_is_found_out():
