@@ -9,7 +9,6 @@ What each save holds, and where each part of the composite comes from, is comput
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -113,23 +112,7 @@ def draw() -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    picture = draw()
-    if options.check:
-        if PICTURE.is_file() and PICTURE.read_text(encoding="utf-8") == picture:
-            return 0
-        print(
-            f"error: not what would be drawn: {PICTURE.relative_to(ROOT)}\n  fix: run scripts/make_picture.py",
-            file=sys.stderr,
-        )
-        return 1
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    PICTURE.write_text(picture, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from pictures import keep
+
+    keep(PICTURE, draw, "make_picture.py", __doc__)

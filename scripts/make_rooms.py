@@ -10,9 +10,7 @@ other room is in between. Names, roles and arrows come from the code.
 
 from __future__ import annotations
 
-import argparse
 import ast
-import sys
 from functools import cache
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -139,16 +137,7 @@ def _tip(x: float, y: float, along: int, down: int) -> str:
     return f'<path d="M {" L ".join(f"{a:g} {b:g}" for a, b in corners)} Z" class="tip"/>'
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check, picture = parser.parse_args().check, draw()
-    if PICTURE.is_file() and PICTURE.read_text(encoding="utf-8") == picture:
-        return
-    if check:
-        sys.exit(f"error: out of date: {PICTURE.relative_to(ROOT)}\n  fix: run scripts/make_rooms.py")
-    PICTURE.write_text(picture, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    from pictures import keep
+
+    keep(PICTURE, draw, "make_rooms.py", __doc__)

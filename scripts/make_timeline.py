@@ -9,8 +9,6 @@ The lengths are chosen to be readable, not measured.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -124,16 +122,7 @@ def draw() -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check, picture = parser.parse_args().check, draw()
-    if PICTURE.is_file() and PICTURE.read_text(encoding="utf-8") == picture:
-        return
-    if check:
-        sys.exit(f"error: out of date: {PICTURE.relative_to(ROOT)}\n  fix: run scripts/make_timeline.py")
-    PICTURE.write_text(picture, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    from pictures import keep
+
+    keep(PICTURE, draw, "make_timeline.py", __doc__)
