@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
-import os
 import signal
 import subprocess
 import sys
@@ -18,9 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch.optim.optimizer import _global_optimizer_pre_hooks  # noqa: E402
+
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions, ending  # noqa: E402
 from llmtailor.saving.live import LiveTensors  # noqa: E402
 from llmtailor.saving.plain import PlainTraining  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
@@ -296,10 +296,29 @@ def test_options_out_of_range_are_refused(wrong):
     assert problem.where in wrong and problem.fix
 
 
-def test_signals_and_hooks_are_given_back(loop):
-    before = signal.getsignal(signal.SIGTERM)
-    run = loop(policy="full")
-    assert signal.getsignal(signal.SIGTERM) is not before
-    run.saver.close()
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert os.getpid() and logging.getLogger("llmtailor.saving").handlers == []
+def test_signals_and_hooks_are_given_back(loop, monkeypatch):
+    monkeypatch.setattr(ending, "_open", {})  # an earlier test may have left a saver open
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        hooks = len(_global_optimizer_pre_hooks)
+        run = loop(policy="full")
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert len(_global_optimizer_pre_hooks) == hooks + 1
+        run.saver.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert len(_global_optimizer_pre_hooks) == hooks
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def test_a_handler_of_the_users_stays(loop, monkeypatch):
+    monkeypatch.setattr(ending, "_open", {})
+    own = lambda number, frame: None  # noqa: E731
+    earlier = signal.signal(signal.SIGTERM, own)
+    try:
+        run = loop(policy="full")
+        assert signal.getsignal(signal.SIGTERM) is own
+        run.saver.close()
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
