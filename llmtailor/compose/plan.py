@@ -21,7 +21,7 @@ from llmtailor.compose.checks import check_fit, check_held, check_one_step, diff
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
@@ -45,6 +45,7 @@ from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.resolve import Choice, resolve
 from llmtailor.storage.local import Entries
+from llmtailor.storage.stand_in import location_of, stand_in_of
 from llmtailor.timing import Stopwatch
 
 
@@ -161,11 +162,14 @@ def plan_merge(
     options = options or Options()
     read = [recipe] if isinstance(recipe, Path) else []
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
+    named = out or recipe.output
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
+    if stand_in_of(reference.root) and not stand_in_of(out) and not named:
+        raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
@@ -273,7 +277,7 @@ def plan_composite(
                 else:
                     yield Cast(have.extent, held.dtype, piece.dtype, cut.source, piece.state, have.begin, scale)
 
-    return Plan(tuple(str(index.root) for index in indexes), tuple(layout.filled(fill) for layout in layouts))
+    return Plan(tuple(location_of(index.root) for index in indexes), tuple(layout.filled(fill) for layout in layouts))
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:

@@ -24,6 +24,7 @@ from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_an
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
+from llmtailor.engine.upload import clear, is_unfinished, upload
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.known_files import is_resumed_from
@@ -35,6 +36,7 @@ from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, write_durably
+from llmtailor.storage.stand_in import location_of, stand_in_of, stand_ins, with_urls
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -64,7 +66,8 @@ def bytes_to_move(composition: Composition) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
     files = files_read(composition.plan) if composition.options.checksum else []
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
-    return composition.plan.num_bytes + sources
+    uploaded = composition.plan.num_bytes if stand_in_of(composition.out) else 0
+    return composition.plan.num_bytes + sources + uploaded
 
 
 def write(
@@ -90,6 +93,8 @@ def write(
         Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
+    if is_unfinished(composition.out):
+        clear(composition.out)
     with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
         try:
             check_room(composition)
@@ -106,13 +111,17 @@ def write(
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.family).encode()
             content = _manifest(composition, results, digests, readme, identity.digest())
-            write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
+            manifest = json.dumps(content, indent=2).encode() + b"\n"
+            write_durably(staging.path / MANIFEST, manifest)
             write_durably(staging.path / CARD, readme)
             _check_written(composition, staging.path)
             logger.info("verified what was written in %s", watch.lap())
             stop.check()
             staging.publish()
-            logger.info("published %s in %s", composition.out, watch.lap())
+            if stand_in_of(composition.out):
+                crcs = {one.path: one.crc for one in results} | {CARD: crc32(readme), MANIFEST: crc32(manifest)}
+                upload(composition.out, crcs, on_progress, stop)
+            logger.info("published %s in %s", display_name(composition.out), watch.lap())
         except (Interrupted, StorageError) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
@@ -134,6 +143,8 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
+    for remote in stand_ins.values():
+        remote.list()
     for number, index in enumerate(composition.indexes):
         for path, fact in index.files.items():
             try:
@@ -216,7 +227,7 @@ def _manifest(
         "sources": [
             {
                 "name": index.name,
-                "path": str(index.root.absolute()),
+                "path": location_of(index.root.absolute()),
                 "global_step": index.global_step,
                 "files": [
                     {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))
@@ -288,7 +299,7 @@ def identify_merge(composition: Composition) -> Identity:
         [index.files for index in composition.indexes],
         tool_version=__version__,
         recipe=recipe.name,
-        request=(asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")),
+        request=with_urls(repr((asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")))),
         begun=now(),
     )
 
@@ -374,7 +385,7 @@ def with_what_is_kept(
     error: Interrupted | StorageError, composition: Composition, staging: Staging
 ) -> Interrupted | StorageError:
     """Return the error with the bytes that a resume will keep."""
-    if not (kept := staging.kept_bytes):
+    if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error
     there = f"{kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
     return type(error)(

@@ -76,7 +76,7 @@ class Window(SourceFile):
     """Bytes ``start``..``stop`` of an open file, read as a file of their own."""
 
     def __init__(self, file: SourceFile, start: int, stop: int):
-        super().__init__(file.fd, stop - start, file.where)
+        super().__init__(file.fd, stop - start, file.where, file.fill)
         self.start = start
 
     def read(self, start: int, stop: int) -> bytes:

@@ -38,6 +38,9 @@ class Mover:
         Yield them, each part after it is in the output or its buffer, valid until the next one.
         """
         start = piece.extent.start
+        if sources.is_remote(piece):
+            yield from _from_store(piece, stop, sources, output)
+            return
         if self.mode == "never" or stop - start < DIRECT_BYTES:
             yield from _through_buffer(piece, start, stop, sources, output)
             return
@@ -94,6 +97,16 @@ class Mover:
             del view
             start += count
         yield from _through_buffer(piece, start, stop, sources, output)
+
+
+def _from_store(piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+    for data in sources.stream(piece, stop):
+        left = memoryview(data)
+        while left:
+            room = output.room()[: len(left)]
+            room[:] = left[: len(room)]
+            left = left[len(room) :]
+            yield output.commit(len(room))
 
 
 def _through_buffer(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:

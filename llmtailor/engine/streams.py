@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -60,6 +60,19 @@ class Sources:
         """Return the piece's file, open. Raises SourceError for a missing or changed file, else StorageError."""
         try:
             return self.files.open(self.where(piece))
+        except OSError as error:
+            raise cannot_read(self.where(piece), error) from error
+
+    def is_remote(self, piece: Copy) -> bool:
+        """Return whether the piece's file is in an object store."""
+        return "://" in self.roots[piece.source]
+
+    def stream(self, piece: Copy, stop: int) -> Iterator[bytes]:
+        """Yield bytes of the piece's file in an object store, from its start to ``stop``. Raises as `read_into`."""
+        file = self.open(piece)
+        assert file.remote is not None, "a URL has a stand-in"
+        try:
+            yield from file.remote.stream(file.name, piece.extent.start, stop)
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 
