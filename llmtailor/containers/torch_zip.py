@@ -10,9 +10,10 @@ tensor records are filled in once the bytes have streamed past.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Call, Storage
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import read_pickle
-from llmtailor.containers.zip import BadZip, Compressed, Record, read_records
+from llmtailor.containers.views import Buffered, Held, Window
+from llmtailor.containers.zip import BadZip, Compressed, Record, find_directory, read_records
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
@@ -35,6 +37,10 @@ MAX_PICKLE_BYTES = 64 << 20
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _SMALL = 4096
 """Maximum size in bytes of a record other than a tensor or the pickle, such as a version"""
+_SCALAR = 8
+"""Maximum size in bytes of a storage that counts as a scalar, such as Adam's step"""
+_HEADERS_ONLY = 512
+"""A file with at most so many bytes per record consists of headers."""
 _U32 = 0xFFFFFFFF
 _SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
 
@@ -60,19 +66,92 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
         return decode_torch_file(file, path, where, any_names)
 
 
-class Window(SourceFile):
-    """Bytes ``start``..``stop`` of an open file, read as a file of their own."""
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A file that is open no longer, and whose pickle is not decoded yet."""
 
-    def __init__(self, file: SourceFile, start: int, stop: int):
-        super().__init__(file.fd, stop - start, file.where)
-        self.start = start
+    archive: str
+    """See `TorchFile.archive`"""
+    key: bytes | None
+    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
+    decode: Callable[[], TorchFile]
+    """Raises what `read_torch_file` raises"""
 
-    def read(self, start: int, stop: int) -> bytes:
-        return super().read(self.start + start, self.start + stop)
+
+def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
+    """Read ``root/path`` as far as needed to tell whether it is like another file.
+
+    The ranks of a training write thousands of small files that differ in nothing but the archive's name, which is
+    in the header of every record. Raises what `read_torch_file` raises.
+    """
+    with open_source(root / path, where) as source:
+        file = Buffered(source)
+        whole = _read_headers_only(file)
+        if whole is None:
+            parsed = _parse(file, where)
+            return Undecoded(parsed.archive, parsed.key(), lambda: parsed.decode(path, 0, where))
+    archive, key = _key_of(*whole)
+    return Undecoded(archive, key, lambda: decode_torch_file(Held(whole[0], where), path, where))
+
+
+def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
+    """Return all bytes of a file, and its number of records, if most of it is headers."""
+    try:
+        start, _, count = find_directory(file)
+    except BadZip:
+        return None
+    if start > min(count * _HEADERS_ONLY, MAX_PICKLE_BYTES):
+        return None
+    return file.read(0, file.num_bytes), count
+
+
+def _key_of(data: bytes, count: int) -> tuple[str, bytes | None]:
+    """Return the archive's name, and what identifies the bytes apart from it; None if they hold it elsewhere, too."""
+    length = int.from_bytes(data[26:28], "little")
+    name = data[_LOCAL_HEADER.size : _LOCAL_HEADER.size + length].partition(b"/")[0] + b"/"
+    nameless = b"\xff" * len(name)
+    if data.count(name) != 2 * count or nameless in data:
+        return name[:-1].decode(errors="replace"), None
+    return name[:-1].decode(errors="replace"), hashlib.sha256(data.replace(name, nameless)).digest()
 
 
 def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool = False) -> TorchFile:
     """Decode an open file, or a `Window` of one; extents are those of the whole file. See `read_torch_file`."""
+    return _parse(Buffered(file), where).decode(path, file.start if isinstance(file, Window) else 0, where, any_names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    archive: str
+    pickle: bytes
+    storages: Mapping[str, tuple[int, int]]
+    """Key -> first byte and end"""
+    scalars: bytes
+    """The content of all storages of up to 8 bytes"""
+
+    def key(self) -> bytes:
+        return hashlib.sha256(repr((self.storages, self.scalars, self.pickle)).encode()).digest()
+
+    def decode(self, path: str, first: int, where: str, any_names: bool = False) -> TorchFile:
+        """Decode the pickle; ``first`` is where the archive begins in the file at ``path``."""
+        extents = {key: Extent(path, first + start, first + stop) for key, (start, stop) in self.storages.items()}
+        storages: dict[str, Storage] = {}
+
+        def find_storage(dtype: str, key: str, numel: int, location: str) -> Storage:
+            extent = extents.get(key)
+            if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
+                have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
+                raise ValueError(f"storage {key!r:.40} {have} instead of {numel} elements of {dtype}")
+            storage = storages.setdefault(key, Storage(dtype, numel, (Copy(extent),), location))
+            if storage.dtype != dtype:  # torch would use whichever comes first
+                raise ValueError(f"storage {key!r:.40} is given two types")
+            return storage
+
+        return TorchFile(read_pickle(self.pickle, where, find_storage, any_names), extents, self.archive)
+
+
+def _parse(file: SourceFile, where: str) -> _Parsed:
+    """Check all of a file but its tensors, and return what is needed to decode it. Raises as `read_torch_file`."""
     try:
         records = read_records(file)
         if not records:
@@ -96,32 +175,20 @@ def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool =
     if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
         raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
     pickle_bytes = file.read(tree.start, tree.stop)
+    in_data = f"{prefix}/data/"
+    storages: dict[str, tuple[int, int]] = {}
+    scalars = []
     for name, record in records.items():
-        small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
-        if record is tree or small:
+        if name.startswith(in_data):
+            storages[name.removeprefix(in_data)] = (record.start, record.stop)
+            if record.start < record.stop <= record.start + _SCALAR:
+                scalars.append(file.read(record.start, record.stop))
+        elif record is tree or record.stop - record.start <= _SMALL:
             data = pickle_bytes if record is tree else file.read(record.start, record.stop)
             if record.crc not in (None, zlib.crc32(data)):
                 what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
                 raise damaged(where, what)
-    first = file.start if isinstance(file, Window) else 0
-    extents = {
-        name.removeprefix(f"{prefix}/data/"): Extent(path, first + record.start, first + record.stop)
-        for name, record in records.items()
-        if name.startswith(f"{prefix}/data/")
-    }
-    storages: dict[str, Storage] = {}
-
-    def find_storage(dtype: str, key: str, numel: int, location: str) -> Storage:
-        extent = extents.get(key)
-        if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
-            have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
-            raise ValueError(f"storage {key!r:.40} {have} instead of {numel} elements of {dtype}")
-        storage = storages.setdefault(key, Storage(dtype, numel, (Copy(extent),), location))
-        if storage.dtype != dtype:  # torch would use whichever comes first
-            raise ValueError(f"storage {key!r:.40} is given two types")
-        return storage
-
-    return TorchFile(read_pickle(pickle_bytes, where, find_storage, any_names), extents, prefix)
+    return _Parsed(prefix, pickle_bytes, storages, b"".join(scalars))
 
 
 def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
