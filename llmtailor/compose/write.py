@@ -22,7 +22,7 @@ from llmtailor.containers.zip import Record
 from llmtailor.engine.copy import Context, FileResult, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
+from llmtailor.engine.recheck import SourceFile, Stated, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.findings import ERROR, Finding
@@ -62,7 +62,7 @@ def check_room(composition: Composition) -> None:
 
 def bytes_to_move(composition: Composition) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
-    files = files_read(composition.plan) if composition.options.checksum else []
+    files = composition.plan.summary.read if composition.options.checksum else ()
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
     return composition.plan.num_bytes + sources
 
@@ -144,7 +144,7 @@ def _check_sources(
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)
-    wanted = files_read(composition.plan)
+    wanted = composition.plan.summary.read
     if composition.options.checksum:
         return read_again(composition.plan, results, wanted, on_progress, stop, _stated(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)

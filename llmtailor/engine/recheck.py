@@ -35,12 +35,6 @@ class Stated:
     crc: int
 
 
-def files_read(plan: Plan) -> list[SourceFile]:
-    """Return all source files that pieces read from."""
-    pieces = (piece for file in plan.files for piece in file.pieces)
-    return sorted({(piece.source, piece.extent.path) for piece in pieces if isinstance(piece, (Copy, Cast))})
-
-
 def read_again(
     plan: Plan,
     results: Sequence[FileResult],

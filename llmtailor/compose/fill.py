@@ -1,0 +1,95 @@
+"""Fills the slots of a layout with the bytes of sources: a plan. Pure: no byte is read.
+
+The pieces of a file are made when they are asked for. What does not depend on the file, which checkpoint supplies a
+state and in which dtype, is looked up once per state.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
+from llmtailor.model.states import BUFFER, State
+
+
+def plan_composite(
+    layouts: Iterable[FileLayout],
+    indexes: Sequence[CheckpointIndex],
+    sources: Sources,
+    base: int,
+    scales: Mapping[State, float] = MappingProxyType({}),
+) -> Plan:
+    """Return the plan with every slot of every file filled by the bytes of sources.
+
+    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales`` are
+    multiplied by a factor. A slot that its source can't fill is left, see `checks.check_filled`.
+    """
+    filler = _Filler(indexes, sources, base, scales)
+    roots = tuple(str(index.root) for index in indexes)
+    return Plan(roots, tuple(FileLayout(one.path, partial(filler.fill, one)) for one in layouts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Supply:
+    """What supplies elements ``begin``..``end`` of a state."""
+
+    begin: int
+    end: int
+    source: int
+    held: TensorEntry | None
+    """None if the source does not hold the state"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Filler:
+    indexes: Sequence[CheckpointIndex]
+    sources: Sources
+    base: int
+    scales: Mapping[State, float]
+    known: dict[tuple[State, str], tuple[_Supply, ...]] = field(default_factory=dict)
+    """(State, dtype) -> what supplies it, in the order of the elements"""
+
+    def fill(self, layout: FileLayout) -> tuple[Piece, ...]:
+        filled: list[Piece] = []
+        for piece in layout.pieces:
+            if type(piece) is Slot:
+                filled += self._fill_slot(piece)
+            else:
+                filled.append(replace(piece, source=self.base) if type(piece) is Copy else piece)
+        return tuple(filled)
+
+    def _fill_slot(self, slot: Slot) -> Sequence[Piece]:
+        state, dtype = slot.state, slot.dtype
+        supplies = self.known.get((state, dtype))
+        if supplies is None:
+            supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype))
+        scale = self.scales.get(state, 1.0)
+        filled: list[Piece] = []
+        for supply in supplies:
+            begin, end, held = max(slot.begin, supply.begin), min(slot.end, supply.end), supply.held
+            if begin >= end:
+                continue
+            if held is None or held.numel < (end - begin if state.kind == BUFFER else slot.end):
+                return [slot]
+            if state.kind == BUFFER:
+                # Each rank has its own buffers; a rank beyond the source's takes those of the source's ranks in turn.
+                begin, end = begin % held.numel, begin % held.numel + end - begin
+            for have in held.place.cover(begin, end):
+                if held.dtype == dtype and scale == 1:
+                    filled.append(Copy(have.extent, supply.source, state, have.begin))
+                else:
+                    filled.append(Cast(have.extent, held.dtype, dtype, supply.source, state, have.begin, scale))
+        return filled
+
+    def _supplies(self, state: State, dtype: str) -> Iterator[_Supply]:
+        for cut in self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),):
+            try:
+                held = self.indexes[cut.source].holding(state, dtype)
+            except KeyError:
+                held = None
+            yield _Supply(cut.begin, cut.end, cut.source, held)

@@ -1,0 +1,147 @@
+"""Lays out the files of all ranks. Those of ZeRO-3 are laid out once and adapted to each rank.
+
+The files of two ranks of ZeRO-3 differ in the archive's name, in which slice of each param they hold, and in what the
+base keeps besides states, which is mostly alike in all ranks. So a file is made from that of rank 0 with the same rest:
+its literal bytes get another name of the same length, and its slots another slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import TrainState
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot
+from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.formats.zero.files import model_name, optim_name
+from llmtailor.formats.zero.rank_trees import ZeroTarget, model_tree, optim_tree, slice_of
+from llmtailor.model.states import BUFFER
+
+_MAX_TEMPLATES = 64
+"""More than there are: the ranks of a base have up to 8 forms, one per GPU of a node, and numbers of up to 4 digits."""
+
+
+def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+    """Return the tree of a rank's ``optim_states``, with the slices of rank ``cut_as``."""
+    return optim_tree(target, cut_as, rest_of(train.optim, rank))
+
+
+def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+    """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
+    rest = dict(rest_of(train.model, rank))
+    if "ds_config" in rest:
+        rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
+    tied = dict(target.base.tied) if rank == 0 else {}
+    return {**model_tree(target, cut_as, rest), "shared_params": tied}
+
+
+def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
+    for rank in range(target.layout.world_size):
+        name = optim_name(rank, target.precision == "BF16")
+        yield rank, f"{target.tag}/{name}", optim_states(target, train, rank, rank)
+    for rank in range(target.num_models):
+        name = model_name(rank, target.layout.stage)
+        yield rank, f"{target.tag}/{name}", model_states(target, train, rank, rank)
+
+
+def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
+    """Return what a base keeps besides states for a rank: its own, or that of another rank."""
+    return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
+
+
+_Rest = Mapping[str, Any]
+_TreeOf = Callable[[ZeroTarget, TrainState, int, int], dict[str, Any]]
+
+
+class RankFiles:
+    """The files of all ranks of one checkpoint."""
+
+    def __init__(self, target: ZeroTarget, train: TrainState):
+        self.target, self.train = target, train
+        self._numels = {name: param.numel for name, param in target.base.params.items()}
+        self._digests: dict[int, bytes] = {}
+        self._first: dict[tuple[_TreeOf, bytes], int] = {}
+        self._template = lru_cache(_MAX_TEMPLATES)(self._make_template)
+
+    def optim(self, folder: str) -> Iterator[FileLayout]:
+        """Yield the layout of each rank's ``optim_states``, in a folder."""
+        for rank in range(self.target.layout.world_size):
+            path = f"{folder}/{optim_name(rank, self.target.precision == 'BF16')}"
+            yield FileLayout(path, partial(self._lay_out, path, rank, optim_states, self.train.optim))
+
+    def model(self, folder: str) -> Iterator[FileLayout]:
+        """Yield the layout of each ``model_states``, in a folder."""
+        for rank in range(self.target.num_models):
+            path = f"{folder}/{model_name(rank, self.target.layout.stage)}"
+            yield FileLayout(path, partial(self._lay_out, path, rank, model_states, self.train.model))
+
+    def _lay_out(self, path: str, rank: int, tree_of: _TreeOf, rests: Sequence[_Rest | None]) -> tuple[Piece, ...]:
+        name = Path(path).stem
+        template = None
+        if self.target.layout.stage == 3:
+            like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
+            template = self._template(tree_of, like, len(name.encode()))
+        if template is None:
+            return lay_out_torch_file(path, tree_of(self.target, self.train, rank, rank)).pieces
+        pieces: list[Piece] = []
+        for piece in _renamed(template, _nameless(len(name.encode())), name):
+            if not isinstance(piece, Slot):
+                pieces.append(piece)
+            elif piece.state.kind == BUFFER:
+                pieces.append(replace(piece, begin=rank * piece.end, end=(rank + 1) * piece.end))
+            else:
+                numel, ranks = self._numels[piece.state.param], self.target.layout.world_size
+                pieces += slice_of(piece.state, piece.dtype, numel, rank, ranks)
+        return tuple(pieces)
+
+    def _make_template(self, tree_of: _TreeOf, like: int, length: int) -> tuple[Piece, ...] | None:
+        """Return the layout of a rank's file with the slices of rank 0, and a name of this many bytes.
+
+        None if the name occurs elsewhere than where a file has its own.
+        """
+        tree = tree_of(self.target, self.train, like, 0)
+        one, other = _nameless(length), "~" * length
+        named_one, named_other = (_joined(lay_out_torch_file(f"{name}.pt", tree).pieces) for name in (one, other))
+        return named_one if tuple(_renamed(named_one, one, other)) == named_other else None
+
+    def _digest(self, rest: _Rest) -> bytes:
+        """Return what is equal for trees that are written alike."""
+        known = self._digests.get(id(rest))
+        if known is None:
+            data, storages = write_pickle(rest)
+            content = repr([storage.content for storage in storages])
+            known = self._digests[id(rest)] = hashlib.sha256(data + content.encode()).digest()
+        return known
+
+
+def _nameless(length: int) -> str:
+    return "_" * length
+
+
+def _renamed(pieces: Sequence[Piece], old: str, new: str) -> Iterator[Piece]:
+    """Yield the pieces of a file with another archive's name, of the same length, in front of its records."""
+    before, after = f"{old}/".encode(), f"{new}/".encode()
+    for piece in pieces:
+        yield Bytes(piece.data.replace(before, after), piece.why) if isinstance(piece, Bytes) else piece
+
+
+def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Return pieces with neighboring literal bytes joined."""
+    joined: list[Piece] = []
+    literal: list[bytes] = []
+    for piece in (*pieces, None):
+        if isinstance(piece, Bytes):
+            literal.append(piece.data)
+            continue
+        if literal:
+            joined.append(Bytes(b"".join(literal), "headers and pickle"))
+            literal = []
+        if piece is not None:
+            joined.append(piece)
+    return tuple(joined)
