@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
+from llmtailor.checkpoint.placement import Absent, Placement
 from llmtailor.model.states import BUFFER, State
 
 
@@ -41,8 +42,10 @@ class _Supply:
     begin: int
     end: int
     source: int
-    held: TensorEntry | None
-    """None if the source does not hold the state"""
+    place: Placement
+    dtype: str
+    numel: int
+    """Of the whole state in the source; 0 if it does not hold it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +74,28 @@ class _Filler:
         scale = self.scales.get(state, 1.0)
         filled: list[Piece] = []
         for supply in supplies:
-            begin, end, held = max(slot.begin, supply.begin), min(slot.end, supply.end), supply.held
+            begin, end = max(slot.begin, supply.begin), min(slot.end, supply.end)
             if begin >= end:
                 continue
-            if held is None or held.numel < (end - begin if state.kind == BUFFER else slot.end):
-                return [slot]
-            if state.kind == BUFFER:
+            if state.kind == BUFFER and supply.numel >= end - begin:
                 # Each rank has its own buffers; a rank beyond the source's takes those of the source's ranks in turn.
-                begin, end = begin % held.numel, begin % held.numel + end - begin
-            for have in held.place.cover(begin, end):
-                if held.dtype == dtype and scale == 1:
-                    filled.append(Copy(have.extent, supply.source, state, have.begin))
-                else:
-                    filled.append(Cast(have.extent, held.dtype, dtype, supply.source, state, have.begin, scale))
+                begin, end = begin % supply.numel, begin % supply.numel + end - begin
+            if supply.numel < end:
+                return [slot]
+            source = supply.source
+            if supply.dtype == dtype and scale == 1:
+                filled += [Copy(have.extent, source, state, have.begin) for have in supply.place.cover(begin, end)]
+            else:
+                filled += [
+                    Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale)
+                    for have in supply.place.cover(begin, end)
+                ]
         return filled
 
     def _supplies(self, state: State, dtype: str) -> Iterator[_Supply]:
         for cut in self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),):
             try:
                 held = self.indexes[cut.source].holding(state, dtype)
+                yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.numel)
             except KeyError:
-                held = None
-            yield _Supply(cut.begin, cut.end, cut.source, held)
+                yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, 0)

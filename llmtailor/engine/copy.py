@@ -135,7 +135,7 @@ def _write_file(
             with turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
                 watch = Stopwatch()
                 context.stop.check()
-                filled, output = _take_over(file, fd, marks, context)
+                filled, output = _take_over(file.made(), fd, marks, context)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 _fill(filled, output, Sources(plan.sources, facts, context.stores), beside, context)
