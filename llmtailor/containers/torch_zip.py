@@ -85,13 +85,17 @@ def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
     in the header of every record. Raises what `read_torch_file` raises.
     """
     with open_source(root / path, where) as source:
-        file = Buffered(source)
-        whole = _read_headers_only(file)
+        whole = _read_headers_only(Buffered(source))
         if whole is None:
-            parsed = _parse(file, where)
-            return Undecoded(parsed.archive, parsed.key(), lambda: parsed.decode(path, 0, where))
+            return open_torch_blob(source, path, where)
     archive, key = _key_of(*whole)
     return Undecoded(archive, key, lambda: decode_torch_file(Held(whole[0], where), path, where))
+
+
+def open_torch_blob(file: SourceFile, path: str, where: str) -> Undecoded:
+    """Do the same for an open file, or a `Window` of one; what comes before the window does not count for the key."""
+    parsed, first = _parse(Buffered(file), where), file.start if isinstance(file, Window) else 0
+    return Undecoded(parsed.archive, parsed.key(), lambda: parsed.decode(path, first, where))
 
 
 def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
