@@ -7,12 +7,19 @@ and returns a plan. A plan is data: it can be printed, compared and hashed, and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+
+BLOCK_BYTES = 4096
+"""File systems share blocks of this size between files (XFS and Btrfs by default; a multiple of smaller ones)."""
+MIN_SHARED_BYTES = 256 << 10
+"""Data with fewer bytes that could be shared gets no padding for it, so that padding is at most 1.6 % of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,12 @@ class Crc:
 
 
 Piece = Bytes | Zeros | Copy | Cast | Slot | Crc
+Fill = Callable[[Piece], Iterable[Piece]]
+"""Replaces a piece by others with as many bytes"""
+
+
+def fill_all(pieces: Iterable[Piece], fill: Fill) -> tuple[Piece, ...]:
+    return tuple(chain.from_iterable(map(fill, pieces)))
 
 
 class FileLayout:
@@ -153,6 +166,10 @@ class FileLayout:
             yield at, piece
             at += piece.num_bytes
 
+    def filled(self, fill: Fill) -> FileLayout:
+        """Return the layout with every piece replaced. A container may adjust its padding to the new pieces."""
+        return FileLayout(self.path, lambda: fill_all(self.pieces, fill))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileLayout) and (self.path, self.pieces) == (other.path, other.pieces)
 
@@ -161,6 +178,46 @@ class FileLayout:
 
     def __repr__(self) -> str:
         return f"FileLayout(path={self.path!r}, pieces={self.pieces!r})"
+
+
+def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
+    """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
+
+    File systems can share a block only between equal offsets in their blocks. The start is a multiple of ``alignment``.
+    None if fewer than `MIN_SHARED_BYTES` could be shared.
+    """
+    num_bytes: Counter[int] = Counter()
+    at = 0
+    for piece in content:
+        if isinstance(piece, Copy) and (start := (piece.extent.start - at) % BLOCK_BYTES) % alignment == 0:
+            num_bytes[start] += piece.num_bytes
+        at += piece.num_bytes
+    [(start, most)] = num_bytes.most_common(1) or [(0, 0)]
+    return start if most >= MIN_SHARED_BYTES else None
+
+
+def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces in runs: copies that continue each other in one source file are one run, any other piece is."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and _continues(run[-1], piece):
+            run.append(piece)
+        else:
+            if run:
+                yield run
+            run = [piece]
+    if run:
+        yield run
+
+
+def _continues(one: Piece, other: Piece) -> bool:
+    return (
+        isinstance(one, Copy)
+        and isinstance(other, Copy)
+        and one.source == other.source
+        and one.extent.stop == other.extent.start
+        and one.extent.path == other.extent.path
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,24 +307,21 @@ def _summarize(plan: Plan) -> Summary:
     read: set[tuple[int, str]] = set()
     unfilled: list[Slot] = []
     for file in plan.files:
-        lines: list[str] = []
+        lines: list[bytes] = []
         for piece in file.pieces:
             if isinstance(piece, (Copy, Cast)):
-                extent, state = piece.extent, piece.state
-                lines.append(
-                    f"{piece.source} {extent.path!r} {extent.start} {extent.stop} {piece.begin} "
-                    + (f"{state.param!r} {state.kind!r}" if state else "")
-                )
+                extent, state, source = piece.extent, piece.state, piece.source
+                lines.append(f"{source} {extent.path!r} {extent.start} {extent.stop} {state} {piece.begin}".encode())
                 if isinstance(piece, Cast):
-                    lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r}")
-                key = (state.param if state else None, piece.source)
+                    lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r}".encode())
+                key = (state.param if state else None, source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
-                read.add((piece.source, extent.path))
+                read.add((source, extent.path))
             elif isinstance(piece, Bytes):  # its data may be large, and a repr four times that
-                lines.append(f"Bytes {len(piece.data)} {hashlib.sha256(piece.data).hexdigest()}")
+                lines += (b"Bytes %d" % len(piece.data), piece.data)
             elif isinstance(piece, Slot):
                 unfilled.append(piece)
             else:
-                lines.append(repr(piece))
-        digest.update("\n".join([f"{file.path!r} {file.num_bytes}", *lines, ""]).encode())
+                lines.append(repr(piece).encode())
+        digest.update(b"\n".join([f"{file.path!r} {file.num_bytes}".encode(), *lines, b""]))
     return Summary(digest.hexdigest(), tuple(sorted(read)), moved, tuple(unfilled))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
@@ -32,7 +31,7 @@ def plan_composite(
     """
     filler = _Filler(indexes, sources, base, scales)
     roots = tuple(str(index.root) for index in indexes)
-    return Plan(roots, tuple(FileLayout(one.path, partial(filler.fill, one)) for one in layouts))
+    return Plan(roots, tuple(layout.filled(filler.fill) for layout in layouts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,10 @@ class _Filler:
     known: dict[tuple[State, str], tuple[_Supply, ...]] = field(default_factory=dict)
     """(State, dtype) -> what supplies it, in the order of the elements"""
 
-    def fill(self, layout: FileLayout) -> tuple[Piece, ...]:
-        filled: list[Piece] = []
-        for piece in layout.pieces:
-            if type(piece) is Slot:
-                filled += self._fill_slot(piece)
-            else:
-                filled.append(replace(piece, source=self.base) if type(piece) is Copy else piece)
-        return tuple(filled)
+    def fill(self, piece: Piece) -> Sequence[Piece]:
+        if type(piece) is Slot:
+            return self._fill_slot(piece)
+        return (replace(piece, source=self.base) if type(piece) is Copy else piece,)
 
     def _fill_slot(self, slot: Slot) -> Sequence[Piece]:
         state, dtype = slot.state, slot.dtype

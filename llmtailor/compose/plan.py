@@ -19,6 +19,7 @@ from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales,
 from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
+from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
@@ -106,6 +107,9 @@ class Options:
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""
+    clone: Clone = "auto"
+    """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
+    which fails where it can't"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
-from llmtailor.containers.torch_zip import open_torch_file, read_torch_file
+from llmtailor.containers.torch_alike import open_torch_file
+from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import Problem, Problems, SourceError
 
 

@@ -26,7 +26,7 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, Ke
 from llmtailor.containers.fields import Tensor, read_tensor
 from llmtailor.containers.json import is_count
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_zip import Undecoded, open_torch_blob
+from llmtailor.containers.torch_alike import Undecoded, open_torch_blob
 from llmtailor.containers.views import Window
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding

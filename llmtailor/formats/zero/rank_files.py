@@ -1,8 +1,7 @@
-"""Lays out the files of all ranks. Those of ZeRO-3 are laid out once and adapted to each rank.
+"""Lays out the files of all ranks. The pickle of ZeRO-3's is made once for all ranks that are alike.
 
-The files of two ranks of ZeRO-3 differ in the archive's name, in which slice of each param they hold, and in what the
-base keeps besides states, which is mostly alike in all ranks. So a file is made from that of rank 0 with the same rest:
-its literal bytes get another name of the same length, and its slots another slice.
+The files of two ranks of ZeRO-3 differ in which slice of each param they hold, and in what the base keeps besides
+states, which is mostly the same for all ranks. So a rank's file has the pickle of the first rank with the same rest.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TrainState
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot
+from llmtailor.checkpoint.layout import FileLayout, Piece, Slot
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.containers.torch_zip import Content, TorchLayout, pickle_content
 from llmtailor.formats.zero.files import model_name, optim_name
 from llmtailor.formats.zero.rank_trees import ZeroTarget, model_tree, optim_tree, slice_of
 from llmtailor.model.states import BUFFER
 
-_MAX_TEMPLATES = 64
-"""More than there are: the ranks of a base have up to 8 forms, one per GPU of a node, and numbers of up to 4 digits."""
+_MAX_FORMS = 32
+"""More than there are: the files of ranks on GPUs have up to 8 forms, one per GPU of a node, and rank 0's differ."""
 
 
 def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
@@ -67,30 +65,35 @@ class RankFiles:
         self._numels = {name: param.numel for name, param in target.base.params.items()}
         self._digests: dict[int, bytes] = {}
         self._first: dict[tuple[_TreeOf, bytes], int] = {}
-        self._template = lru_cache(_MAX_TEMPLATES)(self._make_template)
+        self._form = lru_cache(_MAX_FORMS)(self._make_form)
 
     def optim(self, folder: str) -> Iterator[FileLayout]:
         """Yield the layout of each rank's ``optim_states``, in a folder."""
         for rank in range(self.target.layout.world_size):
             path = f"{folder}/{optim_name(rank, self.target.precision == 'BF16')}"
-            yield FileLayout(path, partial(self._lay_out, path, rank, optim_states, self.train.optim))
+            yield TorchLayout(path, partial(self._content, path, rank, optim_states, self.train.optim))
 
     def model(self, folder: str) -> Iterator[FileLayout]:
         """Yield the layout of each ``model_states``, in a folder."""
         for rank in range(self.target.num_models):
             path = f"{folder}/{model_name(rank, self.target.layout.stage)}"
-            yield FileLayout(path, partial(self._lay_out, path, rank, model_states, self.train.model))
+            yield TorchLayout(path, partial(self._content, path, rank, model_states, self.train.model))
 
-    def _lay_out(self, path: str, rank: int, tree_of: _TreeOf, rests: Sequence[_Rest | None]) -> tuple[Piece, ...]:
-        name = Path(path).stem
-        template = None
-        if self.target.layout.stage == 3:
-            like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
-            template = self._template(tree_of, like, len(name.encode()))
-        if template is None:
-            return lay_out_torch_file(path, tree_of(self.target, self.train, rank, rank)).pieces
+    def _content(self, path: str, rank: int, tree_of: _TreeOf, rests: Sequence[_Rest | None]) -> Content:
+        if self.target.layout.stage < 3:
+            return pickle_content(path, tree_of(self.target, self.train, rank, rank))
+        like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
+        pickled, storages = self._form(tree_of, like)
+        return pickled, [self._of_rank(content, rank) if content else content for content in storages]
+
+    def _make_form(self, tree_of: _TreeOf, like: int) -> Content:
+        """Return the content of a rank's file, but with the slices of rank 0."""
+        return pickle_content(f"rank {like}", tree_of(self.target, self.train, like, 0))
+
+    def _of_rank(self, content: tuple[Piece, ...], rank: int) -> tuple[Piece, ...]:
+        """Return a storage with the slices of a rank instead of those of rank 0, which has no padding."""
         pieces: list[Piece] = []
-        for piece in _renamed(template, _nameless(len(name.encode())), name):
+        for piece in content:
             if not isinstance(piece, Slot):
                 pieces.append(piece)
             elif piece.state.kind == BUFFER:
@@ -100,16 +103,6 @@ class RankFiles:
                 pieces += slice_of(piece.state, piece.dtype, numel, rank, ranks)
         return tuple(pieces)
 
-    def _make_template(self, tree_of: _TreeOf, like: int, length: int) -> tuple[Piece, ...] | None:
-        """Return the layout of a rank's file with the slices of rank 0, and a name of this many bytes.
-
-        None if the name occurs elsewhere than where a file has its own.
-        """
-        tree = tree_of(self.target, self.train, like, 0)
-        one, other = _nameless(length), "~" * length
-        named_one, named_other = (_joined(lay_out_torch_file(f"{name}.pt", tree).pieces) for name in (one, other))
-        return named_one if tuple(_renamed(named_one, one, other)) == named_other else None
-
     def _digest(self, rest: _Rest) -> bytes:
         """Return what is equal for trees that are written alike."""
         known = self._digests.get(id(rest))
@@ -118,30 +111,3 @@ class RankFiles:
             content = repr([storage.content for storage in storages])
             known = self._digests[id(rest)] = hashlib.sha256(data + content.encode()).digest()
         return known
-
-
-def _nameless(length: int) -> str:
-    return "_" * length
-
-
-def _renamed(pieces: Sequence[Piece], old: str, new: str) -> Iterator[Piece]:
-    """Yield the pieces of a file with another archive's name, of the same length, in front of its records."""
-    before, after = f"{old}/".encode(), f"{new}/".encode()
-    for piece in pieces:
-        yield Bytes(piece.data.replace(before, after), piece.why) if isinstance(piece, Bytes) else piece
-
-
-def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return pieces with neighboring literal bytes joined."""
-    joined: list[Piece] = []
-    literal: list[bytes] = []
-    for piece in (*pieces, None):
-        if isinstance(piece, Bytes):
-            literal.append(piece.data)
-            continue
-        if literal:
-            joined.append(Bytes(b"".join(literal), "headers and pickle"))
-            literal = []
-        if piece is not None:
-            joined.append(piece)
-    return tuple(joined)
