@@ -25,7 +25,6 @@ from llmtailor.engine.moving import Clone, Mover
 from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
-from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.timing import Stopwatch
@@ -268,6 +267,8 @@ def _write(
 
 
 def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:
+    from llmtailor.storage.casts import cast  # numpy takes a while
+
     crc, wide, offset = 0, ITEMSIZE[piece.source_dtype], piece.extent.start
     for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
         stop.check()

@@ -15,7 +15,6 @@ from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.states import ITEMSIZE
-from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32, new_digest
 from llmtailor.storage.local import EndsEarly, chunks
 
@@ -125,5 +124,7 @@ class _Taken(_Range):
         whole = self.rest + data
         end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
         self.rest = whole[end:]
+        from llmtailor.storage.casts import cast  # numpy takes a while
+
         made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
         self.crc = crc32(made, self.crc)
