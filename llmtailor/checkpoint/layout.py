@@ -55,7 +55,7 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        return self.extent.num_bytes
+        return self.extent.stop - self.extent.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,8 @@ def _summarize(plan: Plan) -> Summary:
         for piece in file.pieces:
             if isinstance(piece, (Copy, Cast)):
                 extent, state, source = piece.extent, piece.state, piece.source
-                lines.append(f"{source} {extent.path!r} {extent.start} {extent.stop} {state} {piece.begin}".encode())
+                of = f"{state.param!r} {state.kind!r} {piece.begin}" if state else ""
+                lines.append(f"{source} {extent.path!r} {extent.start} {extent.stop} {of}".encode())
                 if isinstance(piece, Cast):
                     lines.append(f"{piece.source_dtype} {piece.dtype} {piece.scale!r}".encode())
                 key = (state.param if state else None, source)

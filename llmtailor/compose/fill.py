@@ -56,12 +56,10 @@ class _Filler:
     known: dict[tuple[State, str], tuple[_Supply, ...]] = field(default_factory=dict)
     """(State, dtype) -> what supplies it, in the order of the elements"""
 
-    def fill(self, piece: Piece) -> Sequence[Piece]:
-        if type(piece) is Slot:
-            return self._fill_slot(piece)
-        return (replace(piece, source=self.base) if type(piece) is Copy else piece,)
-
-    def _fill_slot(self, slot: Slot) -> Sequence[Piece]:
+    def fill(self, slot: Piece) -> Sequence[Piece]:
+        """Return what takes the place of a piece; the slot itself if its source can't fill it."""
+        if type(slot) is not Slot:
+            return (replace(slot, source=self.base) if type(slot) is Copy else slot,)
         state, dtype = slot.state, slot.dtype
         supplies = self.known.get((state, dtype))
         if supplies is None:

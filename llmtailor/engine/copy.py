@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class FileResult:
 
     plan: FileLayout
     crc: int
-    crcs: tuple[int, ...]
+    crcs: Sequence[int]
     """CRC-32 of every piece"""
     digest: str | None
     """XXH3 of the file, if requested"""
@@ -172,7 +173,9 @@ def _write_file(
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
     moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept)
-    return FileResult(file, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None, moved)
+    return FileResult(
+        file, filled.crc, array("I", filled.crcs), output.digest.hexdigest() if output.digest else None, moved
+    )
 
 
 class _Filled:
