@@ -263,7 +263,8 @@ class _ZipBuilder:
         if isinstance(piece, Bytes):  # thousands of headers may follow each other
             self.literal.append(piece.data)
         elif piece.num_bytes:
-            self.flush()
+            if self.literal:
+                self.flush()
             self.pieces.append(piece)
         self.at += piece.num_bytes
 
