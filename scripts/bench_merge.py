@@ -5,8 +5,7 @@ round, so a disk that gets slower or faster meanwhile does not favour anyone. Be
 is gone and the disk has settled (sync). The merge makes its files durable before it returns, so there are two
 yardsticks: a plain ``cp -r``, and ``cp -r`` plus an fsync of each file and folder, which is the like-for-like one.
 
-On a file system with reflinks, the yardstick of clones is ``cp --reflink=always`` plus the fsyncs, and the merge that must
-not clone runs too.
+On a file system with reflinks, ``cp --reflink=always`` plus the fsyncs is measured too, and the merge without clones.
 
 This module imports nothing large: a child's peak memory counts from its parent's size at the fork.
 """
@@ -74,10 +73,16 @@ def fsync_tree(root: Path) -> float:
 
 
 def used_bytes(root: Path) -> int:
-    """Return how much of the file system is in use."""
-    os.sync()
-    status = os.statvfs(root)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
+    """Return how much of the file system is in use, once it has freed what was deleted."""
+    before = -1
+    while True:
+        os.sync()
+        status = os.statvfs(root)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        if used == before:
+            return used
+        before = used
+        time.sleep(0.3)
 
 
 def has_reflinks(work: Path) -> bool:
@@ -161,15 +166,11 @@ def report(measured: list[Contender], num_bytes: int) -> None:
     def ratio(one: Contender, other: Contender | None, of_cpu: bool = False) -> str:
         if other is None or one is other:
             return "-"
-        pairs = zip(
-            *([use.cpu_seconds for use in it.used] if of_cpu else it.seconds for it in (one, other)), strict=True
-        )
-        return f"{statistics.median(a / b for a, b in pairs):.2f}"
+        mine, theirs = ([use.cpu_seconds for use in it.used] if of_cpu else it.seconds for it in (one, other))
+        return f"{statistics.median(a / b for a, b in zip(mine, theirs, strict=True)):.2f}"
 
-    heads = (
-        f"{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'/ cp+fsync':>12}{'/ cp':>8}{'CPU s':>8}{'/ cp+fsync':>12}"
-    )
-    heads += f"{'peak MB':>10}{'new MB':>10}"
+    heads = f"{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'/ cp+fsync':>12}{'/ cp':>8}"
+    heads += f"{'CPU s':>8}{'/ cp+fsync':>12}{'peak MB':>10}{'new MB':>10}"
     print(f"{'':24}{heads}")
     for one in measured:
         median = statistics.median(one.seconds)
