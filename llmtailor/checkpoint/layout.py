@@ -18,8 +18,10 @@ from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, Sta
 
 BLOCK_BYTES = 4096
 """File systems share blocks of this size between files (XFS and Btrfs by default; a multiple of smaller ones)."""
-MIN_SHARED_BYTES = 256 << 10
-"""Data with fewer bytes that could be shared gets no padding for it, so that padding is at most 1.6 % of a file."""
+MIN_PADDED_BYTES = 256 << 10
+"""Content with fewer bytes that could be shared gets no padding for it, so that padding is at most 1.6 % of a file."""
+MIN_SHARED_BYTES = 64 << 10
+"""Shorter ranges are written: to share them would fragment the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
     """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
 
     File systems can share a block only between equal offsets in their blocks. The start is a multiple of ``alignment``.
-    None if fewer than `MIN_SHARED_BYTES` could be shared.
+    None if fewer than `MIN_PADDED_BYTES` could be shared.
     """
     num_bytes: Counter[int] = Counter()
     at = 0
@@ -193,7 +195,7 @@ def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
             num_bytes[start] += piece.num_bytes
         at += piece.num_bytes
     [(start, most)] = num_bytes.most_common(1) or [(0, 0)]
-    return start if most >= MIN_SHARED_BYTES else None
+    return start if most >= MIN_PADDED_BYTES else None
 
 
 def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -208,6 +210,16 @@ def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             run = [piece]
     if run:
         yield run
+
+
+def whole_blocks(start: int, stop: int, at: int, block_bytes: int) -> tuple[int, int]:
+    """Return which of the bytes ``start``..``stop`` of a file another file can share if they are copied to its ``at``.
+
+    These are the whole blocks, if they are whole blocks in both files. If there are too few, the range is empty.
+    """
+    first = start + -at % block_bytes
+    last = first + (stop - first) // block_bytes * block_bytes
+    return (first, last) if (at - start) % block_bytes == 0 and last - first >= MIN_SHARED_BYTES else (start, start)
 
 
 def _continues(one: Piece, other: Piece) -> bool:
@@ -285,6 +297,19 @@ class Plan:
     def summary(self) -> Summary:
         """What there is to know before the plan is carried out, from one pass over all pieces"""
         return _summarize(self)
+
+    @property
+    def shareable_bytes(self) -> int:
+        """How many bytes are in blocks that the output can share with its sources, if the file system can"""
+        total = 0
+        for file in self.files:
+            at = 0
+            for run in consecutive(file.pieces):
+                if isinstance(run[0], Copy) and isinstance(last := run[-1], Copy):
+                    begin, end = whole_blocks(run[0].extent.start, last.extent.stop, at, BLOCK_BYTES)
+                    total += end - begin
+                at += sum(piece.num_bytes for piece in run)
+        return total
 
 
 @dataclass(frozen=True, slots=True)

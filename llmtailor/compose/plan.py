@@ -238,7 +238,7 @@ def plan_merge(
         steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=plan.num_bytes + SPARE_BYTES,
+        needed_bytes=plan.num_bytes - (plan.shareable_bytes if options.clone == "require" else 0) + SPARE_BYTES,
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )

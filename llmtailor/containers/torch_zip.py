@@ -235,7 +235,7 @@ def _zip(
     """Return the pieces of a file. Unless ``as_torch``, storages are placed where they can share blocks.
 
     From the version and the alignment that a file states, torch computes where storages are (with ``map_location``
-    "meta", for instance). A file that places them otherwise states neither, like those of torch before 2.7, so
+    "meta", for instance). A file that places them otherwise states neither, like those of older versions of torch, so
     that torch reads the places from the file.
     """
     starts = [None if as_torch else shareable_start(content, ALIGNMENT) for content in storages]

@@ -1,70 +1,64 @@
-"""Gets long ranges of source files into an output without passing them through this process.
+"""Gets ranges of source files into an output: by sharing their blocks where the file system can, else by copying.
 
-The file system shares their blocks with the output where it can (clones them), else the kernel copies them, else they
-are read and written. Their bytes are still looked at, once, for the checksums.
+A file system with reflinks (XFS, Btrfs, some network ones) lets a file share blocks with another one, *clones* them: no
+byte is written, and both files can be changed or deleted independently. Cloned bytes are still read, for the checksums.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Literal
 
-from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy
+from llmtailor.checkpoint.layout import Copy, whole_blocks
 from llmtailor.engine.streams import Output, Sources
 from llmtailor.errors import StorageError
-from llmtailor.storage.local import OpenFile, clone_range
+from llmtailor.storage.local import clone_range
 
 Clone = Literal["auto", "never", "require"]
-"""Whether an output shares blocks with its sources: where the file system can; never; or fail where it can't"""
-DIRECT_BYTES = 128 << 10
-"""Shorter ranges are faster to gather in a buffer, and clones of them would fragment the file."""
-WINDOW_BYTES = 1 << 20
-"""Mapped, and in memory, at once"""
+"""Whether an output shares blocks with its sources: where the file system can, never, or fail where it can't"""
 MAX_CLONE_BYTES = 256 << 20
-"""The kernel first writes what of it is not on disk yet, and can't be interrupted meanwhile."""
+"""The kernel first writes those bytes of the source that are not on disk yet, and can't be interrupted meanwhile."""
+_ONE_FILE_SYSTEM = "put the output on the same file system, one with reflinks (XFS, Btrfs), or use --clone auto"
 
 
 class Mover:
-    """Moves ranges, and remembers between which file systems that failed; for any number of threads."""
+    """Moves ranges, and remembers between which file systems it can't clone; for any number of threads."""
 
     def __init__(self, clone: Clone) -> None:
-        self.mode = clone
-        self._failed: set[tuple[str, int, int]] = set()
+        self.clone = clone
+        self._not_between: set[tuple[int, int]] = set()
 
     def move(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
-        """Append the bytes of the piece's file from its start to ``stop``, which may lie behind its end.
+        """Append the bytes of the piece's file from the start of the piece to ``stop``, which may be behind its end.
 
-        Yield them, each part after it is in the output or its buffer, valid until the next one.
+        Yield them in parts that are in the output or its buffer; each is valid until the next one.
         """
         start = piece.extent.start
-        if self.mode == "never" or stop - start < DIRECT_BYTES:
-            yield from _through_buffer(piece, start, stop, sources, output)
-            return
-        output.flush()
-        file, shift = sources.open(piece), output.at - start
-        first = -(-output.at // output.block_bytes) * output.block_bytes - shift
-        last = (stop + shift) // output.block_bytes * output.block_bytes - shift
-        if shift % output.block_bytes == 0 and last - first >= min(DIRECT_BYTES, BLOCK_BYTES):
-            yield from self._copy(file, piece, start, first, sources, output)
-            yield from self._clone(file, piece, first, last, sources, output)
-            start = last
-        yield from self._copy(file, piece, start, stop, sources, output)
+        if self.clone != "never":
+            first, last = whole_blocks(start, stop, output.at + output.filled, output.block_bytes)
+            yield from _copy(piece, start, first, sources, output)
+            start = yield from self._clone(piece, first, last, sources, output)
+        yield from _copy(piece, start, stop, sources, output)
 
     def _clone(
-        self, file: OpenFile, piece: Copy, start: int, stop: int, sources: Sources, output: Output
-    ) -> Iterator[memoryview]:
-        pair = ("clone", file.device, output.device)
-        while start < stop and pair not in self._failed:
+        self, piece: Copy, start: int, stop: int, sources: Sources, output: Output
+    ) -> Generator[memoryview, None, int]:
+        """Clone as many bytes as possible; return where they end."""
+        if start == stop:
+            return start
+        output.flush()
+        file = sources.open(piece)
+        between = (file.device, output.device)
+        while start < stop and between not in self._not_between:
             count = min(stop - start, MAX_CLONE_BYTES)
             try:
                 clone_range(file.fd, start, count, output.fd, output.at)
             except OSError as error:
-                if self.mode == "require":
-                    what = f"the file system can't share its blocks with the output: {error.strerror}"
-                    fix = "put the output on the same file system, one with reflinks (XFS, Btrfs), or use --clone auto"
-                    raise StorageError.at(sources.where(piece), what, fix) from error
-                self._failed.add(pair)
+                if self.clone == "require":
+                    what = f"its blocks can't be shared with the output: {error.strerror}"
+                    raise StorageError.at(sources.where(piece), what, _ONE_FILE_SYSTEM) from error
+                self._not_between.add(between)
                 break
             os.lseek(output.fd, count, os.SEEK_CUR)
             output.cloned += count
@@ -74,29 +68,10 @@ class Mover:
                 output.count(room)
                 yield room
             start += count
-        yield from self._copy(file, piece, start, stop, sources, output)
-
-    def _copy(
-        self, file: OpenFile, piece: Copy, start: int, stop: int, sources: Sources, output: Output
-    ) -> Iterator[memoryview]:
-        pair = ("copy", file.device, output.device)
-        while start < stop and pair not in self._failed:
-            try:
-                count = os.copy_file_range(file.fd, output.fd, min(stop - start, WINDOW_BYTES), start)
-            except (OSError, AttributeError):  # not between these file systems, or not on this system
-                self._failed.add(pair)
-                break
-            if not count:  # the source ends here, which reading it will find out
-                break
-            view = output.map(count)
-            output.count(view)
-            yield view
-            del view
-            start += count
-        yield from _through_buffer(piece, start, stop, sources, output)
+        return start
 
 
-def _through_buffer(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+def _copy(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
     while start < stop:
         room = output.room()[: stop - start]
         sources.read_into(piece, start, room)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -160,16 +159,6 @@ class Output:
         write_all(self.fd, self.buffer[: self.filled])
         self.count(self.buffer[: self.filled])
         self.filled = 0
-
-    def map(self, length: int) -> memoryview:
-        """Return the next bytes, which are in the file already."""
-        inside = self.at % mmap.ALLOCATIONGRANULARITY
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        try:
-            mapped = mmap.mmap(self.fd, inside + length, flags, mmap.PROT_READ, offset=self.at - inside)
-        except OSError:
-            return memoryview(os.pread(self.fd, length, self.at))
-        return memoryview(mapped)[inside:]
 
     def count(self, data: memoryview) -> None:
         """Take note of the next bytes of the file, which are written."""
