@@ -30,7 +30,14 @@ MAY_IMPORT = {
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
-    "cli": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"},
+    "charts": {"codes", "errors"},
+    "simulation": {*BASE, "containers", "formats", "policies", "runs", "charts"},
+    "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
+    "cli": {
+        *BASE,
+        *("containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"),
+        *("charts", "simulation", "report"),
+    },
     "codes": set(),
 }
 """Room -> the rooms it may import, besides itself."""
