@@ -137,7 +137,7 @@ def _compare(
     from llmtailor.simulation.compare import compare_policies
     from llmtailor.simulation.costs import Machine
     from llmtailor.simulation.measured import measure
-    from llmtailor.simulation.model import is_run, size_of_config, size_of_run
+    from llmtailor.simulation.model import FIX, is_run, size_of_config, size_of_run
 
     measured: dict[str, float | None] = {}
     stall_per_byte, change = None, None
@@ -149,7 +149,7 @@ def _compare(
         if given["copy_gbps"] is None:
             stall_per_byte = own.stall_per_byte
     elif not path.exists():
-        raise SourceError.at(str(path), "it does not exist", "name a config.json, a folder with one, or a run's folder")
+        raise SourceError.at(str(path), "it does not exist", FIX)
     else:
         model = size_of_config(path)
     values: dict[str, float] = dict(_ASSUMED)

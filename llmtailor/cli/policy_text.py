@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from llmtailor.cli.tables import size, table
+from llmtailor.cli.tables import table
+from llmtailor.errors import size
 from llmtailor.simulation.schedule import NUM_SAVES, PARTIAL_BYTES, TRAINER_BYTES
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def policy_text(found: Comparison) -> str:
         "save, in saves; the mean is weighted by params."
     )
     about_costs = (
-        "training: whether it goes on during a save. adds: time that a save costs, with slower steps. every, min: steps "
-        "and minutes between saves at which least time is lost. redone: minutes of work that a failure costs on "
+        "training: whether it goes on during a save. adds: time that a save costs, with slower steps. every, min: "
+        "steps and minutes between saves at which least time is lost. redone: minutes of work that a failure costs on "
         "average. lost: time lost to saves and failures. oldest: steps by which the oldest part of a resumed state "
         "is older; not counted as lost."
     )

@@ -186,7 +186,7 @@ class RunFolder:
         fsync_folder(self.partial)
 
     def starts(self) -> list[tuple[Past, str]]:
-        """Return where and when (ISO 8601) each attempt began, oldest first. Raises SourceError for a damaged record."""
+        """Return where each attempt began, and when (ISO 8601), oldest first. Raises SourceError as `attempts`."""
         path, where = self.partial / _ATTEMPTS, f"{FOLDER}/{_ATTEMPTS}"
         if not path.exists():
             return []

@@ -16,7 +16,6 @@ ABANDONED_LOG = "saves.abandoned.jsonl"
 _MAX_LINE = 16 << 20
 """Bytes of a line that are read; a save of a model with a thousand parts has less than 100 kB"""
 _MAX_INT = 1 << 60
-_SECONDS = ("stall_s", "copy_s", "write_s", "publish_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,10 @@ def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
         step,
         {str(part): str(why) for part, why in content["parts"].items()},
         _count(content["num_bytes"]),
-        *(_seconds(content.get(key, 0.0)) for key in _SECONDS),
+        _seconds(content.get("stall_s", 0.0)),
+        _seconds(content.get("copy_s", 0.0)),
+        _seconds(content.get("write_s", 0.0)),
+        _seconds(content.get("publish_s", 0.0)),
         {str(part): _change(value) for part, value in content.get("drift", {}).items()},
         {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
     )

@@ -16,6 +16,7 @@ from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.save_log import LOG, LoggedSave, read_log
+from llmtailor.simulation.model import FIX
 
 _NEWEST = 32
 """Partial checkpoints whose times of creation are read"""
@@ -43,7 +44,7 @@ def measure(run: Path) -> Measured:
     saves = read_log(folder.partial / LOG).saves
     if not saves:
         where = f"{display_name(run)}/{folder.partial.name}/{LOG}"
-        raise SourceError.at(where, "no save is logged", "name a run that has saved, or a config.json")
+        raise SourceError.at(where, "no save is logged", FIX)
     publish_s = sum(save.publish_s for save in saves)
     behind = [save for save in saves if save.copy_s > 0]
     return Measured(

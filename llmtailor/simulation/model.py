@@ -17,6 +17,8 @@ from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.runs.folder import RunFolder
 
+FIX = "name a config.json, a folder with one, or the folder of a run that has saved"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -64,9 +66,7 @@ def size_of_config(path: Path) -> ModelSize:
 def size_of_run(run: Path) -> ModelSize:
     """Return the size of the model that a run trains. Raises SourceError if no partial checkpoint can be read."""
     folder = RunFolder(run)
-    problem = SourceError.at(
-        display_name(run), "it has no complete partial checkpoint", "name a run that has saved, or a config.json"
-    )
+    problem = SourceError.at(display_name(run), "it has no complete partial checkpoint", FIX)
     for path in reversed(folder.complete().values()):
         try:
             return _size_of(display_name(run), read_manifest(path, display_name(path)))
