@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from llmtailor.runs.save_log import LoggedSave
 
@@ -34,14 +35,15 @@ class Column:
         """Whether one of the saves holds a part"""
         return any(part in save.parts for save in self.saves)
 
-    def age(self, part: str) -> int | None:
-        """Return the greatest age of a part after these saves, in steps; None if they don't know the part."""
+    def age(self, part: str) -> float | None:
+        """Return the mean age of a part after these saves, in steps; None if they don't know the part."""
         ages = [save.steps_behind[part] for save in self.saves if part in save.steps_behind]
-        return max(ages, default=None)
+        return fmean(ages) if ages else None
 
     def drift(self, part: str) -> float | None:
-        """Return the greatest change of a part that these saves measured; None if none did."""
-        return max((save.drift[part] for save in self.saves if part in save.drift), default=None)
+        """Return the mean change of a part that these saves measured; None if none did."""
+        found = [save.drift[part] for save in self.saves if part in save.drift]
+        return fmean(found) if found else None
 
 
 def columns_of(saves: Sequence[LoggedSave]) -> list[Column]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmtailor.codes import Code
 from llmtailor.compare.diff import Compared, diff_parts
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import Report
@@ -22,6 +23,7 @@ from llmtailor.formats.attempt_mark import stated_attempt
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, recipe_for_run, scan_run
@@ -68,6 +70,15 @@ class Composite:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """A checkpoint that was verified."""
+
+    verdict: Verdict
+    foreign: Code | None
+    """Why commands that choose checkpoints of the run skip it, whatever the verdict, see `runs.attempts.Judge`"""
+
+
+@dataclass(frozen=True, slots=True)
 class PartChange:
     """How the newest state of a part differs from the one before."""
 
@@ -91,7 +102,7 @@ class RunFacts:
     composite: Composite | None = None
     not_composed: tuple[Problem, ...] = ()
     """Why nothing can be composed"""
-    verdicts: tuple[Verdict, ...] = ()
+    checked: tuple[Checked, ...] = ()
     losses: tuple[Losses, ...] = ()
     """The run's own first, then those of abandoned attempts"""
     changes: tuple[PartChange, ...] | None = None
@@ -124,10 +135,10 @@ def gather(
         facts.losses = tuple(_losses(folder))
     sources = _compose(run, facts)
     with _noting(facts, facts.run):
-        newest = [path for _, path in folder.checkpoints()[:NEWEST]]
-        facts.verdicts = tuple(_verify(path) for path in list(dict.fromkeys([*newest, *sources]))[:_VERIFIED])
+        facts.checked = tuple(_check(folder, sources)) if facts.folders else ()
     if with_values:
         facts.changes = ()
+    if with_values and facts.composite is not None:
         with _noting(facts, facts.run):
             facts.changes = tuple(_changes(scan_run(run), on_progress))
     return facts
@@ -170,6 +181,18 @@ def _verify(path: Path) -> Verdict:
         return Verdict(display_name(path), False, findings, Damage(), None)
 
 
+def _check(folder: RunFolder, sources: Sequence[Path]) -> Iterator[Checked]:
+    """Verify the newest checkpoints and those that a merge would read."""
+    judge = None
+    with suppress(SourceError):  # a damaged record of attempts, which is among the problems already
+        judge = Judge.of(folder, None)
+    steps = {path: step for step, path in folder.checkpoints()}
+    newest = [*steps][:NEWEST]
+    for path in [*dict.fromkeys([*newest, *sources])][:_VERIFIED]:
+        foreign = judge.why_not(path, steps[path]) if judge and path in steps else None
+        yield Checked(_verify(path), foreign.code if foreign else None)
+
+
 def _losses(folder: RunFolder) -> list[Losses]:
     """Return the losses of the newest checkpoint that has some, and of the newest one of each abandoned attempt."""
     found = []
@@ -184,8 +207,15 @@ def _losses(folder: RunFolder) -> list[Losses]:
             newest[stated.lineage] = entry.path
     for path in [*newest.values()][-_ABANDONED:]:
         with suppress(SourceError):
-            found.append(read_losses(path, is_abandoned=True))
+            found.append(_after_the_fork(found[0] if found else None, read_losses(path, is_abandoned=True)))
     return found
+
+
+def _after_the_fork(own: Losses | None, abandoned: Losses) -> Losses:
+    """Return an abandoned attempt's losses from the last step on that it has in common with the run."""
+    common = {*own.train} & {*abandoned.train} if own else set()
+    fork = max((step for step, _ in common), default=0)
+    return replace(abandoned, train=tuple(point for point in abandoned.train if point[0] >= fork))
 
 
 def read_losses(checkpoint: Path, *, is_abandoned: bool = False) -> Losses:

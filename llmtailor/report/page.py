@@ -10,7 +10,7 @@ from llmtailor.charts.axes import STYLE
 from llmtailor.charts.markup import Element, Node, element, style, to_html
 from llmtailor.errors import size, some
 from llmtailor.report import pictures, tables
-from llmtailor.report.columns import Column, columns_of
+from llmtailor.report.columns import Column, columns_of, is_one_each
 from llmtailor.report.gather import RunFacts
 from llmtailor.runs.save_log import LoggedSave
 
@@ -25,8 +25,8 @@ _PAGE_STYLE = """
   h3 { font-size: 15px; } svg { max-width: 100%; height: auto; display: block; margin: 10px 0; overflow: visible; }
   code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; overflow-wrap: anywhere; }
   .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
-  th, td { padding: 2px 10px; text-align: left; border-bottom: 1px solid #d1d9e0; overflow-wrap: anywhere; }
-  .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+  th, td { padding: 2px 10px; text-align: left; white-space: nowrap; border-bottom: 1px solid #d1d9e0; }
+  .number { text-align: right; font-variant-numeric: tabular-nums; }
   p.dim, span.dim { color: #59636e; }
   dl { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 12px 0; } dt { color: #59636e; font-size: 13px; }
   dd { margin: 0; font-size: 18px; }
@@ -67,13 +67,11 @@ def page(facts: RunFacts) -> str:
 
 
 def parts_of(facts: RunFacts) -> list[str]:
-    """Return the parts that the log knows, in the order of the model as far as that is known."""
-    composed = facts.composite.report.parts if facts.composite else ()
+    """Return the parts that the log knows, in its order, which is that of the model."""
     logged: dict[str, None] = {}
     for save in facts.log.saves:
         logged |= dict.fromkeys((*save.steps_behind, *save.parts))
-    order = [row.part for row in composed if row.part in logged]
-    return list(dict.fromkeys([*order, *logged]))[:_MOST_PARTS]
+    return [*logged][:_MOST_PARTS]
 
 
 def _section(title: str, *content: Node) -> Element:
@@ -100,7 +98,7 @@ def _summary(facts: RunFacts) -> Element:
 
 
 def _problems(facts: RunFacts) -> Element | None:
-    problems = list(facts.problems)
+    problems = list(dict.fromkeys(facts.problems))
     if not problems:
         return None
     more = len(problems) - _MOST_PROBLEMS
@@ -124,7 +122,7 @@ def _composite(facts: RunFacts) -> list[Node]:
         return [_text(what), tables.composite_table(facts)]
     report = found.report
     what = f" would compose {report.out} from {len(report.sources)} checkpoints, {size(report.num_bytes)}. It "
-    what += f"resumes at step {report.global_step:,} on {report.world_size} ranks. {age}"
+    what += f"resumes at step {report.global_step:,} with world size {report.world_size}. {age}"
     command = element("code", f"llmtailor merge --run {facts.run}")
     return [
         element("p", command, what),
@@ -139,7 +137,7 @@ def _checkpoints(facts: RunFacts) -> list[Node]:
     kinds = [kind for _, kind, _ in facts.folders]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     text = f"In the folder: {counts}. The newest, and the sources above, checked by their headers:"
-    return [_text(text), *tables.verdicts_section(facts.verdicts)]
+    return [_text(text), *tables.verdicts_section(facts.checked)]
 
 
 def _saves(facts: RunFacts) -> list[Node]:
@@ -149,6 +147,8 @@ def _saves(facts: RunFacts) -> list[Node]:
         return [_text("No save is logged in partial/saves.jsonl."), *failed]
     columns = columns_of(saves)
     steps, seconds = [one.step for one in log.failed], "{:.3g} s".format
+    most = max(len(column.saves) for column in columns)
+    many = _text(f"A bar stands for up to {most} saves and shows the greatest value.", "dim") if most > 1 else None
     whole = [save.num_bytes for save in saves if set(save.parts) >= set(save.steps_behind) and save.steps_behind]
     reference = (float(max(whole)), "a save of every part") if whole else None
     times = _bars(
@@ -162,12 +162,12 @@ def _saves(facts: RunFacts) -> list[Node]:
         seconds,
         steps,
     )
-    stalls = _bars("seconds that training stopped", facts, [("f1", lambda save: save.stall_s)], seconds, steps)
+    stalls = _bars("seconds that training stopped", facts, [("f1", lambda save: save.stall_s)], seconds, ())
     sizes = _bars(
         "bytes of a save", facts, [("f0", lambda save: save.num_bytes)], lambda value: size(int(value)), (), reference
     )
     return [
-        _text(pictures.notes_one_each(columns), "dim") if pictures.notes_one_each(columns) else None,
+        many,
         times,
         pictures.legend({"f0": "copied to host memory", "f5": "files durable", "outline": "published"}),
         _text(_times(saves)),
@@ -221,20 +221,22 @@ def _failed(facts: RunFacts) -> list[Element]:
     made = []
     if facts.log.failed:
         listed = element("ul", *(element("li", f"step {one.step:,}: {one.why}") for one in facts.log.failed[-20:]))
-        made += [_text(f"{len(facts.log.failed)} saves failed, marked with a cross above; the newest:"), listed]
+        made += [_text(f"Saves that failed: {len(facts.log.failed)}, marked with a cross above. The newest:"), listed]
     if facts.log.unreadable:
-        made.append(_text(f"{facts.log.unreadable} lines of saves.jsonl are not valid. A kill may leave one."))
+        made.append(_text(f"Lines of saves.jsonl that are not valid: {facts.log.unreadable}. A kill may leave one."))
     if facts.abandoned.saves:
-        made.append(_text(f"{len(facts.abandoned.saves):,} saves belong to abandoned attempts and are not shown."))
+        made.append(_text(f"Saves of abandoned attempts, not shown: {len(facts.abandoned.saves):,}."))
     return made
 
 
 def _ages(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
     columns = columns_of(facts.log.saves)
     values = [age for column in columns for part in parts if (age := column.age(part)) is not None]
+    is_one = is_one_each(columns)
     if not values:
         return [_text("The log has no ages of parts.")]
     shade = pictures.shade_of(values)
+    what = "A dot is a save of the part." if is_one else "A cell is the mean over the saves of its column."
     chart = pictures.grid(
         "steps since a part was saved, after each save",
         parts,
@@ -243,12 +245,12 @@ def _ages(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
         lambda value: f"{value:,.0f}",
         lambda value: shade(value) if value > 0 else None,
         facts.attempts,
-        lambda column, part: column.saved(part),
+        (lambda column, part: column.saved(part)) if is_one else None,
     )
-    bounds = [max(values) * level // pictures.SHADES for level in range(pictures.SHADES + 1)]
-    shades = {f"h{level}": f"{bounds[level]:,} to {bounds[level + 1]:,} steps" for level in range(pictures.SHADES)}
+    bounds = [round(max(values)) * level // pictures.SHADES for level in range(pictures.SHADES + 1)]
+    shades = {f"h{level}": f"{bounds[level] + 1:,} to {bounds[level + 1]:,} steps" for level in range(pictures.SHADES)}
     return [
-        _text("A dot is a save of the part. The darker the cell, the older the part's newest save."),
+        _text(f"{what} The darker the cell, the older the part's newest save."),
         chart,
         pictures.legend(shades) if max(values) else None,
         element("details", element("summary", "The same in numbers"), tables.parts_table(parts, facts)),
@@ -277,7 +279,7 @@ def _drift(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
         made.append(_text("The newest state of each part against the one before: |new - old| / |old|."))
         made += tables.changes_tables(facts.changes)
     elif facts.changes is not None:
-        made.append(_text("No part is held by two checkpoints of different steps, so there is nothing to compare."))
+        made.append(_text("No part is held by two usable checkpoints of different steps: nothing to compare."))
     if not made:
         made.append(
             _text("The saves measured no changes; only the policy update needs them. --values compares checkpoints.")

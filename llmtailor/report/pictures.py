@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from llmtailor.charts.axes import Scale, axes, boxes, line
 from llmtailor.charts.markup import Element, Node, element, path_of, svg
-from llmtailor.report.columns import Column, is_one_each, resumes_between
+from llmtailor.report.columns import Column, resumes_between
 from llmtailor.report.gather import Attempt, Losses
 
-WIDTH, LEFT, RIGHT, TOP = 960.0, 120.0, 950.0, 34.0
+WIDTH, LEFT, RIGHT, TOP = 960.0, 120.0, 950.0, 42.0
 _BARS, _LOSS = 200.0, 260.0
 _ROW, _SMALL_ROW, _LABELLED = 19.0, 7.0, 90
 _POINTS = 600
@@ -26,6 +26,8 @@ GRID_STYLE = """
   .on3, .on4 { fill: #ffffff; font-size: 11px; text-anchor: middle; }
   .outline { fill: none; stroke: #0072b2; stroke-width: 1.2; }
   .resume { stroke: #d55e00; stroke-dasharray: 4 3; fill: none; }
+  .dots { stroke: #1f2328; stroke-width: 6; stroke-linecap: round; fill: none; } .small { stroke-width: 3; }
+  @media (prefers-color-scheme: dark) { .dots { stroke: #f0f6fc; } .h4 { fill: #0b3f8c; background: #0b3f8c; } }
   .failed { stroke: #d55e00; stroke-width: 2; fill: none; }
 """
 """Shades from little to much. They get darker, so that they are told apart without colour, too."""
@@ -63,7 +65,7 @@ def bars(
         made.append(line([(LEFT, at), (RIGHT, at)], 1, "7 3"))
         made.append(element("text", reference[1], x=RIGHT, y=at - 5 if at > TOP + 20 else at + 15, class_="end"))
     made += _resumes(columns, attempts, x, y.end, y.start)
-    made += _crosses(columns, failed, x, y.start)
+    made += _crosses(columns, failed, x, y.end)
     return svg(WIDTH, TOP + _BARS + 44, title, *made)
 
 
@@ -99,7 +101,7 @@ def _crosses(columns: Sequence[Column], failed: Sequence[int], x: Scale, y: floa
     at = {next((n for n, column in enumerate(columns) if column.last >= step), len(columns)) for step in failed}
     if not at:
         return []
-    drawn = "".join(f"M{x.at(n) - 5:.1f} {y - 14:.1f}l10 10m0 -10l-10 10" for n in sorted(at))
+    drawn = "".join(f"M{x.at(n) - 5:.1f} {y + 4:.1f}l10 10m0 -10l-10 10" for n in sorted(at))
     mark = path_of(drawn)
     mark.set("class", "failed")
     return [mark]
@@ -135,9 +137,7 @@ def grid(
                 numbers.append(element("text", text(found), x=middle, y=y + 13, class_=f"on{level}"))
     mark = path_of("".join(dots)) if dots else None
     if mark is not None:
-        mark.set("class", "mark")
-        mark.set("stroke-width", "5" if row_height == _ROW else "3")
-        mark.set("stroke-linecap", "round")
+        mark.set("class", "dots" if row_height == _ROW else "dots small")
     every = 1 if row_height == _ROW else 3
     bottom = top + len(rows) * row_height
     labels = [
@@ -168,14 +168,16 @@ def shade_of(values: Sequence[float], is_log: bool = False) -> Callable[[float],
     With ``is_log``, zero has no shade. Infinite values get the darkest one.
     """
     finite = [one for one in values if math.isfinite(one) and one > 0]
-    low, high = (min(finite), max(finite)) if finite else (1.0, 1.0)
+    high = max(finite, default=1.0)
+    low = min(min(finite, default=1.0), high / 10)  # what is almost the same gets the same shade
 
     def shade(value: float) -> int | None:
         if value <= 0:
             return None if is_log else 0
-        if not math.isfinite(value) or high == low:
-            return SHADES - 1 if value >= high else 0
-        share = math.log(value / low) / math.log(high / low) if is_log else value / high
+        if not math.isfinite(value):
+            return SHADES - 1
+        span = math.log(high) - math.log(low)
+        share = (math.log(value) - math.log(low)) / span if is_log else value / high
         return min(int(share * SHADES), SHADES - 1)
 
     return shade
@@ -231,12 +233,3 @@ def legend(entries: Mapping[str, str]) -> Element:
         ]
         x += 36 + 7.4 * len(text)
     return svg(max(WIDTH, x), 20.0, f"legend: {', '.join(entries.values())}", *made)
-
-
-def notes_one_each(columns: Sequence[Column]) -> str:
-    """Return what a column stands for, if that is more than one save."""
-    if is_one_each(columns):
-        return ""
-    return (
-        f"A column stands for up to {max(len(column.saves) for column in columns)} saves and shows the greatest value."
-    )

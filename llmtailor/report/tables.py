@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from llmtailor.charts.markup import Element, Node, element
+from llmtailor.codes import Code
 from llmtailor.compare.diff import KINDS, Compared
 from llmtailor.compare.values import Change
 from llmtailor.errors import Problem, size
 from llmtailor.model.states import MASTER
-from llmtailor.report.gather import PartChange, RunFacts
+from llmtailor.report.gather import Checked, PartChange, RunFacts
 from llmtailor.report.pictures import shade_of
-from llmtailor.verify.verdict import Verdict
 
 _MOST_ROWS = 200
 _MOST_FINDINGS = 50
@@ -38,7 +38,14 @@ def problems_list(problems: Iterable[Problem]) -> Element:
     made = element("ul")
     for problem in problems:
         fix = element("span", f" Fix: {problem.fix}", class_="dim") if problem.fix else None
-        made.append(element("li", element("code", problem.where) if problem.where else None, f" {problem.what}", fix))
+        made.append(
+            element(
+                "li",
+                element("code", problem.where) if problem.where else None,
+                f"{': ' if problem.where else ''}{problem.what}.",
+                fix,
+            )
+        )
     return made
 
 
@@ -52,10 +59,13 @@ def composite_table(facts: RunFacts) -> Element:
     return table(("part", "source", "step", "steps behind", "bytes"), rows, right=(2, 3, 4))
 
 
-def verdicts_section(verdicts: Sequence[Verdict]) -> list[Element]:
+_FOREIGN = {Code.GIVEN_UP: "abandoned", Code.UNRECORDED: "not stated"}
+
+
+def verdicts_section(checked: Sequence[Checked]) -> list[Element]:
     """Return the verdict on each checkpoint, and its findings."""
-    made = [table(("checkpoint", "verdict", "findings"), [_verdict_row(one) for one in verdicts], right=(2,))]
-    for one in verdicts:
+    made = [table(("checkpoint", "verdict", "attempt", "findings"), [_verdict_row(one) for one in checked], right=(3,))]
+    for one in (found.verdict for found in checked):
         if one.findings:
             shown = one.findings[:_MOST_FINDINGS]
             listed = problems_list(
@@ -67,9 +77,10 @@ def verdicts_section(verdicts: Sequence[Verdict]) -> list[Element]:
     return made
 
 
-def _verdict_row(one: Verdict) -> tuple[Node, ...]:
-    mark = "✓ " if one.is_intact else "✗ "
-    return one.name, mark + one.level, str(len(one.findings))
+def _verdict_row(one: Checked) -> tuple[Node, ...]:
+    mark = "✓ " if one.verdict.is_intact else "✗ "
+    attempt = "of the run" if one.foreign is None else _FOREIGN.get(one.foreign, one.foreign.value)
+    return one.verdict.name, mark + one.verdict.level, attempt, str(len(one.verdict.findings))
 
 
 def parts_table(parts: Sequence[str], facts: RunFacts) -> Element:

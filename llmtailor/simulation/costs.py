@@ -93,7 +93,7 @@ def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_s
 
 
 def best_s(save_s: float, mtbf_s: float) -> float:
-    """Return the seconds of work between two saves at which least time is lost (Daly 2006, equation 37)."""
+    """Return the seconds of work between two saves at which least time is lost (Daly 2006)."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = save_s / (2 * mtbf_s)
