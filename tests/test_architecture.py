@@ -112,7 +112,8 @@ def test_help_imports_nothing_that_takes_time():
 def test_the_merge_path_imports_no_framework():
     loaded = loaded_by(
         "import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
-        "llmtailor.runs.thin, llmtailor.runs.gc"
+        "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.report.page, llmtailor.simulation.compare, "
+        "llmtailor.simulation.measured"
     )
     assert {"numpy", "yaml"} <= loaded
     assert not loaded & (HEAVY | {"safetensors"})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +17,22 @@ if TYPE_CHECKING:
     from llmtailor.simulation.compare import Comparison
 
 _POLICIES = ("parity", "round_robin:4", "filter")
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+class _Number(click.FloatRange):
+    """A number of a magnitude that can occur; NaN is none."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(min=least, max=1e9)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return found
+
+
+_POSITIVE, _SHARE = _Number(1e-6), _Number(0)
 _GB, _HOUR = 1e9, 3600
 _ASSUMED = {"gpus": 8, "write_gbps": 2.0, "copy_gbps": 10.0, "step_seconds": 5.0, "mtbf_hours": 24.0, "slowdown": 10.0}
 """What neither an option nor a run says"""
@@ -65,7 +81,7 @@ _ASSUMED = {"gpus": 8, "write_gbps": 2.0, "copy_gbps": 10.0, "step_seconds": 5.0
 )
 @click.option(
     "--slowdown",
-    type=click.FloatRange(min=0),
+    type=_SHARE,
     metavar="PERCENT",
     help="How much longer a step takes while a save is written in the background "
     f"(default {_ASSUMED['slowdown']:g}, as in docs/benchmarks.md).",
@@ -76,7 +92,7 @@ _ASSUMED = {"gpus": 8, "write_gbps": 2.0, "copy_gbps": 10.0, "step_seconds": 5.0
 @click.option("--max-staleness", type=STEP, metavar="N", help="How old a part may become, in saves, as for attach.")
 @click.option(
     "--drift",
-    type=click.FloatRange(min=0),
+    type=_SHARE,
     metavar="X",
     help="Relative change of every part from one save to the next, for the policy update.",
 )
@@ -137,14 +153,15 @@ def _compare(
     from llmtailor.simulation.compare import compare_policies
     from llmtailor.simulation.costs import Machine
     from llmtailor.simulation.measured import measure
-    from llmtailor.simulation.model import FIX, is_run, size_of_config, size_of_run
+    from llmtailor.simulation.model import FIX, is_run, newest_of_run, size_of_checkpoint, size_of_config
 
     measured: dict[str, float | None] = {}
     stall_per_byte, change = None, None
     if is_run(path):
-        model, own = size_of_run(path), measure(path)
+        index, own = newest_of_run(path), measure(path)
+        model = size_of_checkpoint(index)
         write_gbps = own.write_speed / _GB if own.write_speed else None
-        measured = {"gpus": own.gpus, "write_gbps": write_gbps, "step_seconds": own.step_s}
+        measured = {"gpus": index.world_size, "write_gbps": write_gbps, "step_seconds": own.step_s}
         change = own.drift
         if given["copy_gbps"] is None:
             stall_per_byte = own.stall_per_byte

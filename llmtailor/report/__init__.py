@@ -1,1 +1,1 @@
-"""A page about a run: what was saved, how old each part is, what a merge would compose, and what is wrong."""
+"""A page about a run: its saves, the age of its parts, what a merge would compose, what is wrong."""

@@ -26,8 +26,6 @@ _NEWEST = 32
 class Measured:
     """A run's own figures; None for what its log does not show."""
 
-    saves: int
-    gpus: int | None
     write_speed: float | None
     """Bytes per second of all ranks together, from the start of a save until it was published"""
     stall_per_byte: float | None
@@ -48,22 +46,11 @@ def measure(run: Path) -> Measured:
     publish_s = sum(save.publish_s for save in saves)
     behind = [save for save in saves if save.copy_s > 0]
     return Measured(
-        len(saves),
-        _world_size(folder),
         sum(save.num_bytes for save in saves) / publish_s if publish_s else None,
         sum(save.stall_s for save in behind) / (sum(save.num_bytes for save in behind) or 1) if behind else None,
         _step_s(folder),
         _drift(saves),
     )
-
-
-def _world_size(folder: RunFolder) -> int | None:
-    for path in reversed(folder.complete().values()):
-        with suppress(TailorError):
-            size = read_json(path / MANIFEST, display_name(path)).get("world_size")
-            if type(size) is int and size > 0:
-                return size
-    return None
 
 
 def _step_s(folder: RunFolder) -> float | None:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError
-from llmtailor.formats.partial.manifest import FOLDER, Manifest, read_manifest
+from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.formats.plain.ask_transformers import describe_config
-from llmtailor.formats.registry import display_name
+from llmtailor.formats.registry import display_name, find_structure, index_checkpoint
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
@@ -63,23 +64,22 @@ def size_of_config(path: Path) -> ModelSize:
     return ModelSize(name, structure, _by_part(structure, numels))
 
 
-def size_of_run(run: Path) -> ModelSize:
-    """Return the size of the model that a run trains. Raises SourceError if no partial checkpoint can be read."""
-    folder = RunFolder(run)
+def newest_of_run(run: Path) -> CheckpointIndex:
+    """Return the newest partial checkpoint of a run that can be read. Raises SourceError if there is none."""
     problem = SourceError.at(display_name(run), "it has no complete partial checkpoint", FIX)
-    for path in reversed(folder.complete().values()):
+    for path in reversed(RunFolder(run).complete().values()):
         try:
-            return _size_of(display_name(run), read_manifest(path, display_name(path)))
+            return index_checkpoint(path)
         except SourceError as error:
             problem = error
     raise problem
 
 
-def _size_of(name: str, manifest: Manifest) -> ModelSize:
-    numels = {param: math.prod(fact.shape) for param, fact in manifest.params.items()}
-    structure = find_parts([*numels, *manifest.tied], manifest.tied, numels, None)
-    trained = {param: numels[param] for param, fact in manifest.params.items() if fact.role == "trainable"}
-    return ModelSize(name, structure, _by_part(structure, trained))
+def size_of_checkpoint(index: CheckpointIndex) -> ModelSize:
+    """Return the size of the model in a checkpoint, without what is frozen."""
+    structure = find_structure(index)
+    trained = {name: param.numel for name, param in index.params.items() if param.role == "trainable"}
+    return ModelSize(index.name, structure, _by_part(structure, trained))
 
 
 def _by_part(structure: ModelStructure, numels: Mapping[str, int]) -> dict[str, int]:

@@ -67,7 +67,8 @@ def test_a_folder_with_a_config_and_a_picture(tmp_path):
         ([LLAMA, "--policy", "partiy"], 2, "did you mean 'parity'?"),
         ([LLAMA, "--policy", "update:threshold=0.1"], 2, "--drift"),
         ([LLAMA, "--policy", "filter", "--max-staleness", 3], 2, "max_staleness is 3"),
-        ([LLAMA, "--write-gbps", 0], 2, "--write-gbps"),
+        *(([LLAMA, "--write-gbps", value], 2, "--write-gbps") for value in ("0", "nan", "inf", "-1", "x")),
+        ([LLAMA, "--drift", "nan"], 2, "--drift"),
     ],
 )
 def test_refusals(words, code, told):

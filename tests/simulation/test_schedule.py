@@ -10,7 +10,7 @@ from llmtailor.errors import UsageError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.model.parts import EMBED, HEAD, NORM
 from llmtailor.policies import make_policy
-from llmtailor.simulation.model import size_of_config, size_of_run
+from llmtailor.simulation.model import newest_of_run, size_of_checkpoint, size_of_config
 from llmtailor.simulation.schedule import PARTIAL_BYTES, simulate
 from saving.loop import Loop
 
@@ -71,7 +71,7 @@ def test_a_saver_does_the_same(spec, tmp_path):
     for _ in range(12):
         loop.train()
         loop.save().wait()  # type: ignore[union-attr]
-        model = size_of_run(tmp_path / "run")
+        model = size_of_checkpoint(newest_of_run(tmp_path / "run"))
         manifest = read_manifest(loop.saver.folder.at(loop.step), "the newest")
         sizes.append(sum(model.numels[part] * PARTIAL_BYTES for part in manifest.parts))
         most = max(most, sum(held.values()) + sizes[-1])
