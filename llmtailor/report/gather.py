@@ -133,9 +133,11 @@ def gather(
             for entry in sorted(folder.entries(*Kind), key=lambda entry: -entry.step)
         )
         facts.losses = tuple(_losses(folder))
-    sources = _compose(run, facts)
+    sources: list[Path] = []
     with _noting(facts, facts.run):
-        facts.checked = tuple(_check(folder, sources)) if facts.folders else ()
+        sources = _compose(run, facts)
+    with _noting(facts, facts.run):
+        facts.checked = tuple(_check(folder, sources, facts)) if facts.folders else ()
     if with_values:
         facts.changes = ()
     if with_values and facts.composite is not None:
@@ -174,14 +176,12 @@ def _compose(run: Path, facts: RunFacts) -> list[Path]:
 def _verify(path: Path) -> Verdict:
     try:
         return verify_checkpoint(path)
-    except Interrupted:
-        raise
-    except TailorError as error:  # not a checkpoint, of an unsupported kind, or transformers did not answer
+    except SourceError as error:  # not a checkpoint, or of an unsupported kind
         findings = tuple(Finding.of(one, ERROR) for one in error.problems)
         return Verdict(display_name(path), False, findings, Damage(), None)
 
 
-def _check(folder: RunFolder, sources: Sequence[Path]) -> Iterator[Checked]:
+def _check(folder: RunFolder, sources: Sequence[Path], facts: RunFacts) -> Iterator[Checked]:
     """Verify the newest checkpoints and those that a merge would read."""
     judge = None
     with suppress(SourceError):  # a damaged record of attempts, which is among the problems already
@@ -190,7 +190,8 @@ def _check(folder: RunFolder, sources: Sequence[Path]) -> Iterator[Checked]:
     newest = [*steps][:NEWEST]
     for path in [*dict.fromkeys([*newest, *sources])][:_VERIFIED]:
         foreign = judge.why_not(path, steps[path]) if judge and path in steps else None
-        yield Checked(_verify(path), foreign.code if foreign else None)
+        with _noting(facts, display_name(path)):  # transformers may not answer
+            yield Checked(_verify(path), foreign.code if foreign else None)
 
 
 def _losses(folder: RunFolder) -> list[Losses]:

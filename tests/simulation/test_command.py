@@ -24,10 +24,12 @@ def call(*words: object, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-def test_the_page_shows_what_the_command_prints():
+def test_the_page_shows_what_the_command_prints(tmp_path):
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     ((words, shown),) = re.findall(r"<!-- llmtailor policy (.*?) -->\n\n```\n(.*?)```\n\n<!-- end -->", page, re.DOTALL)
-    assert shown == run_here("policy", *words.split(), cwd=ROOT).stdout
+    picture = tmp_path / "policies.svg"
+    assert shown == run_here("policy", *words.split(), "--svg", picture, cwd=ROOT).stdout
+    assert picture.read_bytes() == (ROOT / "docs" / "pictures" / picture.name).read_bytes()
     assert max(map(len, shown.splitlines())) <= 80
 
 
