@@ -35,6 +35,14 @@ TRUST_UNRECORDED = click.option(
     is_flag=True,
     help="Also use full checkpoints that do not state their attempt of the run.",
 )
+CLONE = click.option(
+    "--clone",
+    type=click.Choice(["auto", "never", "require"]),
+    default="auto",
+    show_default=True,
+    help="Whether OUT shares blocks with the checkpoints it is made from. auto: where the file system can (reflinks of "
+    "XFS and Btrfs). never: write every byte. require: fail where it can't.",
+)
 _CHOOSING = [
     click.option(
         "--at",
@@ -121,6 +129,7 @@ _TARGET = [
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
+    CLONE,
     DRY_RUN,
     JSON,
     QUIET,
