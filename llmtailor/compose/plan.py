@@ -44,7 +44,7 @@ from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.resolve import Choice, resolve
-from llmtailor.storage.local import Entries
+from llmtailor.storage.listing import Entries
 from llmtailor.storage.stand_in import stand_in_of
 from llmtailor.timing import Stopwatch
 

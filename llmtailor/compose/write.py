@@ -35,7 +35,8 @@ from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import FileFact, write_durably
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import write_durably
 from llmtailor.storage.stand_in import stand_in_of, stand_ins, with_urls
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint

@@ -19,7 +19,8 @@ from llmtailor.engine.journal import Identity, Journal, Unfinished, read_journal
 from llmtailor.engine.placing import check_old, replace_old
 from llmtailor.engine.upload import is_unfinished
 from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered
-from llmtailor.storage.local import Entries, fsync_folder, make_folder, rename_new
+from llmtailor.storage.listing import Entries
+from llmtailor.storage.local import fsync_folder, make_folder, rename_new
 from llmtailor.storage.lock import Held, Lock
 from llmtailor.storage.stand_in import stand_in_of
 

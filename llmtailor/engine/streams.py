@@ -12,7 +12,8 @@ from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import Changed, EndsEarly, FileFact, Files, OpenFile, chunks, write_all
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, chunks, write_all
 
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""

@@ -15,7 +15,8 @@ from pathlib import Path
 from llmtailor.engine.pool import Stop, run_all
 from llmtailor.errors import StorageError, TargetError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import list_files, read_source
+from llmtailor.storage.listing import list_files
+from llmtailor.storage.local import read_source
 from llmtailor.storage.stand_in import UPLOADING, Remote, stand_in_of
 
 _WORKERS = 8
