@@ -85,7 +85,7 @@ def notify(what: object) -> None:
 
 def say_cloned(cloned_bytes: int, copied_bytes: int, quiet: bool) -> None:
     """Print on stderr how much of an output shares blocks with its sources, if anything does."""
-    from llmtailor.cli.tables import size
+    from llmtailor.errors import size
 
     if cloned_bytes and not quiet:
         click.echo(f"cloned {size(cloned_bytes)}, copied {size(copied_bytes)}", err=True)

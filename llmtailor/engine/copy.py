@@ -112,6 +112,7 @@ class Context:
     """Whether to write the files one after another in the calling thread. Python waits at its end for the threads of a
     pool, so a write that never returns must not be in one."""
     clone: Clone = "never"
+    """Whether the files share blocks with the sources"""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:

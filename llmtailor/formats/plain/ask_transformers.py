@@ -94,17 +94,21 @@ def describe_model(root: Path, where: str) -> ModelFacts:
         raise UnsupportedCheckpoint.at(
             PathIn(where, CONFIG), "the file is missing; nothing else states the params' order", "copy it back"
         )
-    config = read_json(root / CONFIG, PathIn(where, CONFIG))
+    return describe_config(read_json(root / CONFIG, PathIn(where, CONFIG)), PathIn(where, CONFIG))
+
+
+def describe_config(config: Mapping[str, Any], where: str) -> ModelFacts:
+    """Return the facts of the model of a config.json, which ``where`` names; see `describe_model`."""
     text = json.dumps(_relevant(config), sort_keys=True)
     try:
         facts = _describe(text)
     except subprocess.TimeoutExpired as error:
-        raise too_slow(PathIn(where, CONFIG), "building the model in transformers", error.timeout) from error
+        raise too_slow(where, "building the model in transformers", error.timeout) from error
     except OSError as error:
         what = f"can't run transformers to build the model: {error.strerror or error}"
         raise Unanswered.at(error.filename or tempfile.gettempdir(), what, "check the disk and the memory") from error
     if isinstance(facts, str):
-        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), f"transformers can't build the model: {facts}", _FIX)
+        raise UnsupportedCheckpoint.at(where, f"transformers can't build the model: {facts}", _FIX)
     return facts
 
 
