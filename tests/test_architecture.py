@@ -119,6 +119,12 @@ def test_the_merge_path_imports_no_framework():
     assert not loaded & (HEAVY | {"safetensors"})
 
 
+def test_a_merge_without_casts_imports_no_numpy():
+    loaded = loaded_by("import llmtailor.cli.merge, llmtailor.cli.tables, llmtailor.compose.write")
+    assert "yaml" in loaded
+    assert not loaded & (HEAVY | {"safetensors", "numpy", "email"})
+
+
 def test_policies_need_nothing_but_the_standard_library():
     loaded = loaded_by("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe.recipe")
     assert not loaded & (HEAVY | {"numpy", "yaml", "isal", "safetensors"})

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
+from llmtailor.checkpoint.layout import Cut, FileLayout, Plan, Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
-from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
+from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
+from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
@@ -39,7 +39,7 @@ from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.model.states import BUFFER, State
+from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
@@ -214,11 +214,11 @@ def plan_merge(
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
-    check_held(layouts, indexes, sources)
-    if options.step == "source":
-        check_one_step(steps)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
+    check_filled(plan, indexes, sources)
+    if options.step == "source":
+        check_one_step(steps)
     special = [
         *(opened.notices if opened else ()),
         *about_weights,
@@ -243,37 +243,6 @@ def plan_merge(
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
     return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, family, replaces)
-
-
-def plan_composite(
-    layouts: Iterable[FileLayout],
-    indexes: Sequence[CheckpointIndex],
-    sources: Sources,
-    base: int,
-    scales: Mapping[State, float] = MappingProxyType({}),
-) -> Plan:
-    """Return the plan with every slot of every file filled by the bytes of sources. Pure: no byte is read.
-
-    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales`` are
-    multiplied by a factor. Raises KeyError for a slot that its source does not hold; `checks` refuses those first.
-    """
-
-    def fill(piece: Piece) -> Iterator[Piece]:
-        if not isinstance(piece, Slot):
-            yield replace(piece, source=base) if isinstance(piece, Copy) else piece
-            return
-        scale = scales.get(piece.state, 1.0)
-        for cut in sources.spans(piece.state, piece.begin, piece.end):
-            held = indexes[cut.source].holding(piece.state, piece.dtype)
-            # Each rank has its own buffers; a rank beyond the source's takes those of the source's ranks in turn.
-            begin = cut.begin % held.numel if piece.state.kind == BUFFER else cut.begin
-            for have in held.place.cover(begin, begin + cut.end - cut.begin):
-                if held.dtype == piece.dtype and scale == 1:
-                    yield Copy(have.extent, cut.source, piece.state, have.begin)
-                else:
-                    yield Cast(have.extent, held.dtype, piece.dtype, cut.source, piece.state, have.begin, scale)
-
-    return Plan(tuple(str(index.root) for index in indexes), tuple(layout.filled(fill) for layout in layouts))
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:

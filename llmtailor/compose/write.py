@@ -6,7 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, count
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.compose.manifest import make_manifest
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
@@ -22,7 +23,7 @@ from llmtailor.containers.zip import Record
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
+from llmtailor.engine.recheck import SourceFile, Stated, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.findings import ERROR, Finding
@@ -31,15 +32,12 @@ from llmtailor.formats.manifest import read_manifest, read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.local import FileFact, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
-SCHEMA_MANIFEST = "llmtailor.manifest/1"
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -62,7 +60,7 @@ def check_room(composition: Composition) -> None:
 
 def bytes_to_move(composition: Composition) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
-    files = files_read(composition.plan) if composition.options.checksum else []
+    files = composition.plan.summary.read if composition.options.checksum else ()
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
     return composition.plan.num_bytes + sources
 
@@ -105,7 +103,7 @@ def write(
             digests = _check_sources(composition, results, before, on_progress, stop)
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.family).encode()
-            content = _manifest(composition, results, digests, readme, identity.digest())
+            content = make_manifest(composition, results, digests, readme, identity.digest(), now())
             write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
             write_durably(staging.path / CARD, readme)
             _check_written(composition, staging.path)
@@ -148,7 +146,7 @@ def _check_sources(
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)
-    wanted = files_read(composition.plan)
+    wanted = composition.plan.summary.read
     if composition.options.checksum:
         return read_again(composition.plan, results, wanted, on_progress, stop, _stated(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
@@ -179,65 +177,6 @@ def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
     folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
     found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
     return {path: records for each in found for path, records in each.items()}
-
-
-def _manifest(
-    composition: Composition,
-    results: Sequence[FileResult],
-    digests: Mapping[SourceFile, str],
-    readme: bytes,
-    merge: str,
-) -> dict[str, Any]:
-    """Return the content of ``llmtailor.json``.
-
-    ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
-    what was merged, to recognize the same merge.
-    """
-    crcs: dict[str, dict[State, tuple[int, int]]] = defaultdict(dict)
-    # Elements may be written more than once (a buffer on every rank): count them once, in order. Skip ZeRO's rounded
-    # masters: a digest depends neither on the stage nor on names on disk.
-    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
-    runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
-    for (state, _), run in sorted(runs.items()):
-        known = crcs[composition.structure.part_of[state.param]]
-        num_bytes, crc = known.get(state, (0, 0))
-        known[state] = (num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
-    digest_of = {part: part_digest((state, *found[state]) for state in found) for part, found in crcs.items()}
-    report = composition.report
-    return {
-        "schema": SCHEMA_MANIFEST,
-        "llmtailor_version": __version__,
-        "merge": merge,
-        "created": now(),
-        "base": report.base,
-        "global_step": report.global_step,
-        "world_size": report.world_size,
-        "recipe": {"name": report.recipe, "text": composition.recipe.text},
-        "sources": [
-            {
-                "name": index.name,
-                "path": str(index.root.absolute()),
-                "global_step": index.global_step,
-                "files": [
-                    {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))
-                    for path, fact in index.files.items()
-                ],
-            }
-            for number, index in enumerate(composition.indexes)
-        ],
-        "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
-        "optimizer_steps": [asdict(row) for row in report.steps],
-        "files": [
-            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)
-            for one in results
-        ],
-        "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
-        "notices": [notice.to_json() for notice in report.notices],
-    }
-
-
-def _digest(digest: str | None) -> dict[str, str]:
-    return {DIGEST: digest} if digest else {}
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from llmtailor.engine.moving import Clone, Mover
 from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
-from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.local import FileFact
 from llmtailor.timing import Stopwatch
@@ -71,7 +71,7 @@ class FileResult:
 
     plan: FileLayout
     crc: int
-    crcs: tuple[int, ...]
+    crcs: Sequence[int]
     """CRC-32 of every piece"""
     digest: str | None
     """XXH3 of the file, if requested"""
@@ -160,7 +160,7 @@ def _write_file(
             with turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
                 watch = Stopwatch()
                 context.stop.check()
-                filled, output = _take_over(file, fd, marks, context)
+                filled, output = _take_over(file.made(), fd, marks, context)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept = output.at
@@ -174,7 +174,9 @@ def _write_file(
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
     moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept)
-    return FileResult(file, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None, moved)
+    return FileResult(
+        file, filled.crc, array("I", filled.crcs), output.digest.hexdigest() if output.digest else None, moved
+    )
 
 
 class _Filled:
@@ -269,6 +271,8 @@ def _write(
 
 
 def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:
+    from llmtailor.storage.casts import cast  # numpy takes a while
+
     crc, wide, offset = 0, ITEMSIZE[piece.source_dtype], piece.extent.start
     for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
         stop.check()

@@ -15,7 +15,6 @@ from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.states import ITEMSIZE
-from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32, new_digest
 from llmtailor.storage.local import EndsEarly, chunks
 
@@ -33,12 +32,6 @@ class Stated:
     start: int
     stop: int
     crc: int
-
-
-def files_read(plan: Plan) -> list[SourceFile]:
-    """Return all source files that pieces read from."""
-    pieces = (piece for file in plan.files for piece in file.pieces)
-    return sorted({(piece.source, piece.extent.path) for piece in pieces if isinstance(piece, (Copy, Cast))})
 
 
 def read_again(
@@ -131,5 +124,7 @@ class _Taken(_Range):
         whole = self.rest + data
         end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
         self.rest = whole[end:]
+        from llmtailor.storage.casts import cast  # numpy takes a while
+
         made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
         self.crc = crc32(made, self.crc)

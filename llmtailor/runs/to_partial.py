@@ -22,7 +22,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Copy, Plan, Sources
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
-from llmtailor.compose.plan import plan_composite
+from llmtailor.compose.fill import plan_composite
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.staging import check_space

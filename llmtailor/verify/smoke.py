@@ -32,7 +32,7 @@ from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Files
 from llmtailor.timing import Stopwatch, time_limit, too_slow
-from llmtailor.verify.bad_values import held_of
+from llmtailor.verify.elements import held_of
 from llmtailor.verify.read import CHUNK_ELEMENTS
 from llmtailor.verify.verdict import Verdict, by_severity
 

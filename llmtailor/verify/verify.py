@@ -34,7 +34,7 @@ from llmtailor.formats.trainer import (
 )
 from llmtailor.storage.local import read_source
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.bad_values import join, lost_elements
+from llmtailor.verify.elements import join, lost_elements
 from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
 

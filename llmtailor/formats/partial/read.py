@@ -19,7 +19,7 @@ from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.findings import Finding
-from llmtailor.formats.format import Decoded, attempt
+from llmtailor.formats.format import Decoded, Opened, attempt
 from llmtailor.formats.partial.manifest import (
     FOLDER,
     MANIFEST,
@@ -76,6 +76,9 @@ class Partial:
             return Decoded(tree)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SourceError.at(PathIn(self.name, bundle), f"its tree of {path} is damaged ({error})", _FIX) from error
+
+    def open(self, path: str, where: str) -> Opened:
+        return Opened(lambda: self.read(path, where))
 
     def _find(self, file: str, key: str) -> tuple[str, tuple[int, ...], Extent]:
         held = self.files[file].tensors[key]

@@ -41,7 +41,8 @@ from llmtailor.formats.trainer import (
     read_config,
 )
 from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
-from llmtailor.formats.zero.write import ZeroTarget, make_shards, slice_of
+from llmtailor.formats.zero.rank_files import make_shards
+from llmtailor.formats.zero.rank_trees import ZeroTarget, slice_of
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State

@@ -19,7 +19,6 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
-from llmtailor.formats.format import Trees
 from llmtailor.storage.local import read_source
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -149,19 +148,17 @@ def describe_shards(tag: str, stage: int, world_size: int, precision: str) -> di
     }
 
 
-def read_shard(trees: Trees, path: str, where: str) -> Any:
-    """Return the tree of a shard. Raises SourceError if the file was saved as another rank's.
+def check_archive(archive: str | None, path: str, where: str) -> None:
+    """Raise SourceError if a shard of ZeRO-3 was saved as another rank's.
 
     torch.save names the archive after the file. Files of all ranks look alike, and in ZeRO-3 nothing else identifies
     their rank.
     """
-    file = trees.read(path, where)
-    saved_as, name = f"{file.archive}.pt", Path(path).name
+    saved_as, name = f"{archive}.pt", Path(path).name
     if _rank(saved_as) not in (None, _rank(name)):
         what = f"the file was saved as {saved_as}, so it is the shard of another rank"
         fix = "rename the file to its own name; then check which one is missing"
         raise SourceError.at(where, what, fix, Code.FILE_NAME)
-    return file.tree
 
 
 def is_shard_name(name: str) -> bool:

@@ -203,9 +203,10 @@ def _of_ranks(ranks: Ranks, where: str) -> Iterator[Finding]:
 
 def find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
     """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
+    known = frozenset(files.model)
     for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
         kind = path.name.partition("mp_rank_")[0]
-        if f"{files.tag}/{path.name}" not in files.model and (bool(kind) == files.is_zero3):
+        if f"{files.tag}/{path.name}" not in known and (bool(kind) == files.is_zero3):
             what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
             fix = "move it out of the tag folder"
             yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
