@@ -14,7 +14,7 @@ from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.local import FileFact
+from llmtailor.storage.listing import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", "fsdp", "dcp"
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without

@@ -80,7 +80,9 @@ def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[i
 
 def notify(what: object) -> None:
     """Print a note on stderr."""
-    click.echo(f"note: {what}", err=True)
+    from llmtailor.storage.stand_in import with_urls
+
+    click.echo(f"note: {with_urls(str(what))}", err=True)
 
 
 def say_cloned(cloned_bytes: int, copied_bytes: int, quiet: bool) -> None:

@@ -115,12 +115,14 @@ def _terminate(*_: Any) -> None:
 
 
 def _fail(error: TailorError) -> None:
+    from llmtailor.storage.stand_in import with_urls
+
     if os.environ.get(DEBUG, "") not in ("", "0"):
         import traceback
 
         traceback.print_exc()
     for problem in error.problems:
-        click.echo(f"error: {problem}", err=True)
+        click.echo(f"error: {with_urls(str(problem))}", err=True)
     if len(error.problems) > 1:
         click.echo(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"), err=True)
     sys.exit(error.exit_code)

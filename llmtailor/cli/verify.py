@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import AT, JSON, PATH, RUN_DIR, TRUST_UNRECORDED
-from llmtailor.errors import VerificationError
+from llmtailor.cli.options import AT, JSON, LOCATION, RUN, TRUST_UNRECORDED
+from llmtailor.errors import UsageError, VerificationError
 
 
 @command(
@@ -18,7 +18,7 @@ from llmtailor.errors import VerificationError
         4: "it can't be read, or is not a checkpoint",
     }
 )
-@click.argument("checkpoint", type=PATH)
+@click.argument("checkpoint", type=LOCATION)
 @JSON
 def inspect(checkpoint: Path, as_json: bool) -> None:
     """Describe CHECKPOINT: format, world size, step, param groups, parts with their sizes, and anything unusual.
@@ -45,7 +45,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
         7: "CHECKPOINT is not resumable, or partial and damaged",
     }
 )
-@click.argument("checkpoint", type=PATH)
+@click.argument("checkpoint", type=LOCATION)
 @click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
 @JSON
@@ -67,12 +67,15 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
+    from llmtailor.storage.stand_in import stand_in_of
     from llmtailor.verify.verdict import to_json, to_text
     from llmtailor.verify.verify import verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
         verdict = verify_checkpoint(checkpoint, deep, on_progress)
+    if resume_smoke and stand_in_of(checkpoint):
+        raise UsageError.at("--resume-smoke", "it can't load a checkpoint from an object store", "copy it here first")
     if resume_smoke:
         from llmtailor.verify.smoke import try_resume
 
@@ -88,7 +91,7 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
         7: "RUN_DIR has no resumable checkpoint; no path is printed",
     }
 )
-@RUN_DIR
+@RUN
 @AT
 @click.option("--deep", is_flag=True, help="Also read every tensor; see `llmtailor verify --help`.")
 @TRUST_UNRECORDED
@@ -105,6 +108,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_jso
       llmtailor latest runs/x --at 400 --deep
     """
     from llmtailor.runs.latest import find_latest, latest_to_json
+    from llmtailor.storage.stand_in import location_of
     from llmtailor.verify.verdict import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
@@ -114,7 +118,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_jso
     if as_json:
         click.echo(json.dumps(latest_to_json(found), indent=2))
     elif found.path is not None:
-        click.echo(str(found.path))
+        click.echo(location_of(found.path))
     how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
     if found.newer_partial is not None:
         notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")

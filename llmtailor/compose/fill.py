@@ -15,6 +15,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
 from llmtailor.checkpoint.placement import Absent, Placement
 from llmtailor.model.states import BUFFER, State
+from llmtailor.storage.stand_in import location_of
 
 
 def plan_composite(
@@ -30,7 +31,7 @@ def plan_composite(
     multiplied by a factor. A slot that its source can't fill is left, see `checks.check_filled`.
     """
     filler = _Filler(indexes, sources, base, scales)
-    roots = tuple(str(index.root) for index in indexes)
+    roots = tuple(location_of(index.root) for index in indexes)
     return Plan(roots, tuple(layout.filled(filler.fill) for layout in layouts))
 
 

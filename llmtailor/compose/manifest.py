@@ -15,6 +15,7 @@ from llmtailor.engine.recheck import SourceFile
 from llmtailor.formats.trainer import CARD
 from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
+from llmtailor.storage.stand_in import location_of
 
 SCHEMA_MANIFEST = "llmtailor.manifest/1"
 
@@ -51,7 +52,7 @@ def make_manifest(
         "sources": [
             {
                 "name": index.name,
-                "path": str(index.root.absolute()),
+                "path": location_of(index.root.absolute()),
                 "global_step": index.global_step,
                 "files": [
                     {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))

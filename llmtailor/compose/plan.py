@@ -21,7 +21,7 @@ from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
@@ -44,7 +44,8 @@ from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.resolve import Choice, resolve
-from llmtailor.storage.local import Entries
+from llmtailor.storage.listing import Entries
+from llmtailor.storage.stand_in import stand_in_of
 from llmtailor.timing import Stopwatch
 
 
@@ -161,11 +162,14 @@ def plan_merge(
     options = options or Options()
     read = [recipe] if isinstance(recipe, Path) else []
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
+    named = out or recipe.output
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
+    if stand_in_of(reference.root) and not stand_in_of(out) and not named:
+        raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)

@@ -25,6 +25,7 @@ from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_an
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, Stated, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
+from llmtailor.engine.upload import clear, is_unfinished, upload
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.known_files import is_resumed_from
@@ -33,7 +34,10 @@ from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.storage.local import FileFact, write_durably
+from llmtailor.storage.checksums import crc32
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import write_durably
+from llmtailor.storage.stand_in import stand_in_of, stand_ins, with_urls
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -62,7 +66,8 @@ def bytes_to_move(composition: Composition) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
     files = composition.plan.summary.read if composition.options.checksum else ()
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
-    return composition.plan.num_bytes + sources
+    uploaded = composition.plan.num_bytes if stand_in_of(composition.out) else 0
+    return composition.plan.num_bytes + sources + uploaded
 
 
 def write(
@@ -88,6 +93,8 @@ def write(
         Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
+    if is_unfinished(composition.out):
+        clear(composition.out)
     with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
         try:
             check_room(composition)
@@ -104,13 +111,17 @@ def write(
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.family).encode()
             content = make_manifest(composition, results, digests, readme, identity.digest(), now())
-            write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
+            manifest = json.dumps(content, indent=2).encode() + b"\n"
+            write_durably(staging.path / MANIFEST, manifest)
             write_durably(staging.path / CARD, readme)
             _check_written(composition, staging.path)
             logger.info("verified what was written in %s", watch.lap())
             stop.check()
             staging.publish()
-            logger.info("published %s in %s", composition.out, watch.lap())
+            if stand_in_of(composition.out):
+                crcs = {one.path: one.crc for one in results} | {CARD: crc32(readme), MANIFEST: crc32(manifest)}
+                upload(composition.out, crcs, on_progress, stop)
+            logger.info("published %s in %s", display_name(composition.out), watch.lap())
         except (Interrupted, StorageError) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
@@ -132,6 +143,8 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
+    for remote in stand_ins.values():
+        remote.list()
     for number, index in enumerate(composition.indexes):
         for path, fact in index.files.items():
             try:
@@ -227,7 +240,7 @@ def identify_merge(composition: Composition) -> Identity:
         [index.files for index in composition.indexes],
         tool_version=__version__,
         recipe=recipe.name,
-        request=(asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")),
+        request=with_urls(repr((asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")))),
         begun=now(),
     )
 
@@ -313,7 +326,7 @@ def with_what_is_kept(
     error: Interrupted | StorageError, composition: Composition, staging: Staging
 ) -> Interrupted | StorageError:
     """Return the error with the bytes that a resume will keep."""
-    if not (kept := staging.kept_bytes):
+    if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error
     there = f"{kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
     return type(error)(

@@ -12,7 +12,7 @@ class Window(SourceFile):
     """Bytes ``start``..``stop`` of an open file, read as a file of their own."""
 
     def __init__(self, file: SourceFile, start: int, stop: int):
-        super().__init__(file.fd, stop - start, file.where)
+        super().__init__(file.fd, stop - start, file.where, file.fill)
         self.start = start
 
     def read(self, start: int, stop: int) -> bytes:
@@ -26,7 +26,7 @@ class Buffered(SourceFile):
     """
 
     def __init__(self, file: SourceFile):
-        super().__init__(file.fd, file.num_bytes, file.where)
+        super().__init__(file.fd, file.num_bytes, file.where, file.fill)
         self._file = file
         self._size = _BLOCK
         self._end = self._fetch(max(0, self.num_bytes - _BLOCK) if self.num_bytes > 4 * _BLOCK else 0, self.num_bytes)

@@ -27,7 +27,7 @@ from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.checksums import combine, crc32, new_digest
-from llmtailor.storage.local import FileFact
+from llmtailor.storage.listing import FileFact
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,9 @@ class Mover:
         Yield them in parts that are in the output or its buffer; each is valid until the next one.
         """
         start = piece.extent.start
+        if sources.is_remote(piece):
+            yield from self._fetch(piece, stop, sources, output)
+            return
         if self.clone != "never":
             first, last = whole_blocks(start, stop, output.at + output.filled, output.block_bytes)
             yield from _copy(piece, start, first, sources, output)
@@ -69,6 +72,19 @@ class Mover:
                 yield room
             start += count
         return start
+
+    def _fetch(self, piece: Copy, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+        """Get the bytes from an object store."""
+        if self.clone == "require":
+            what = "its blocks can't be shared with the output: it is in an object store"
+            raise StorageError.at(sources.where(piece), what, _ONE_FILE_SYSTEM)
+        for data in sources.stream(piece, stop):
+            left = memoryview(data)
+            while left:
+                room = output.room()[: len(left)]
+                room[:] = left[: len(room)]
+                left = left[len(room) :]
+                yield output.commit(len(room))
 
 
 def _copy(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:

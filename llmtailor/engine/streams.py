@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,8 @@ from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import Changed, EndsEarly, FileFact, Files, OpenFile, chunks, write_all
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, chunks, write_all
 
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
@@ -59,6 +60,19 @@ class Sources:
         """Return the piece's file, open. Raises SourceError for a missing or changed file, else StorageError."""
         try:
             return self.files.open(self.where(piece))
+        except OSError as error:
+            raise cannot_read(self.where(piece), error) from error
+
+    def is_remote(self, piece: Copy) -> bool:
+        """Return whether the piece's file is in an object store."""
+        return "://" in self.roots[piece.source]
+
+    def stream(self, piece: Copy, stop: int) -> Iterator[bytes]:
+        """Yield bytes of the piece's file in an object store, from its start to ``stop``. Raises as `read_into`."""
+        file = self.open(piece)
+        assert file.remote is not None, "a URL has a stand-in"
+        try:
+            yield from file.remote.stream(file.name, piece.extent.start, stop)
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 

@@ -39,7 +39,8 @@ from llmtailor.formats.trainer import (
     is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, is_shard_name
-from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
+from llmtailor.storage.listing import Entries, FileFact, list_entries
+from llmtailor.storage.local import open_source, read_source
 
 _TRAINING = {
     *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, "training_args.bin"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
 from llmtailor.codes import Code
-from llmtailor.errors import MismatchError, SourceError, printable
+from llmtailor.errors import MismatchError, SourceError, damaged, printable
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
@@ -32,6 +32,7 @@ from llmtailor.formats.zero import write as zero_writer
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT
+from llmtailor.storage.stand_in import UPLOADING, location_of, see, stand_in_of
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,11 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
-    name, watch = name or display_name(root), Stopwatch()
+    name, watch = name or display_name(see(root)), Stopwatch()
     try:
+        if (root / UPLOADING).is_file():
+            what = "its upload was cut off: it is incomplete"
+            raise damaged(name, what, Code.FILE_MISSING)
         reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
         survey = reader.survey(root, name)
         steps = attempt(lambda: read_part_steps(root, name), survey.problems)
@@ -124,6 +128,8 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
 
 def display_name(path: Path) -> str:
     """Return a path as messages show it: relative to the current folder if that is shorter."""
+    if stand_in_of(path):
+        return printable(location_of(path))
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)

@@ -43,7 +43,8 @@ from llmtailor.formats.trainer_checks import (
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import WEIGHT, State
-from llmtailor.storage.local import FileFact, check_regular
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import check_regular
 
 MANIFEST = "llmtailor.json"
 CARD = "README.md"

@@ -26,6 +26,7 @@ from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
+from llmtailor.storage.stand_in import location_of
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,11 @@ def recipe_for_run(
     Nothing later than step ``at`` is used. ``also`` are staging folders, see `RunFolder`. Paths in its text are
     relative to ``folder`` where it is close by. Raises RecipeError or SourceError with every problem found.
     """
-    name, run, also = f"the recipe for {run}", Path(os.path.abspath(run)), [Path(os.path.abspath(one)) for one in also]
+    name, run, also = (
+        f"the recipe for {location_of(run)}",
+        Path(os.path.abspath(run)),
+        [Path(os.path.abspath(one)) for one in also],
+    )
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
         scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded)

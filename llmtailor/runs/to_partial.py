@@ -33,7 +33,8 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 from llmtailor.runs.folder import Kind, link_or_copy, staged
-from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, write_durably
+from llmtailor.storage.listing import FileFact, added_since
+from llmtailor.storage.local import Files, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
 

@@ -10,7 +10,7 @@ from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.journal import identify, is_another, why_not
 from llmtailor.model.states import MASTER, WEIGHT, State
-from llmtailor.storage.local import FileFact
+from llmtailor.storage.listing import FileFact
 
 FACT = FileFact(100, 5, 6, 7)
 PLAN = Plan(

@@ -64,7 +64,8 @@ from llmtailor.formats.trainer import (
 )
 from llmtailor.model.parts import Param
 from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.storage.local import FileFact, open_source
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import open_source
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")

@@ -39,7 +39,7 @@ from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.formats.zero.read import survey_shards
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
-from llmtailor.storage.local import FileFact
+from llmtailor.storage.listing import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()

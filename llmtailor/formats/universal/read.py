@@ -55,7 +55,7 @@ from llmtailor.formats.zero.shards import STATES, ModelShard, read_param_group, 
 from llmtailor.formats.zero.tables import ZERO12
 from llmtailor.model.parts import Param
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, State
-from llmtailor.storage.local import FileFact, list_entries
+from llmtailor.storage.listing import FileFact, list_entries
 
 FOLDER, GLOBAL_STATE, STEP = "zero", "optimizer_state.pt", "step"
 NAME_OF = {MASTER: "fp32"}
