@@ -110,6 +110,8 @@ class TailorError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.came_late = False
         """Whether the command had already written or removed something permanently"""
+        self.is_reported = False
+        """Whether another process tells the user"""
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
     "cli": {
         *BASE,
-        *("containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"),
+        *("containers", "formats", "engine", "recipe", "verify", "compare", "compose", "runs", "salvage"),
         *("charts", "simulation", "report"),
     },
     "codes": set(),

@@ -17,16 +17,27 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.manifest import make_manifest
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
+from llmtailor.compose.share import gather, leading, write_share, write_together
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.containers.zip import Record
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
+from llmtailor.engine.job import Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, Stated, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
 from llmtailor.engine.upload import clear, is_unfinished, upload
-from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
+from llmtailor.errors import (
+    Interrupted,
+    PathIn,
+    Problem,
+    SourceError,
+    StorageError,
+    TargetError,
+    Unanswered,
+    VerificationError,
+)
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import read_manifest, read_merge
@@ -74,6 +85,7 @@ def write(
     composition: Composition,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     notify: Callable[[str], None] = lambda text: None,
+    job: Job | None = None,
 ) -> Moved:
     """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
 
@@ -84,19 +96,29 @@ def write(
         composition: from `plan_merge`.
         on_progress: called with a number of bytes moved, from several threads.
         notify: called with sentences for the user.
+        job: the ranks that share the merge, each of which calls this function. Rank 0 publishes; what it returns
+            counts all ranks, and what another one returns its own share.
 
     Raises:
         TargetError: another process writes the output, or it holds an unfinished merge of another recipe.
         StorageError: there is not enough space, or the operating system refused to read or write.
         SourceError: a source is damaged, or changed in the meantime.
         VerificationError: what was written does not read back as planned.
+        Unanswered: a rank died or hangs.
+        UsageError: the ranks have planned different merges.
         Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
+    if job is not None and not job.is_first:
+        with stoppable() as stop:
+            return write_share(composition, identity, job, stop)
     if is_unfinished(composition.out):
         clear(composition.out)
-    with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
+    lock = job.lock if job is not None else None
+    with stoppable() as stop, Staging(composition.out, composition.replaces, lock) as staging, leading(job, stop):
         try:
+            if job is not None:
+                gather(job, composition, identity)
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
@@ -105,7 +127,10 @@ def write(
                 facts, kept, on_progress, staging.journal.add, digest=told.checksum, stop=stop, clone=told.clone
             )
             logger.info("writing in %s", staging.path)
-            results = execute(composition.plan, staging.path, context)
+            if job is None:
+                results = execute(composition.plan, staging.path, context)
+            else:
+                results = write_together(job, composition.plan, staging.path, context, on_progress)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, on_progress, stop)
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
@@ -122,7 +147,7 @@ def write(
                 crcs = {one.path: one.crc for one in results} | {CARD: crc32(readme), MANIFEST: crc32(manifest)}
                 upload(composition.out, crcs, on_progress, stop)
             logger.info("published %s in %s", display_name(composition.out), watch.lap())
-        except (Interrupted, StorageError) as error:
+        except (Interrupted, StorageError, Unanswered) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
@@ -323,8 +348,8 @@ def _judge(unfinished: Unfinished, identity: Identity, composition: Composition)
 
 
 def with_what_is_kept(
-    error: Interrupted | StorageError, composition: Composition, staging: Staging
-) -> Interrupted | StorageError:
+    error: Interrupted | StorageError | Unanswered, composition: Composition, staging: Staging
+) -> Interrupted | StorageError | Unanswered:
     """Return the error with the bytes that a resume will keep."""
     if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error
