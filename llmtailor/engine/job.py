@@ -27,14 +27,15 @@ from llmtailor.engine.launch import Member
 from llmtailor.engine.pool import Stop
 from llmtailor.engine.posts import Posts
 from llmtailor.engine.staging import RANKS, acquire, lock_of, release, staging_folder
-from llmtailor.errors import BRANCHES, Interrupted, Problem, TailorError, Unanswered, ranges
+from llmtailor.errors import BRANCHES, Interrupted, Problem, SourceError, TailorError, Unanswered, ranges
 from llmtailor.storage.local import make_folder
 from llmtailor.timing import TIME_LIMIT, time_limit
 
 logger = logging.getLogger(__name__)
 LIMIT_S = 180.0
 """Seconds of silence after which a rank is given up. NFS may hide new files for 60."""
-PLANNING, READY, WRITING, WRITTEN, FAILED, ENDED = "planning", "ready", "writing", "written", "failed", "ended"
+PLANNING, READY, WRITING, WRITTEN = "planning", "ready", "writing", "written"
+IDLE, FAILED, ENDED = "idle", "failed", "ended"
 _BEAT_S = 1.0
 _LEAVING_S = (10.0, 60.0)
 """Seconds for which rank 0 waits, in the end, for ranks that never answered, and for those that still write"""
@@ -75,7 +76,7 @@ class Job:
         self._told_bytes = 0
         self._cause: TailorError | None = None
         self._stop: Stop | None = None
-        self._posting, self._closed = threading.Lock(), threading.Event()
+        self._posting, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         self._poll_s = min(2.0, max(0.1, 0.02 * member.world_size))
         self._thread = threading.Thread(target=self._run, name="llmtailor-job", daemon=True)
 
@@ -91,7 +92,7 @@ class Job:
 
     def __enter__(self) -> Job:
         if self.is_first:
-            until = time.monotonic() + _LEAVING_S[0]
+            until = time.monotonic() + min(_LEAVING_S[0], self.limit_s)
             acquire(self.lock, self.out, until)  # the ranks of an earlier merge may just be leaving
         make_folder(self.folder)
         if self.is_first:
@@ -143,6 +144,11 @@ class Job:
         while True:
             self.check()
             found = dict(self._found)
+            if idle := [rank for rank, post in found.items() if post["stage"] in (IDLE, ENDED) and ENDED not in stages]:
+                what = "it found nothing to write, but this rank did"
+                raise SourceError.at(
+                    _name(idle), what, "check that all ranks see the same folders, then run this again"
+                )
             if len(found) == len(self._others) and all(post["stage"] in stages for post in found.values()):
                 return found
             time.sleep(self._poll_s / 2)
@@ -168,6 +174,8 @@ class Job:
         """On the other ranks: say why this one can't go on, wait for the end, and raise what it was, if an error."""
         if error is not None and error is not self._cause:
             self.say(FAILED, **_told(error))
+        elif self._own["stage"] == PLANNING:
+            self.say(IDLE)
         try:
             while self._cause is None and self._found.get(0, {}).get("stage") != ENDED:
                 time.sleep(self._poll_s / 2)
@@ -213,9 +221,11 @@ class Job:
                     self._stop.failed = True
 
     def _say(self) -> None:
-        with self._posting:
-            if self.is_first or self._own["token"]:
-                self._posts.write(self.member.rank, self._own)
+        with self._writing:
+            with self._posting:
+                content = dict(self._own)
+            if self.is_first or content["token"]:
+                self._posts.write(self.member.rank, content)
 
     def _look(self, passed: float) -> TailorError | None:
         """Read the posts; return what ends the merge."""

@@ -16,6 +16,9 @@ import pytest
 
 from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
+from helpers.commands import run_here
+from llmtailor.engine.staging import acquire, lock_of, release
+from llmtailor.storage.lock import Lock
 from nodes.ranks import Ranks
 
 MERGE = ["merge", "recipe.yaml", "out", "--quiet", "--distributed"]
@@ -198,6 +201,84 @@ def test_one_is_interrupted(scene, ranks):
     assert "rank 1: interrupted" in said(scene)
     assert scene.run() == 0  # one process goes on with what several have written
     assert scene.state() == "complete"
+
+
+def test_a_rank_of_an_earlier_merge_still_writes(scene, ranks, monkeypatch):
+    """It was stopped, for instance; without its lock, two processes would write one file."""
+    at = operations(scene, ranks, 2)[1] // 2
+    assert ranks.run(scene.root, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
+    monkeypatch.setattr("llmtailor.engine.staging._LEAVING_S", 0.2)
+    lock = Lock(scene.staging / "journal-1")
+    lock.acquire(create=False)
+    refused = run_here(*MERGE[:-1], cwd=scene.root)
+    lock.release()
+    assert refused.returncode == 6
+    assert "rank 1 of an earlier merge is still writing this output" in refused.stderr
+    resumed = run_here(*MERGE[:-1], cwd=scene.root)
+    assert resumed.returncode == 0
+    assert "resuming the merge" in resumed.stderr
+    assert scene.state() == "complete"
+
+
+def test_another_merge_into_the_same_output(scene, ranks):
+    """Its ranks are refused without disturbing the one that has the output."""
+    lock = lock_of(scene.out)
+    acquire(lock, scene.out)
+    assert ranks.run(scene.root, MERGE, 2, limit_s=1.0) == [6, 9]
+    assert "another llmtailor is writing this output" in said(scene)
+    release(lock, scene.out)
+    assert nothing_is_left(scene)
+
+
+def test_without_the_option_a_command_is_alone(scene):
+    """A training's rank 0 may start one, and its variables are inherited."""
+    result = run_here(*MERGE[:-1], cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "8", "SLURM_NTASKS": "8"})
+    assert result.returncode == 0
+    assert scene.state() == "complete"
+
+
+def test_a_world_of_one(scene):
+    assert run_here(*MERGE, cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "1"}).returncode == 0
+    assert scene.state() == "complete"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (MERGE, {"RANK": "", "WORLD_SIZE": "2"}, "'' is not a number"),
+        (MERGE, {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other"),
+        (["merge", "recipe.yaml", "--distributed"], {"RANK": "0", "WORLD_SIZE": "2"}, "name OUT on the command line"),
+        (["salvage", ".", "--distributed", "--replace"], {"RANK": "0", "WORLD_SIZE": "2"}, "omit one of them"),
+    ],
+)
+def test_what_can_not_be_shared(scene, words, env, message):
+    result = run_here(*words, cwd=scene.root, env=env)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert nothing_is_left(scene)
+
+
+def test_a_dry_run_is_shown_once(scene, ranks):
+    assert ranks.run(scene.root, [*MERGE, "--dry-run"], 2) == [0, 0]
+    assert "dry run: nothing was written" in said(scene)
+    assert not said(scene, 1)
+    assert nothing_is_left(scene)
+
+
+def test_salvage(scene, ranks):
+    run = scene.root / "damaged"
+    for step in (100, 200):
+        shutil.copytree(scene.root / f"checkpoint-{step}", run / f"checkpoint-{step}", copy_function=shutil.copy2)
+    command = ["salvage", "damaged", "-o", "out", "--fragments", "--distributed"]
+    assert ranks.run(scene.root, command, 2) == [0, 0]
+    assert "is intact: nothing to salvage" in said(scene)
+    assert nothing_is_left(scene)
+    os.truncate(next(run.glob("checkpoint-200/global_step*/*rank_1*optim_states.pt")), 100)
+    assert ranks.run(scene.root, command, 2) == [0, 0], said(scene)
+    assert scene.out.exists()
+    assert not said(scene, 1)
+    assert nothing_is_left(scene)
+    shutil.rmtree(run)
 
 
 def test_torchrun(scene):
