@@ -65,6 +65,7 @@ class Job:
             "launch": f"{member.launch} of {member.world_size}",
             "token": secrets.token_hex(8) if self.is_first else "",
             "nonce": secrets.token_hex(4),
+            "answered": {},
             "process": f"process {os.getpid()} on {socket.gethostname()}",
             "stage": PLANNING,
             "beat": 0,
@@ -144,11 +145,13 @@ class Job:
         while True:
             self.check()
             found = dict(self._found)
-            if idle := [rank for rank, post in found.items() if post["stage"] in (IDLE, ENDED) and ENDED not in stages]:
-                what = "it found nothing to write, but this rank did"
-                raise SourceError.at(
-                    _name(idle), what, "check that all ranks see the same folders, then run this again"
+            idle = [rank for rank, post in found.items() if post["stage"] in (IDLE, ENDED)]
+            if idle and ENDED not in stages:
+                what, fix = (
+                    "it found nothing to write",
+                    "check that all ranks see the same folders, then run this again",
                 )
+                raise SourceError.at(_name(idle), what, fix)
             if len(found) == len(self._others) and all(post["stage"] in stages for post in found.values()):
                 return found
             time.sleep(self._poll_s / 2)
@@ -256,12 +259,13 @@ class Job:
     def _is_answer(self, rank: int, post: Mapping[str, Any]) -> bool:
         if post["launch"] != self._own["launch"] or post["token"] != self._own["token"]:
             return False
-        listed = self._own.setdefault("answered", {})
-        if listed.setdefault(str(rank), post["nonce"]) != post["nonce"]:
-            return False  # two processes have the same rank; the first one counts
-        if rank not in self._found:
+        listed = self._own["answered"]
+        if str(rank) not in listed:
+            with self._posting:  # another thread may be posting the old one
+                self._own["answered"] = {**listed, str(rank): post["nonce"]}
             self._say()
-        return True
+        # if two processes have the same rank, the first one counts
+        return bool(self._own["answered"][str(rank)] == post["nonce"])
 
     def _is_call(self, post: Mapping[str, Any]) -> bool:
         if post["launch"] != self._own["launch"]:
@@ -269,7 +273,7 @@ class Job:
         if post["token"] != self._own["token"] and 0 not in self._found:
             self._own["token"] = post["token"]
             self._say()
-        is_listed = post.get("answered", {}).get(str(self.member.rank)) == self._own["nonce"]
+        is_listed = post["answered"].get(str(self.member.rank)) == self._own["nonce"]
         return bool(is_listed and post["token"] == self._own["token"])
 
     def _failure(self) -> TailorError | None:
