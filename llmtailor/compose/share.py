@@ -18,18 +18,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.layout import FileLayout, Plan
+from llmtailor.checkpoint.layout import Plan
 from llmtailor.compose.plan import Composition
+from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
-from llmtailor.engine.job import ENDED, READY, WRITING, WRITTEN, Job
+from llmtailor.engine.job import CHECKED, CHECKING, ENDED, READY, WRITING, WRITTEN, Job
 from llmtailor.engine.journal import Identity, Journal
 from llmtailor.engine.pool import Abandoned, Stop
+from llmtailor.engine.recheck import SourceFile, read_again
 from llmtailor.engine.staging import peek, rank_journal, staging_folder
 from llmtailor.errors import PathIn, Problem, SourceError, StorageError, UsageError, ranges
 from llmtailor.storage.local import make_folder, write_all
 from llmtailor.storage.lock import Lock
 
 logger = logging.getLogger(__name__)
+RESULTS, DIGESTS = "results", "digests"
+"""What ranks hand over: the checksums of the files written, and the digests of source files"""
 _POLL_S = 0.1
 
 
@@ -121,20 +125,41 @@ def gather(job: Job, composition: Composition, identity: Identity) -> None:
 
 
 def write_together(
-    job: Job, plan: Plan, staging: Path, context: Context, on_progress: Callable[[int], None]
+    job: Job, composition: Composition, staging: Path, context: Context, on_progress: Callable[[int], None]
 ) -> list[FileResult]:
     """On rank 0, write its share; return the results of all ranks in plan order, once all files are there."""
+    plan = composition.plan
     job.on_progress = on_progress
+    job.needs_all = composition.options.checksum
     job.say(WRITING)
-    shares = _shares(job, plan)
-    found = dict(zip(shares[0], _execute(job, plan, shares[0], staging, context), strict=True))
-    logger.info("rank 0 has written its %d of %d files", len(shares[0]), len(plan.files))
-    for rank, post in job.wait(WRITTEN).items():
-        lines = _read_results(job, rank, post["results"])
-        found |= {number: _result(plan.files[number], line) for number, line in zip(shares[rank], lines, strict=True)}
-    results = [found[number] for number in range(len(plan.files))]
+    share = _shares(job, plan)[0]
+    own = _execute(job, plan, share, staging, context)
+    logger.info("rank 0 has written its %d of %d files", len(share), len(plan.files))
+    stated = [_hand_over(job, RESULTS, [_to_json(one) for one in own])]
+    stated += [post["handed"] for _, post in sorted(job.wait(WRITTEN).items())]
+    results = _collect(job, plan, stated)
     _wait_for_files(job, staging, results)
+    if composition.options.checksum:
+        job.say(CHECKING, results=stated)
     return results
+
+
+def read_together(
+    job: Job,
+    composition: Composition,
+    results: Sequence[FileResult],
+    on_progress: Callable[[int], None],
+    stop: Stop,
+) -> dict[SourceFile, str]:
+    """On rank 0, return the digests of all source files that were read, each read again by one of the ranks.
+
+    Raises what `read_again` raises, on whatever rank.
+    """
+    shares = _read_shares(job, composition)
+    found = _read_share(composition, results, shares[0], on_progress, stop)
+    for rank, post in job.wait(CHECKED).items():
+        found |= zip(shares[rank], _take_over(job, rank, DIGESTS, post["handed"]), strict=True)
+    return dict(sorted(found.items()))
 
 
 def write_share(composition: Composition, identity: Identity, job: Job, stop: Stop) -> Moved:
@@ -165,7 +190,12 @@ def write_share(composition: Composition, identity: Identity, job: Job, stop: St
         results = _execute(job, composition.plan, share, folder / "out", context)
     finally:
         lock.release()
-    job.say(WRITTEN, results=_write_results(job, results))
+    job.say(WRITTEN, handed=_hand_over(job, RESULTS, [_to_json(one) for one in results]))
+    if composition.options.checksum:
+        everything = _collect(job, composition.plan, job.wait(CHECKING)[0]["results"])
+        mine = _read_shares(job, composition)[job.member.rank]
+        found = _read_share(composition, everything, mine, job.count, stop)
+        job.say(CHECKED, handed=_hand_over(job, DIGESTS, [found[name] for name in mine]))
     job.wait(ENDED)
     return sum((result.moved for result in results), Moved())
 
@@ -182,23 +212,47 @@ def _execute(job: Job, plan: Plan, share: Sequence[int], staging: Path, context:
         raise
 
 
-def _results_file(job: Job, rank: int) -> Path:
-    return job.folder / f"{rank}.results"
+def _read_shares(job: Job, composition: Composition) -> list[list[SourceFile]]:
+    """Return which source files each rank reads again."""
+    files = composition.plan.summary.read
+    sizes = [composition.indexes[number].files[path].num_bytes for number, path in files]
+    return [[files[number] for number in share] for share in share_out(sizes, job.member.world_size)]
 
 
-def _write_results(job: Job, results: Sequence[FileResult]) -> list[int]:
-    """Write the checksums of a share for rank 0; return size and CRC-32 of the file."""
-    path = _results_file(job, job.member.rank)
-    lines = [
-        {
-            "crc": one.crc,
-            "crcs": base64.b64encode(array("I", one.crcs).tobytes()).decode(),
-            "digest": one.digest,
-            "moved": asdict(one.moved),
-        }
-        for one in results
-    ]
-    data = json.dumps(lines).encode()
+def _read_share(
+    composition: Composition,
+    results: Sequence[FileResult],
+    files: Sequence[SourceFile],
+    on_progress: Callable[[int], None],
+    stop: Stop,
+) -> dict[SourceFile, str]:
+    stated = stated_checksums(composition, files)
+    return read_again(composition.plan, results, set(files), on_progress, stop, stated)
+
+
+def _collect(job: Job, plan: Plan, stated: Sequence[Sequence[int]]) -> list[FileResult]:
+    """Return the results of all ranks in plan order."""
+    found = {}
+    for rank, share in enumerate(_shares(job, plan)):
+        for number, one in zip(share, _take_over(job, rank, RESULTS, stated[rank]), strict=True):
+            crcs = array("I", base64.b64decode(one["crcs"]))
+            found[number] = FileResult(plan.files[number], one["crc"], crcs, one["digest"], Moved(**one["moved"]))
+    return [found[number] for number in range(len(plan.files))]
+
+
+def _to_json(result: FileResult) -> dict[str, Any]:
+    return {
+        "crc": result.crc,
+        "crcs": base64.b64encode(array("I", result.crcs).tobytes()).decode(),
+        "digest": result.digest,
+        "moved": asdict(result.moved),
+    }
+
+
+def _hand_over(job: Job, name: str, content: Sequence[Any]) -> list[int]:
+    """Write what other ranks need; return size and CRC-32 of the file. Raises StorageError."""
+    path = job.folder / f"{job.member.rank}.{name}"
+    data = json.dumps(content).encode()
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
@@ -210,21 +264,16 @@ def _write_results(job: Job, results: Sequence[FileResult]) -> list[int]:
     return [len(data), zlib.crc32(data)]
 
 
-def _read_results(job: Job, rank: int, stated: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what a rank has written, when it is to be seen from here."""
-    path = _results_file(job, rank)
+def _take_over(job: Job, rank: int, name: str, stated: Sequence[int]) -> list[Any]:
+    """Return what a rank has handed over, once this node sees it. Raises StorageError if it never does."""
+    path = job.folder / f"{rank}.{name}"
     for _ in _until(job, path):
         with suppress(OSError):
             data = path.read_bytes()
             if [len(data), zlib.crc32(data)] == [*stated]:
-                lines: list[dict[str, Any]] = json.loads(data)
-                return lines
+                content: list[Any] = json.loads(data)
+                return content
     raise AssertionError("either it is there or that is an error")
-
-
-def _result(file: FileLayout, line: Mapping[str, Any]) -> FileResult:
-    crcs = array("I", base64.b64decode(line["crcs"]))
-    return FileResult(file, line["crc"], crcs, line["digest"], Moved(**line["moved"]))
 
 
 def _wait_for_files(job: Job, staging: Path, results: Sequence[FileResult]) -> None:

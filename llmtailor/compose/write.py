@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -13,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.manifest import make_manifest
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
-from llmtailor.compose.share import gather, leading, write_share, write_together
-from llmtailor.containers.dcp import METADATA, list_data_records
-from llmtailor.containers.torch_zip import list_records
-from llmtailor.containers.zip import Record
+from llmtailor.compose.share import gather, leading, read_together, write_share, write_together
+from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.job import Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, read_again
+from llmtailor.engine.recheck import SourceFile, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
 from llmtailor.engine.upload import clear, is_unfinished, upload
 from llmtailor.errors import (
@@ -39,8 +35,7 @@ from llmtailor.errors import (
     VerificationError,
 )
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.known_files import is_resumed_from
-from llmtailor.formats.manifest import read_manifest, read_merge
+from llmtailor.formats.manifest import read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
@@ -130,9 +125,9 @@ def write(
             if job is None:
                 results = execute(composition.plan, staging.path, context)
             else:
-                results = write_together(job, composition.plan, staging.path, context, on_progress)
+                results = write_together(job, composition, staging.path, context, on_progress)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
-            digests = _check_sources(composition, results, before, on_progress, stop)
+            digests = _check_sources(composition, results, before, on_progress, stop, job)
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.family).encode()
             content = make_manifest(composition, results, digests, readme, identity.digest(), now())
@@ -160,6 +155,7 @@ def _check_sources(
     before: Mapping[str, FileFact],
     on_progress: Callable[[int], None],
     stop: Stop,
+    job: Job | None,
 ) -> dict[SourceFile, str]:
     """Check that no source has changed since ``before``; return the digests of the files read, if requested.
 
@@ -186,35 +182,11 @@ def _check_sources(
         raise SourceError(changed)
     wanted = composition.plan.summary.read
     if composition.options.checksum:
-        return read_again(composition.plan, results, wanted, on_progress, stop, _stated(composition, wanted))
+        if job is not None:
+            return read_together(job, composition, results, on_progress, stop)
+        return read_again(composition.plan, results, wanted, on_progress, stop, stated_checksums(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}
-
-
-def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[SourceFile, list[Stated]]:
-    """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
-    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
-    of_dcp = [_data_records(index) for index in composition.indexes]
-    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
-    for number, path in files:
-        index, about = composition.indexes[number], manifests[number]
-        records = of_dcp[number].get(path, ())
-        if path.endswith((".pt", ".pth", ".bin")):
-            records = list_records(index.root, path, PathIn(index.name, path))
-        for record in records:
-            if record.crc is not None:
-                stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
-        if about is not None and path in about.files and is_resumed_from(path, index):
-            num_bytes, crc = about.files[path]
-            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
-    return stated
-
-
-def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
-    """Return the records of the data files of a source's DCP folders."""
-    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
-    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
-    return {path: records for each in found for path, records in each.items()}
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 LIMIT_S = 180.0
 """Seconds of silence after which a rank is given up. NFS may hide new files for 60."""
 PLANNING, READY, WRITING, WRITTEN = "planning", "ready", "writing", "written"
+CHECKING, CHECKED = "checking", "checked"
 IDLE, FAILED, ENDED = "idle", "failed", "ended"
 _BEAT_S = 1.0
 _LEAVING_S = (10.0, 60.0)
@@ -59,6 +60,8 @@ class Job:
         """On rank 0, held from the beginning to the end"""
         self.on_progress: Callable[[int], None] = lambda num_bytes: None
         """On rank 0, gets the bytes that other ranks move"""
+        self.needs_all = False
+        """On rank 0, whether ranks have more to do when they have written their shares"""
         self.folder = staging_folder(self.out) / RANKS
         self._posts = Posts(self.folder)
         self._own: dict[str, Any] = {
@@ -296,11 +299,11 @@ class Job:
 
     def _silence_of_others(self) -> TailorError | None:
         """Return the error if a rank says nothing for too long. One that has written its share may be gone."""
+        done = (CHECKED, FAILED, ENDED) if self.needs_all else (WRITTEN, FAILED, ENDED)
         gone = [
             rank
             for rank in self._others
-            if self._silent_s[rank] > self.limit_s
-            and self._found.get(rank, {}).get("stage") not in (WRITTEN, FAILED, ENDED)
+            if self._silent_s[rank] > self.limit_s and self._found.get(rank, {}).get("stage") not in done
         ]
         if not gone:
             return None

@@ -68,6 +68,35 @@ def test_convert_with_checksums_and_an_old_output(scene, ranks):
     assert nothing_is_left(scene)
 
 
+def test_a_source_whose_checksum_is_wrong(scene, ranks):
+    """Whichever rank reads the file again says so."""
+    damaged = next(scene.root.glob("checkpoint-100/global_step*/*rank_1*optim_states.pt"))
+    data, at = damaged.read_bytes(), damaged.stat()
+    changed = bytearray(data)
+    changed[len(data) // 2] ^= 1
+    try:
+        damaged.write_bytes(changed)
+        os.utime(damaged, ns=(at.st_atime_ns, at.st_mtime_ns))
+        assert ranks.run(scene.root, [*MERGE, "--checksum"], 3) == [4, 4, 4]
+        assert "does not match its checksum" in said(scene)
+    finally:
+        damaged.write_bytes(data)
+        os.utime(damaged, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert nothing_is_left(scene)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_is_killed_while_sources_are_read_again(scene, ranks, rank):
+    command, fault = [*MERGE, "--checksum"], {"fault": "count", "only": ("preadv", "readv")}
+    assert ranks.run(scene.root, command, 2, {rank: fault}) == [0, 0]
+    at = pickle.loads((scene.root / f"record-{rank}").read_bytes()) - 3
+    scene.reset()
+    codes = ranks.run(scene.root, command, 2, {rank: {**fault, "fault": "kill", "at": at}}, limit_s=2.5)
+    assert (codes[rank], codes[1 - rank]) == (DEAD, 9)
+    assert ranks.run(scene.root, command, 3) == [0, 0, 0]
+    assert "resuming the merge" in said(scene)
+
+
 def operations(scene: Scene, ranks: Ranks, world_size: int) -> list[int]:
     """How many operations on the disk each rank does, if nothing happens."""
     faults = {rank: {"fault": "count"} for rank in range(world_size)}
