@@ -52,10 +52,10 @@ def share_out(num_bytes: Sequence[int], world_size: int) -> list[list[int]]:
 
 
 _MUST_BE_SAME = {
-    "version": "the version of llmtailor",
-    "request": "the recipe or the options",
-    "facts": "the sizes or times of the sources' files",
-    "plan": "the content of the sources",
+    "version": "version of llmtailor",
+    "request": "recipe or options",
+    "facts": "sizes or times of the sources' files",
+    "plan": "content of the sources",
 }
 
 
@@ -90,7 +90,7 @@ def check_same(facts: Mapping[int, Mapping[str, str]]) -> None:
     problems = [
         Problem(
             f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}",
-            f"{_MUST_BE_SAME[key]} differ from rank 0's",
+            f"not the same {_MUST_BE_SAME[key]} as on rank 0",
             fixes.get(key, "start all ranks with the same command in the same environment"),
         )
         for key, ranks in differing.items()
@@ -107,14 +107,22 @@ def leading(job: Job | None, stop: Stop) -> Iterator[None]:
         return
     job.attach(stop)
     try:
-        yield
-    except Abandoned as error:
-        job.check()
-        raise AssertionError("no worker has failed") from error
+        with _heeding(job):
+            yield
     except BaseException as error:
         job.end(error)
         raise
     job.end(None)
+
+
+@contextmanager
+def _heeding(job: Job) -> Iterator[None]:
+    """Raise what has ended the merge elsewhere, where workers only say that they have stopped."""
+    try:
+        yield
+    except Abandoned:
+        job.check()
+        raise
 
 
 def gather(job: Job, composition: Composition, identity: Identity) -> None:
@@ -156,7 +164,7 @@ def read_together(
     Raises what `read_again` raises, on whatever rank.
     """
     shares = _read_shares(job, composition)
-    found = _read_share(composition, results, shares[0], on_progress, stop)
+    found = _read_share(job, composition, results, shares[0], on_progress, stop)
     for rank, post in job.wait(CHECKED).items():
         found |= zip(shares[rank], _take_over(job, rank, DIGESTS, post["handed"]), strict=True)
     return dict(sorted(found.items()))
@@ -194,7 +202,7 @@ def write_share(composition: Composition, identity: Identity, job: Job, stop: St
     if composition.options.checksum:
         everything = _collect(job, composition.plan, job.wait(CHECKING)[0]["results"])
         mine = _read_shares(job, composition)[job.member.rank]
-        found = _read_share(composition, everything, mine, job.count, stop)
+        found = _read_share(job, composition, everything, mine, job.count, stop)
         job.say(CHECKED, handed=_hand_over(job, DIGESTS, [found[name] for name in mine]))
     job.wait(ENDED)
     return sum((result.moved for result in results), Moved())
@@ -205,11 +213,9 @@ def _shares(job: Job, plan: Plan) -> list[list[int]]:
 
 
 def _execute(job: Job, plan: Plan, share: Sequence[int], staging: Path, context: Context) -> list[FileResult]:
-    try:
-        return execute(replace(plan, files=tuple(plan.files[number] for number in share)), staging, context)
-    except Abandoned:
-        job.check()
-        raise
+    mine = replace(plan, files=tuple(plan.files[number] for number in share))
+    with _heeding(job):
+        return execute(mine, staging, context)
 
 
 def _read_shares(job: Job, composition: Composition) -> list[list[SourceFile]]:
@@ -220,6 +226,7 @@ def _read_shares(job: Job, composition: Composition) -> list[list[SourceFile]]:
 
 
 def _read_share(
+    job: Job,
     composition: Composition,
     results: Sequence[FileResult],
     files: Sequence[SourceFile],
@@ -227,7 +234,8 @@ def _read_share(
     stop: Stop,
 ) -> dict[SourceFile, str]:
     stated = stated_checksums(composition, files)
-    return read_again(composition.plan, results, set(files), on_progress, stop, stated)
+    with _heeding(job):
+        return read_again(composition.plan, results, set(files), on_progress, stop, stated)
 
 
 def _collect(job: Job, plan: Plan, stated: Sequence[Sequence[int]]) -> list[FileResult]:

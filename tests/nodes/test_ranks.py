@@ -184,7 +184,7 @@ def test_one_has_another_recipe(scene, ranks):
     (scene.root / "other.yaml").write_text(RECIPE.replace("odd", "even"))
     other = ["merge", "other.yaml", *MERGE[2:]]
     assert ranks.run(scene.root, MERGE, 3, others={1: other, 2: other}) == [2, 2, 2]
-    assert "ranks 1-2: the recipe or the options differ from rank 0's" in said(scene)
+    assert "ranks 1-2: not the same recipe or options as on rank 0" in said(scene)
     assert not said(scene, 1)
     assert nothing_is_left(scene)
 

@@ -1,16 +1,24 @@
-"""What decides in a shared merge, without processes."""
+"""The pieces of a shared merge, in one process."""
 
 from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.compose.share import check_same, share_out
+from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.compose.share import _wait_for_files, check_same, share_out
+from llmtailor.engine.copy import FileResult, Moved
+from llmtailor.engine.job import ENDED, READY, WRITING, WRITTEN, Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished
-from llmtailor.engine.launch import find_member
+from llmtailor.engine.launch import Member, find_member
+from llmtailor.engine.pool import Stop
 from llmtailor.engine.posts import Posts
-from llmtailor.errors import SourceError, UsageError
+from llmtailor.errors import SourceError, StorageError, Unanswered, UsageError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {
@@ -93,3 +101,90 @@ def test_marks_of_other_ranks_continue_the_own_ones():
     foreign = Unfinished(Identity("1", "another", {}, "request", "recipe", "now", 100), {"b": (Mark(50, 1),)})
     marks = own.with_marks_of([other, None, foreign]).marks
     assert marks == {"a": (Mark(10, 1), Mark(20, 7), Mark(30, 3)), "b": (Mark(5, 9),), "c": (Mark(1, 1),)}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """The jobs of two ranks that have found each other, in one process."""
+    jobs = [Job(Member(rank, 2, "test"), tmp_path / "out") for rank in range(2)]
+    jobs[0].__enter__()
+    jobs[1].__enter__()
+    jobs[1].say(READY)
+    jobs[0].wait(READY)
+    jobs[0].say(WRITING)
+    jobs[1].wait(WRITING)
+    yield jobs
+    for job in jobs:
+        job._silence()
+
+
+def test_a_rank_that_was_stopped_meanwhile_leaves_the_next_merge_alone(two, tmp_path, monkeypatch):
+    first, second = two
+    first._silence()  # as if it had been killed
+    first.lock.release()
+    stop = Stop()
+    second.attach(stop)
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "1")
+    with Job(Member(0, 2, "test"), tmp_path / "out"):
+        wait_until(lambda: stop.failed)
+        with pytest.raises(Unanswered, match="another merge has taken its place"):
+            second.check()
+        with pytest.raises(Unanswered):
+            second.__exit__(None, None, None)
+
+
+def test_ranks_end_together(two, tmp_path):
+    first, second = two
+    thread = threading.Thread(target=first.__exit__, args=(None, None, None))
+    thread.start()
+    second.wait(ENDED)
+    second.__exit__(None, None, None)
+    thread.join()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_error_of_one_is_that_of_all_and_is_told_once(two):
+    first, second = two
+    caught = []
+
+    def fail() -> None:
+        try:
+            error = StorageError.at("disk", "full")
+            second.__exit__(StorageError, error, None)
+        except StorageError as raised:
+            caught.append(raised)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    with pytest.raises(StorageError) as told:
+        first.wait(WRITTEN)
+    first.__exit__(StorageError, told.value, None)
+    thread.join()
+    assert [str(problem) for problem in told.value.problems] == ["rank 1: disk: full"]
+    assert not told.value.is_reported
+    assert caught[0].is_reported
+
+
+def test_files_of_other_nodes_that_appear_late(tmp_path):
+    job = SimpleNamespace(limit_s=10.0, check=lambda: None, out=tmp_path / "out")
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    results = [FileResult(FileLayout("folder/file", (Bytes(b"abc", "test"),)), 0, (), None, Moved())]
+    timers = [threading.Timer(0.2, path.write_bytes, [b"a"]), threading.Timer(0.5, path.write_bytes, [b"abc"])]
+    for timer in timers:
+        timer.start()
+    _wait_for_files(job, tmp_path, results)
+    assert path.read_bytes() == b"abc"
+    assert [*path.parent.iterdir()] == [path]
+    path.unlink()
+    job.limit_s = 0.2
+    with pytest.raises(StorageError, match="this node does not see it"):
+        _wait_for_files(job, tmp_path, results)
+
+
+def wait_until(is_true) -> None:
+    for _ in range(600):
+        if is_true():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never was")
