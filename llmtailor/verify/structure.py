@@ -12,6 +12,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.clients import client_of
 from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST
@@ -126,6 +127,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
-    if index.family in (DEEPSPEED, UNIVERSAL, TRAINER) and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
+    is_whole = index.family in (DEEPSPEED, UNIVERSAL, TRAINER)
+    if is_whole and client_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)

@@ -15,6 +15,7 @@ from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.folder import is_of_fsdp
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
@@ -29,7 +30,6 @@ from llmtailor.formats.trainer import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
-    TRAINER_STATE,
     is_weight_file,
 )
 from llmtailor.storage.local import read_source
@@ -93,8 +93,9 @@ def verify_checkpoint(
     deep: bool = False,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
+    client: str | None = None,
 ) -> Verdict:
-    """Check whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly, and find what is damaged.
+    """Check whether the unmodified Trainer, accelerate or DeepSpeed resumes from a checkpoint correctly; find damage.
 
     A partial checkpoint is checked for whether composites can be made from it.
 
@@ -103,6 +104,8 @@ def verify_checkpoint(
         deep: read every tensor, in parallel. Otherwise only headers and pickles are read, in seconds for any size.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         name: the checkpoint's name in messages; None for its path.
+        client: what will resume from it: ``trainer``, ``accelerate`` or ``deepspeed`` (an engine in a loop); None for
+            the one whose files it has.
 
     Raises:
         UnsupportedCheckpoint: an unsupported kind of checkpoint.
@@ -110,7 +113,7 @@ def verify_checkpoint(
         Interrupted: Ctrl-C or SIGTERM.
     """
     root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
-    survey = survey_checkpoint(root, name)
+    survey = survey_checkpoint(root, name, client)
     if not looks_partial(root):  # partial ones are of a supported kind or damaged
         _refuse_unsupported(survey)
     findings = [

@@ -23,8 +23,9 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, la
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.clients import CLIENTS, Client
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_trainer_files, of_others
+from llmtailor.formats.made import made_client_files, of_others
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -47,16 +48,18 @@ class ZeroTarget:
     """Dtype of the weights in training"""
     kinds: tuple[str, ...]
     """Elementwise states of the optimizer; none in fp16 while every step so far has overflowed"""
+    client: Client
+    """Whose loader will look for the tag folder"""
 
     @classmethod
-    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str) -> ZeroTarget:
+    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
         trained = next((param for one in base.sub_groups for param in one.params), None)
         kinds = (state.kind for state in base.held if state.param == trained and state.kind not in _NOT_MOMENTS)
-        return cls(base, layout, precision, tuple(kinds))
+        return cls(base, layout, precision, tuple(kinds), CLIENTS[client])
 
     @property
     def tag(self) -> str:
-        return self.base.tag.removesuffix(UNIVERSAL) or f"global_step{self.base.global_step}"
+        return self.base.tag.removesuffix(UNIVERSAL) or self.client.default_tag.format(self.base.global_step)
 
     def numels(self, one: SubGroup) -> dict[str, int]:
         return {param: self.base.params[param].numel for param in one.params}
@@ -118,7 +121,7 @@ def lay_out_engine(
         precision = dtype = wanted.dtype or base.precision
         leave_out = frozenset((OPTIMIZER, SCALER, LATEST)) | of_others(base)
         _check_plain_base(base, precision)
-    target, train = ZeroTarget.of(base, wanted.layout, precision), base.train
+    target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
     if not train.optim:
         train = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:
@@ -126,8 +129,11 @@ def lay_out_engine(
         model = (tree and _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model)
         train = replace(train, model=tuple(model))
     states = [*lay_out_states(target, train)]
-    weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
-    made, about = made_trainer_files(base, wanted)
+    weights: list[FileLayout] = []
+    notices: list[Problem] = []
+    if target.client.saves_model or base.is_partial:
+        weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+    made, about = made_client_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
     if base.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"

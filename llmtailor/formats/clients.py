@@ -1,0 +1,128 @@
+"""Whose loader resumes from a checkpoint, and which files it opens beside weights and shards. Pure.
+
+::
+
+    trainer      Trainer.train(resume_from_checkpoint)    trainer_state.json, scheduler.pt, rng_state[_N].pth
+    accelerate   Accelerator.load_state                   scheduler.bin, random_states_N.pkl, custom_checkpoint_N.pkl
+    deepspeed    engine.load_checkpoint                   nothing
+
+Under DeepSpeed, the Trainer looks for a tag folder ``global_step*`` and accelerate for ``pytorch_model``; an engine
+takes any that ``latest`` names. Checked against transformers 5.23, accelerate 1.15 and deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
+
+TRAINER_STATE = "trainer_state.json"
+_LOOP_FILES = re.compile(r"latest(_universal)?|global_step.*/")
+_TRAINER_FILES = re.compile(r"training_args\.bin|rng_state(_[0-9]+)?\.pth")
+_NUMBER = r"(_[0-9]{1,5})?"
+_ACCELERATE_FILES = re.compile(
+    rf"(optimizer|scheduler|sampler|dl_state_dict){_NUMBER}\.bin|(random_states|custom_checkpoint){_NUMBER}\.pkl"
+    rf"|pytorch_model{_NUMBER}/"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The files that a loader opens beside weights and shards, and those that its saver writes."""
+
+    name: str
+    loader: str
+    """What messages call it"""
+    state: str = ""
+    """The file with the run's counters, without which it does not resume; empty if there is none"""
+    scheduler: str = "scheduler.pt"
+    needs_scheduler: bool = False
+    optimizer: str = "optimizer.pt"
+    """Of a training without DeepSpeed"""
+    tag: str = ""
+    """Pattern of the names of the tag folders that it finds; empty if it follows ``latest``"""
+    default_tag: str = "global_step{}"
+    """The tag of an output whose base has none, with the step in place of the braces"""
+    saves_model: bool = False
+    """Whether it saves config.json, and the weights beside DeepSpeed's shards"""
+    saves_rng: bool = True
+
+    def finds(self, tag: str) -> bool:
+        """Return whether it finds a tag folder of this name."""
+        return not self.tag or fnmatch(tag, self.tag)
+
+
+CLIENTS = {
+    one.name: one
+    for one in (
+        Client(
+            TRAINER,
+            "the Trainer",
+            state=TRAINER_STATE,
+            needs_scheduler=True,
+            tag="global_step*",
+            saves_model=True,
+        ),
+        Client(
+            ACCELERATE,
+            "accelerate",
+            scheduler="scheduler.bin",
+            optimizer="optimizer.bin",
+            tag="pytorch_model",
+            default_tag="pytorch_model",
+        ),
+        Client(DEEPSPEED, "DeepSpeed", saves_rng=False),
+        Client(DCP, "torch.distributed.checkpoint", saves_rng=False),
+    )
+}
+
+
+def client_of(index: CheckpointIndex) -> Client:
+    """Return the client of a checkpoint."""
+    return CLIENTS[index.client]
+
+
+def detect_client(names: Iterable[str], is_trainers: bool | None) -> Client:
+    """Return whose loader a checkpoint is for.
+
+    ``names`` are those of the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
+    trainer_state.json is the Trainer's; llmtailor's own in a loop without a Trainer is not. None without such a file.
+    """
+    names = [*names]
+    is_loops = any(map(_LOOP_FILES.fullmatch, names))
+    if is_trainers is not None:
+        return CLIENTS[TRAINER if is_trainers or not is_loops else DEEPSPEED]
+    if any(map(_TRAINER_FILES.fullmatch, names)):
+        return CLIENTS[TRAINER]
+    if any(map(_ACCELERATE_FILES.fullmatch, names)):
+        return CLIENTS[ACCELERATE]
+    return CLIENTS[DEEPSPEED if is_loops else TRAINER]
+
+
+def choose_client(base: CheckpointIndex, family: str, to: str | None) -> str:
+    """Return the client of an output of a family of formats, which ``--to`` named or not."""
+    if family == DCP:
+        return DCP
+    if base.client == ACCELERATE and to != TRAINER:
+        return ACCELERATE
+    return DEEPSPEED if base.client == DEEPSPEED and family in (DEEPSPEED, UNIVERSAL) else TRAINER
+
+
+def is_accelerates(path: str) -> bool:
+    """Return whether accelerate saves a file of this name in the root, and no other client does."""
+    return bool(_ACCELERATE_FILES.fullmatch(path))
+
+
+def match_steps(counted: int | None, made: float, ranks: int, client: Client, is_composite: bool) -> int | None:
+    """Return what a schedule has counted as the number of steps that it stands for.
+
+    accelerate steps a prepared scheduler once per process, unless ``split_batches`` says otherwise. A composite may be
+    for other ranks than the run had.
+    """
+    if client.name != ACCELERATE or counted is None or not made:
+        return counted
+    is_multiple = counted == made * ranks or (is_composite and counted % made == 0)
+    return int(made) if is_multiple else counted
