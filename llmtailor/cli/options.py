@@ -39,8 +39,8 @@ FOR = click.option(
     "--for",
     "client",
     type=click.Choice(["trainer", "accelerate", "deepspeed"]),
-    help="What will resume: the Trainer, accelerate's load_state, or a DeepSpeed engine in your own loop. Default: what "
-    "the files are for.",
+    help="What will resume: the Trainer, accelerate's load_state, or a DeepSpeed engine in your own loop. Default: "
+    "what the files are for.",
 )
 _CHOOSING = [
     click.option(

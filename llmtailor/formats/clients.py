@@ -20,7 +20,6 @@ from fnmatch import fnmatch
 from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
 
 TRAINER_STATE = "trainer_state.json"
-_LOOP_FILES = re.compile(r"latest(_universal)?|global_step.*/")
 _TRAINER_FILES = re.compile(r"training_args\.bin|rng_state(_[0-9]+)?\.pth")
 _NUMBER = r"(_[0-9]{1,5})?"
 _ACCELERATE_FILES = re.compile(
@@ -49,6 +48,8 @@ class Client:
     saves_model: bool = False
     """Whether it saves config.json, and the weights beside DeepSpeed's shards"""
     saves_rng: bool = True
+    counts_steps: bool = True
+    """Whether a schedule counts optimizer steps; accelerate steps it once per process, however many there are now"""
 
     def finds(self, tag: str) -> bool:
         """Return whether it finds a tag folder of this name."""
@@ -73,6 +74,7 @@ CLIENTS = {
             optimizer="optimizer.bin",
             tag="pytorch_model",
             default_tag="pytorch_model",
+            counts_steps=False,
         ),
         Client(DEEPSPEED, "DeepSpeed", saves_rng=False),
         Client(DCP, "torch.distributed.checkpoint", saves_rng=False),
@@ -85,21 +87,21 @@ def client_of(index: CheckpointIndex) -> Client:
     return CLIENTS[index.client]
 
 
-def detect_client(names: Iterable[str], is_trainers: bool | None) -> Client:
+def detect_client(names: Iterable[str], is_trainers: bool | None, is_engines: bool) -> Client:
     """Return whose loader a checkpoint is for.
 
     ``names`` are those of the entries of its root, folders with a ``/`` at the end. ``is_trainers`` says whether its
     trainer_state.json is the Trainer's; llmtailor's own in a loop without a Trainer is not. None without such a file.
+    ``is_engines`` says whether DeepSpeed has saved the states.
     """
     names = [*names]
-    is_loops = any(map(_LOOP_FILES.fullmatch, names))
     if is_trainers is not None:
-        return CLIENTS[TRAINER if is_trainers or not is_loops else DEEPSPEED]
+        return CLIENTS[TRAINER if is_trainers or not is_engines else DEEPSPEED]
     if any(map(_TRAINER_FILES.fullmatch, names)):
         return CLIENTS[TRAINER]
     if any(map(_ACCELERATE_FILES.fullmatch, names)):
         return CLIENTS[ACCELERATE]
-    return CLIENTS[DEEPSPEED if is_loops else TRAINER]
+    return CLIENTS[DEEPSPEED if is_engines else TRAINER]
 
 
 def choose_client(base: CheckpointIndex, family: str, to: str | None) -> str:
@@ -114,15 +116,3 @@ def choose_client(base: CheckpointIndex, family: str, to: str | None) -> str:
 def is_accelerates(path: str) -> bool:
     """Return whether accelerate saves a file of this name in the root, and no other client does."""
     return bool(_ACCELERATE_FILES.fullmatch(path))
-
-
-def match_steps(counted: int | None, made: float, ranks: int, client: Client, is_composite: bool) -> int | None:
-    """Return what a schedule has counted as the number of steps that it stands for.
-
-    accelerate steps a prepared scheduler once per process, unless ``split_batches`` says otherwise. A composite may be
-    for other ranks than the run had.
-    """
-    if client.name != ACCELERATE or counted is None or not made:
-        return counted
-    is_multiple = counted == made * ranks or (is_composite and counted % made == 0)
-    return int(made) if is_multiple else counted

@@ -15,7 +15,7 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, Problem, some
-from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates, match_steps
+from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.scheduler import read_scheduler, regroup_scheduler
@@ -38,13 +38,13 @@ def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
 def saved_scheduler(base: CheckpointIndex) -> Any:
     """Return the scheduler's state that a base holds, for its own param groups; None if it holds none.
 
-    The count of accelerate's is turned into one of optimizer steps.
+    The Trainer steps it with each optimizer step, accelerate once per process and step, so its count is replaced.
     """
     tree = base.train.trees.get(client_of(base).scheduler)
     if tree is not None:
-        counted = read_scheduler(tree).num_steps
-        step = match_steps(counted, base.global_step, base.world_size, client_of(base), is_composite=True)
-        return tree if step == counted else {**tree, "last_epoch": step, "_step_count": (step or 0) + 1}
+        if client_of(base).counts_steps or read_scheduler(tree).num_steps is None:
+            return tree
+        return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
     if base.client == DEEPSPEED:
         return next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
     found = {
@@ -129,7 +129,7 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
         return
     where, client = PathIn(base.name, client_of(base).scheduler), client_of(base)
     counted = read_scheduler(base.train.trees.get(client.scheduler)).num_steps
-    if counted != match_steps(counted, base.global_step, base.world_size, client, is_composite=True):
+    if counted not in (None, base.global_step):
         what = (
             f"the schedule is at {counted} for step {base.global_step}, because accelerate steps it once per process; "
             f"it will move by {ranks} with each step"

@@ -30,7 +30,7 @@ from llmtailor.containers.safetensors import (
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError, damaged
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, Client, detect_client, is_accelerates, match_steps
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, Client, detect_client, is_accelerates
 from llmtailor.formats.format import Trees, Wanted, attempt
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.rng import as_trainers, check_random_states, check_rng, find_swapped, is_rng_file, rng_file
@@ -91,17 +91,14 @@ class TrainerFiles:
     has_all_weights: bool
     """Whether every weight file is intact"""
 
-    def schedule(self, made: float, ranks: int) -> SchedulerFacts:
-        """Return the facts of the scheduler, its count in optimizer steps, of which the run has ``made`` so many."""
-        assert self.scheduler is not None, "there is a scheduler's file"
-        counted = match_steps(self.scheduler.num_steps, made, ranks, self.client, MANIFEST in self.files)
-        return replace(self.scheduler, num_steps=counted)
 
-
-def read_trainer_files(trees: Trees, name: str, problems: Problems, client: str | None = None) -> TrainerFiles:
+def read_trainer_files(
+    trees: Trees, name: str, problems: Problems, client: str | None = None, *, is_engines: bool = False
+) -> TrainerFiles:
     """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
 
-    ``client`` is whose loader they are judged by; None for the one that they are detected to be for.
+    ``client`` is whose loader they are judged by; None for the one that they are detected to be for, see
+    `clients.detect_client`.
     """
     root, inside = trees.root, trees.inside
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
@@ -117,7 +114,10 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems, client: str 
     where = PathIn(name, TRAINER_STATE)
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
     is_the_trainers = content is None or is_trainers(content)
-    for_whom = _find_client(trees, client, is_the_trainers if TRAINER_STATE in files else None)
+    if client is None:
+        for_whom = _find_client(trees, is_the_trainers if TRAINER_STATE in files else None, is_engines)
+    else:
+        for_whom = CLIENTS[client]
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and for_whom.saves_model:
         findings.append(_no_weights(files, name))
     global_step, scheduler = None, None
@@ -145,6 +145,8 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems, client: str 
                 elif path == for_whom.scheduler:
                     findings += check_scheduler(decoded.tree, where)
                     scheduler = _check_rates(decoded.tree, where)
+                    if not for_whom.counts_steps:
+                        scheduler = replace(scheduler, num_steps=None)
                 elif path == SCALER:
                     findings += check_scaler(decoded.tree, facts, where)
         except TailorError as error:
@@ -167,12 +169,10 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems, client: str 
     )
 
 
-def _find_client(trees: Trees, wanted: str | None, is_trainers: bool | None) -> Client:
-    if wanted is not None:
-        return CLIENTS[wanted]
+def _find_client(trees: Trees, is_trainers: bool | None, is_engines: bool) -> Client:
     entries = (f"{path.name}/" if path.is_dir() else path.name for path in trees.root.iterdir())
     inside = (f"{folder}/" if below else folder for folder, _, below in (path.partition("/") for path in trees.inside))
-    return detect_client([*entries, *inside], is_trainers)
+    return detect_client([*entries, *inside], is_trainers, is_engines)
 
 
 def _report_non_files(root: Path, name: str, problems: Problems) -> None:

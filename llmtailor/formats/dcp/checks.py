@@ -19,12 +19,7 @@ _MIXED = "silent: copy the whole checkpoint again; its files come from different
 
 
 def compare_steps(
-    root: Path,
-    name: str,
-    trainer: TrainerFiles | None,
-    optimizer: Optimizer,
-    steps: Mapping[str, float],
-    ranks: int,
+    root: Path, name: str, trainer: TrainerFiles | None, optimizer: Optimizer, steps: Mapping[str, float]
 ) -> Iterator[Finding]:
     """Yield findings on Adam's steps of different saves; a composite may mix them.
 
@@ -46,7 +41,7 @@ def compare_steps(
     if lagging := [param for param, step in steps.items() if step < newest]:
         what = f"Adam's step of {some(lagging)} is below {newest:g}"
         yield Finding(name, what, "nothing, if it had no gradients in some steps", Code.STEPS_DIFFER, WARNING)
-    counted = trainer.schedule(newest, ranks).num_steps if trainer and trainer.scheduler else None
+    counted = trainer.scheduler.num_steps if trainer and trainer.scheduler else None
     if trainer and counted is not None and counted != newest:
         what = f"the schedule is at step {counted}, the optimizer's states are from step {newest:g}"
         yield Finding(PathIn(name, trainer.client.scheduler), what, _MIXED, Code.STEPS_DIFFER, ERROR)

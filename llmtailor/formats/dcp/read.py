@@ -361,7 +361,7 @@ class _Indexing:
                 yield Finding(PathIn(self.name, client.scheduler), what, fix, Code.SCHEDULER_MISSING, ERROR)
             if self.trainer.scheduler is not None:
                 yield from compare_scheduler(self.trainer.scheduler, PathIn(self.name, client.scheduler), hyper, None)
-        yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps, self._world_size())
+        yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"
             fix = "if they were trained, their states are lost: leave this checkpoint out"

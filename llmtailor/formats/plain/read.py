@@ -265,8 +265,9 @@ def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Find
     A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises
     SourceError if no state is of the schedule's step.
     """
-    name, made = index.name, max(index.steps().values())
-    counted = trainer.schedule(made, _world_size(trainer.files)).num_steps if trainer.scheduler is not None else None
+    counted, name = trainer.scheduler.num_steps if trainer.scheduler is not None else None, index.name
+    if not trainer.client.counts_steps:
+        counted = index.global_step
     if counted is None or MANIFEST in trainer.files:
         return
     of_step: dict[float, list[str]] = {}

@@ -147,7 +147,7 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
     """
     problems, trees = Problems(), FileTrees(root)
     tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
-    trainer = read_trainer_files(trees, name, problems, client)
+    trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if tag is None:
         return Survey(None, problems)
     facts = dict(_files_in(root, f"{tag}/"))

@@ -63,7 +63,7 @@ def survey_shards(
 ) -> Survey:
     """Index shards, wherever they are; ``files`` is None if nothing is known of them."""
     root = trees.root
-    trainer = read_trainer_files(trees, name, problems, client)
+    trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Survey(None, problems)
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
@@ -253,8 +253,7 @@ def check_schedulers(
     where, groups = PathIn(index.name, client.scheduler), [group.hyper for group in index.groups]
     expected = index.global_step - index.skipped_steps
     if trainer.scheduler is not None:
-        facts = trainer.schedule(expected, index.world_size)
-        yield from compare_scheduler(facts, where, groups, expected)
+        yield from compare_scheduler(trainer.scheduler, where, groups, expected)
     if engines is not None:
         yield from compare_scheduler(engines, inside, groups, expected)
     elif is_set:
