@@ -235,9 +235,10 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
 
 def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Client) -> list[Finding]:
     """Return findings on ranks without a random number state; ``there`` are the files that exist."""
-    if not client.saves_rng and not any(map(is_rng_file, there)):
+    files = [rng_file(rank, world_size, client.name) for rank in range(world_size)]
+    if not client.saves_rng and not set(files) & set(there):
         return []
-    lost = [file for rank in range(world_size) if (file := rng_file(rank, world_size, client.name)) not in there]
+    lost = [file for file in files if file not in there]
     where: list[str] = [PathIn(name, file) for file in lost]
     what = "the RNG state of this rank is missing"
     if len(lost) == world_size:

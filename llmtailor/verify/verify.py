@@ -15,7 +15,7 @@ from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.clients import TRAINER_STATE
+from llmtailor.formats.clients import TRAINER_STATE, client_of
 from llmtailor.formats.dcp.folder import is_of_fsdp
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
@@ -38,7 +38,7 @@ from llmtailor.verify.bad_values import join, lost_elements
 from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
 
-_READ = {SCHEDULER, SCALER, OPTIMIZER, TRAINER_STATE, CONFIG, MANIFEST}
+_READ = {SCALER, TRAINER_STATE, CONFIG, MANIFEST}
 """Files that the index has already decoded"""
 _FIX = "a resume does not read it; copy it again if you need it"
 
@@ -53,9 +53,10 @@ def check_file(root: Path, path: str, where: str) -> None:
 
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
+    own = {*_READ, SCHEDULER, OPTIMIZER, client_of(index).scheduler, client_of(index).optimizer}
     for path in index.files:
         where = PathIn(index.name, path)
-        if "/" in path or path in _READ or is_rng_file(path):
+        if "/" in path or path in own or is_rng_file(path):
             continue
         try:
             check_file(index.root, path, where)

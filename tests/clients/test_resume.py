@@ -19,6 +19,7 @@ import llmtailor  # noqa: E402
 from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
 from clients.spec import Spec  # noqa: E402
+from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
@@ -39,13 +40,16 @@ class Case:
     ranks: int = 2
     stage: int | None = None
     """Of the output; None keeps the source's"""
+    lost: str = ""
+    """A file that is removed from it"""
 
     def __str__(self) -> str:
-        return f"{self.source}-to-{self.ranks}{'' if self.stage is None else f'-stage-{self.stage}'}"
+        stage = "" if self.stage is None else f"-stage-{self.stage}"
+        return f"{self.source}-to-{self.ranks}{stage}{self.lost and f'-without-{self.lost}'}"
 
     @property
     def is_exact(self) -> bool:
-        return self.ranks == 2 and self.stage is None
+        return self.ranks == 2 and self.stage is None and self.lost in ("", "latest")
 
     def spec(self, out: Path) -> Spec:
         changes: dict[str, Any] = {"per_device_batch": 6 // self.ranks, "save_steps": 2}
@@ -64,6 +68,7 @@ SHORT = [
     Case("accelerate-2", 2, 3),
     Case("accelerate-2", 2, 0),
 ]
+LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
 LONG = [case for name in TWO_RANKS for ranks in (1, 3) if (case := Case(name, ranks)) not in SHORT]
 CASES = [pytest.param(case, id=str(case)) for case in SHORT]
 CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
@@ -84,9 +89,12 @@ def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pyte
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     folder = tmp_path_factory.mktemp("converted")
     batches: dict[int, list[Spec]] = {}
-    for case in dict.fromkeys(item.callspec.params["case"] for item in items):
+    wanted = [item.callspec.params["case"] for item in items]
+    for case in dict.fromkeys([*wanted, *LOST]):
         out = folder / str(case) / f"checkpoint-{STEP}"
         convert(loops.checkpoint(case.source), out, world_size=case.ranks, stage=case.stage)
+        if case.lost:
+            (out / case.lost).unlink()
         batches.setdefault(case.ranks, []).append(case.spec(out))
     found: dict[str, Any] = {}
     for ranks, specs in batches.items():
@@ -106,6 +114,15 @@ def test_training_goes_on(case: Case, loops: Loops, resumed: dict[str, Any]) -> 
     saved = verify_checkpoint(run.checkpoint(4), deep=True)  # what the client has saved back
     assert saved.level == RESUMABLE and not saved.findings
     assert saved.index is not None and saved.index.client == TWO_RANKS[case.source].client
+
+
+def test_a_file_is_missed_as_verify_says(loops: Loops, resumed: dict[str, Any]) -> None:
+    """accelerate does not ask for ``latest``, and goes on without random states, with other numbers."""
+    for case in LOST:
+        wanted = {step: loss for step, loss in loops[case.source].losses.items() if step > STEP}
+        assert (resumed[str(case)].losses == wanted) == case.is_exact
+        verdict = verify_checkpoint(Path(resumed[str(case)].spec.resume_from))
+        assert verdict.is_resumable and {one.path for one in verdict.of_severity(WARNING)} >= {case.lost}
 
 
 @pytest.mark.parametrize("case", CASES)
