@@ -1,4 +1,4 @@
-"""`verify`, `latest` and `inspect` judge by the client: what it saves is resumable, and damages that matter are told."""
+"""`verify`, `latest` and `inspect` judge by the client: what it saves resumes, and damages that matter are told."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
 from llmtailor.codes import Code
@@ -184,7 +184,7 @@ def make_index(
     return CheckpointIndex(
         root=root,
         name=name,
-        format="trainer",
+        format=ACCELERATE if trainer.client.name == ACCELERATE else TRAINER,
         stage=0,
         world_size=1,
         global_step=int(max(optimizer.steps.values())),
