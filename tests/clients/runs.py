@@ -13,6 +13,7 @@ TWO_RANKS = {
         Spec("accelerate-2", "accelerate", stage=2, objects=True),
         Spec("accelerate-3", "accelerate", stage=3, scheduler=""),
         Spec("accelerate-ddp", "accelerate", stage=0, dtype="fp32", objects=True),
+        Spec("accelerate-fsdp", "accelerate", stage=0, fsdp=True, dtype="fp32"),
         Spec("accelerate-named", "accelerate", stage=0, dtype="fp32", scheduler="", named=True),
     )
 }

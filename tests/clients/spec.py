@@ -15,6 +15,8 @@ class Spec:
     """``deepspeed``: a loop that calls ``engine.save_checkpoint``. ``accelerate``: one that calls ``save_state``."""
     stage: int = 3
     """Of ZeRO; 0 without DeepSpeed"""
+    fsdp: bool = False
+    """Whether accelerate shards the model with FSDP2"""
     scheduler: str = "torch"
     """``torch``: a LambdaLR. ``deepspeed``: WarmupLR of the DeepSpeed config. Empty: none."""
     tag: str = ""

@@ -65,6 +65,7 @@ SHORT = [
     Case("engine-3", 3),
     Case("accelerate-2", 3),
     Case("accelerate-ddp", 1),
+    Case("accelerate-fsdp", 3),
     Case("accelerate-2", 2, 3),
     Case("accelerate-2", 2, 0),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,15 @@ pytest.importorskip("deepspeed")
 
 from clients.conftest import Loops
 from clients.runs import TWO_RANKS
+from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.findings import ERROR, WARNING
 from llmtailor.formats.clients import detect_client
+from llmtailor.formats.field_tables import Field
+from llmtailor.formats.rng import ACCELERATE_TABLE
 from llmtailor.runs.latest import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
+from llmtailor.verify.smoke import try_resume
 from llmtailor.verify.verdict import RESUMABLE
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -93,6 +99,33 @@ def test_a_damage_that_matters_is_told(name, damage, severity, code, loops, tmp_
     (finding,) = verdict.findings
     assert (finding.code, finding.severity) == (code, severity)
     assert finding.fix and "recipe" not in finding.fix and "Trainer" not in f"{finding.what} {finding.fix}"
+
+
+@pytest.mark.parametrize("field", ACCELERATE_TABLE.fields, ids=lambda field: field.name)
+def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, loops: Loops, tmp_path: Path) -> None:
+    import torch
+
+    root = tmp_path / "checkpoint-4"
+    shutil.copytree(loops.checkpoint("accelerate-named", 4), root)
+    good = (root / "random_states_1.pkl").read_bytes()
+    damages = [*damages_of(field)]
+    assert len(damages) > 3
+    for damage in damages:
+        states = torch.load(io.BytesIO(good), weights_only=False)
+        assert damage.apply(states)
+        torch.save(states, root / "random_states_1.pkl")
+        verdict = verify_checkpoint(root)
+        assert [(one.severity, one.path) for one in verdict.findings] == [(WARNING, "random_states_1.pkl")], damage
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["engine-2", "accelerate-3"])
+def test_a_trial_resume_is_made_by_the_clients_call(name: str, loops: Loops, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint-2"
+    shutil.copytree(loops.checkpoint(name), root)
+    config = json.loads((loops.checkpoint("accelerate-3") / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    assert try_resume(verify_checkpoint(root)).findings == ()
 
 
 def test_another_loader_can_be_asked_for(loops: Loops) -> None:

@@ -19,13 +19,20 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from transformers import set_seed
 
 from clients.spec import Spec
 from real.models import VOCAB, build
 
+FSDP = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "transformer_based_wrap",
+    "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
+    "state_dict_type": "SHARDED_STATE_DICT",
+}
 RATE, DECAY, CONFIG = 5e-3, 0.1, "config.json"
 
 
@@ -108,8 +115,13 @@ class AccelerateLoop:
         self.spec = spec
         plugin = DeepSpeedPlugin(hf_ds_config=engine_config(spec)) if spec.stage else None
         os.environ["ACCELERATE_USE_DEEPSPEED"] = str(bool(spec.stage)).lower()  # the plugin of a run before has set it
+        os.environ["ACCELERATE_USE_FSDP"] = str(spec.fsdp).lower()
         PartialState(cpu=True)  # else it looks for an accelerator, and each rank would be on its own
-        self.accelerator = Accelerator(cpu=not spec.stage, deepspeed_plugin=plugin)
+        if spec.fsdp:  # which accelerate knows on accelerators only
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        fsdp = FullyShardedDataParallelPlugin(**FSDP) if spec.fsdp else None
+        is_cpu = not (spec.stage or spec.fsdp)
+        self.accelerator = Accelerator(cpu=is_cpu, deepspeed_plugin=plugin, fsdp_plugin=fsdp)
         assert self.accelerator.num_processes == dist.get_world_size()
         model = build("llama", spec.layers, tied=False)
         optimizer = new_optimizer(spec, model)
