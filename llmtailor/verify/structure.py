@@ -28,15 +28,21 @@ _ON_PURPOSE = "none needed if you changed it yourself"
 def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return the problems in the states of a full checkpoint that could be indexed."""
     fix = "rename the folder: scripts and the Trainer's rotation rely on its name"
-    step = check_step(index, step_of(index.root), fix)
+    severity = WARNING
+    if not client_of(index).state:  # a loop may count batches, epochs or saves
+        fix, severity = (
+            "nothing, if the loop counts something else; merge --run, thin and latest rely on the name",
+            NOTE,
+        )
+    step = check_step(index, step_of(index.root), fix, severity)
     return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *step]
 
 
-def check_step(index: CheckpointIndex, step: int | None, fix: str) -> Iterator[Finding]:
+def check_step(index: CheckpointIndex, step: int | None, fix: str, severity: str = WARNING) -> Iterator[Finding]:
     """Compare the step in the folder's name, if any, with the content."""
     if step not in (None, index.global_step):
         what = f"its name says step {step}, but its content is of step {index.global_step}"
-        yield Finding(index.name, what, fix, Code.FOLDER_STEP, WARNING)
+        yield Finding(index.name, what, fix, Code.FOLDER_STEP, severity)
 
 
 def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[Finding]:

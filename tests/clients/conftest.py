@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.runs import TWO_RANKS
+from clients.runs import ALL
 from real.harness import Run, TrainingFailed, train_once
 
 
@@ -19,7 +19,7 @@ class Loops:
     def __getitem__(self, name: str) -> Run:
         if not self._found:
             try:
-                self._found = train_once(TWO_RANKS, 2, "clients.train")
+                self._found = train_once(ALL, 2, "clients.train")
             except TrainingFailed as error:
                 pytest.fail(str(error), pytrace=False)
         return self._found[name]

@@ -1,4 +1,4 @@
-"""The trainings that the tests stand on, one set of ranks for each world size."""
+"""The trainings that the tests stand on."""
 
 from __future__ import annotations
 
@@ -17,3 +17,5 @@ TWO_RANKS = {
         Spec("accelerate-named", "accelerate", stage=0, dtype="fp32", scheduler="", named=True),
     )
 }
+SAVER = Spec("engine-saver", stage=2, scheduler="", saver=True)
+ALL = {**TWO_RANKS, SAVER.name: SAVER}

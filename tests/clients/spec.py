@@ -25,6 +25,8 @@ class Spec:
     layers: int = 3
     named: bool = False
     """Whether the optimizer gets ``named_parameters()``"""
+    saver: bool = False
+    """Whether llmtailor's saver saves, and not the engine"""
     objects: bool = False
     """Whether an object is registered with accelerate for its checkpoints"""
     per_device_batch: int = 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
 from clients.test_resume import convert  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
+from llmtailor.codes import Code
+from llmtailor.errors import UnsafePickle
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
 from llmtailor.model.states import MASTER, WEIGHT  # noqa: E402
 from llmtailor.runs.latest import find_latest  # noqa: E402
@@ -56,7 +60,7 @@ def assert_composed(out: Path, loops: Loops, name: str) -> None:
     assert not same(read(sources[2].root, sources[2].held[some]), read(sources[4].root, sources[4].held[some]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_a_composite_holds_the_states_of_its_sources(name: str, ranks: int, loops: Loops, tmp_path: Path) -> None:
     out = compose(loops, name, tmp_path, world_size=ranks)
@@ -66,9 +70,18 @@ def test_a_composite_holds_the_states_of_its_sources(name: str, ranks: int, loop
     assert verdict.index is not None and verdict.index.client == TWO_RANKS[name].client
 
 
-@pytest.mark.parametrize("to", ["trainer", "fsdp", "dcp", "universal", "deepspeed"])
-@pytest.mark.parametrize("name", ["engine-2", "engine-3", "accelerate-2", "accelerate-ddp", "accelerate-fsdp"])
-def test_any_format_can_be_made_of_them(name: str, to: str, loops: Loops, tmp_path: Path) -> None:
+SHORT = ["engine-2 trainer", "engine-3 dcp", "engine-2 universal", "accelerate-2 trainer", "accelerate-2 universal",
+         "accelerate-2 fsdp", "accelerate-ddp deepspeed", "accelerate-ddp trainer", "accelerate-fsdp deepspeed"]  # fmt: skip
+LONG = [f"{name} {to}" for name in ("engine-2", "engine-3", "accelerate-2", "accelerate-ddp", "accelerate-fsdp")
+        for to in ("trainer", "fsdp", "dcp", "universal", "deepspeed")]  # fmt: skip
+PAIRS = [*SHORT, *(pytest.param(pair, marks=pytest.mark.long) for pair in LONG if pair not in SHORT)]
+THINNED = [name if name in ("engine-2", "accelerate-2", "accelerate-ddp") else pytest.param(name, marks=pytest.mark.long)
+           for name in TWO_RANKS if "fsdp" not in name]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_any_format_can_be_made_of_them(pair: str, loops: Loops, tmp_path: Path) -> None:
+    name, to = pair.split()
     stage = {"stage": 2} if to in ("universal", "deepspeed") else {}
     out = compose(loops, name, tmp_path, to=to, **stage)
     verdict = verify_checkpoint(out, deep=True)
@@ -105,13 +118,33 @@ def test_what_the_client_has_registered_is_copied_unread(loops: Loops, tmp_path:
     assert (out / "random_states_2.pkl").read_bytes() == (out / "random_states_0.pkl").read_bytes()
 
 
+def test_code_in_a_file_that_is_copied_is_never_run(loops: Loops, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    for path in ("custom_checkpoint_0.pkl", "sampler.bin", "random_states_0.pkl", "scheduler.bin", "optimizer.bin"):
+        root = tmp_path / path / "checkpoint-2"
+        shutil.copytree(loops.checkpoint("accelerate-ddp"), root)
+        torch.save({"x": Harm()}, root / path)
+        if path in ("custom_checkpoint_0.pkl", "sampler.bin"):
+            out = convert(root, tmp_path / path / "out", world_size=3)
+            assert (out / path).read_bytes() == (root / path).read_bytes()
+            assert verify_checkpoint(out, deep=True).is_resumable
+        else:
+            with pytest.raises(UnsafePickle):
+                convert(root, tmp_path / path / "out", world_size=3)
+            assert Code.UNSAFE_PICKLE in {one.code for one in verify_checkpoint(root).findings}
+    assert not (tmp_path / "ran").exists()
+
+
 def test_client_state_of_an_engine_is_kept(loops: Loops, tmp_path: Path) -> None:
     out = compose(loops, "engine-2", tmp_path, world_size=3)
     model = torch.load(out / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
     assert (model["epoch"], model["global_steps"], (out / "latest").read_text()) == (4, 4, "checkpoint")
 
 
-@pytest.mark.parametrize("name", [name for name in TWO_RANKS if "fsdp" not in name])  # which has no partial form
+@pytest.mark.parametrize("name", THINNED)  # FSDP has no partial form
 def test_merge_run_composes_what_thin_leaves(name: str, loops: Loops, tmp_path: Path) -> None:
     """``thin`` makes older checkpoints partial, and a composite of these is the copy that the full one would give."""
     run = copy_of(loops[name].folder, tmp_path / "run", (2, 4))

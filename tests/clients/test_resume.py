@@ -6,6 +6,7 @@ another order. accelerate's loops draw their data from the random states, so the
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("deepspeed")
 
 import llmtailor  # noqa: E402
 from clients.conftest import Loops  # noqa: E402
-from clients.runs import TWO_RANKS  # noqa: E402
+from clients.runs import SAVER, TWO_RANKS  # noqa: E402
 from clients.spec import Spec  # noqa: E402
 from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
@@ -25,6 +26,7 @@ from llmtailor.recipe.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from real.harness import train  # noqa: E402
+from thin.scene import compose  # noqa: E402
 
 pytestmark = pytest.mark.real
 STEP = 2
@@ -63,7 +65,6 @@ SHORT = [
     Case("engine-1", 3),
     Case("engine-2", 1),
     Case("engine-3", 3),
-    Case("accelerate-2", 3),
     Case("accelerate-ddp", 1),
     Case("accelerate-fsdp", 3),
     Case("accelerate-2", 2, 3),
@@ -77,6 +78,11 @@ CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in L
 
 def files_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def copy_of_partial(run: Path, folder: Path) -> Path:
+    shutil.copytree(run / "partial", folder / "partial")
+    return folder
 
 
 def convert(source: Path, out: Path, **options: Any) -> Path:
@@ -97,6 +103,9 @@ def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pyte
         if case.lost:
             (out / case.lost).unlink()
         batches.setdefault(case.ranks, []).append(case.spec(out))
+    run = copy_of_partial(loops[SAVER.name].folder, folder / "run")
+    out = compose(run, STEP, folder / SAVER.name / f"checkpoint-{STEP}")
+    batches.setdefault(2, []).append(SAVER.resumed(out, SAVER.name, saver=False))
     found: dict[str, Any] = {}
     for ranks, specs in batches.items():
         found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program="clients.train")
@@ -115,6 +124,16 @@ def test_training_goes_on(case: Case, loops: Loops, resumed: dict[str, Any]) -> 
     saved = verify_checkpoint(run.checkpoint(4), deep=True)  # what the client has saved back
     assert saved.level == RESUMABLE and not saved.findings
     assert saved.index is not None and saved.index.client == TWO_RANKS[case.source].client
+
+
+def test_an_engine_resumes_from_partial_checkpoints_of_a_loop(loops: Loops, resumed: dict[str, Any]) -> None:
+    run = resumed[SAVER.name]
+    assert run.losses == {step: loss for step, loss in loops[SAVER.name].losses.items() if step > STEP}
+    for partial in sorted(loops[SAVER.name].folder.glob("partial/step-*")):
+        assert not verify_checkpoint(partial).findings
+    verdict = verify_checkpoint(Path(run.spec.resume_from), deep=True)
+    assert verdict.level == RESUMABLE and not verdict.findings
+    assert verdict.index is not None and verdict.index.client == "deepspeed"
 
 
 def test_a_file_is_missed_as_verify_says(loops: Loops, resumed: dict[str, Any]) -> None:

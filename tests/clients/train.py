@@ -25,6 +25,7 @@ from accelerate.utils import DistributedType
 from transformers import set_seed
 
 from clients.spec import Spec
+from llmtailor.saving import saver_for
 from real.models import VOCAB, build
 
 FSDP = {
@@ -73,6 +74,7 @@ class EngineLoop:
         )
         self.engine = found[0]
         self.epoch = 0
+        self.saver: Any = None
 
     def step(self, number: int) -> torch.Tensor:
         size = self.spec.per_device_batch
@@ -85,12 +87,18 @@ class EngineLoop:
         return loss.detach()
 
     def save(self, folder: Path) -> None:
+        if self.spec.saver:
+            if self.saver is None:
+                self.saver = saver_for(folder.parent, engine=self.engine, policy="full")
+                self.saver.start(0)
+            self.saver.save(self.epoch).wait()
+            return
         self.engine.save_checkpoint(str(folder), self.spec.tag or None, client_state={"epoch": self.epoch})
 
     def load(self, folder: Path) -> int:
         path, client_state = self.engine.load_checkpoint(str(folder))
         assert path is not None
-        self.epoch = client_state["epoch"]
+        self.epoch = client_state.get("epoch", self.engine.global_steps)  # the saver does not know it
         assert self.epoch == self.engine.global_steps
         return self.epoch
 
