@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtailor.checkpoint.index import DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
@@ -27,13 +27,10 @@ _ON_PURPOSE = "none needed if you changed it yourself"
 
 def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return the problems in the states of a full checkpoint that could be indexed."""
-    fix = "rename the folder: scripts and the Trainer's rotation rely on its name"
-    severity = WARNING
-    if not client_of(index).state:  # a loop may count batches, epochs or saves
-        fix, severity = (
-            "nothing, if the loop counts something else; merge --run, thin and latest rely on the name",
-            NOTE,
-        )
+    fix, severity = "rename the folder: scripts and the Trainer's rotation rely on its name", WARNING
+    if index.client in (ACCELERATE, DEEPSPEED):  # a loop may count batches, epochs or saves
+        fix = "nothing, if the loop counts something else; merge --run and thin rely on the name"
+        severity = NOTE
     step = check_step(index, step_of(index.root), fix, severity)
     return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *step]
 
