@@ -91,10 +91,14 @@ def state_attempt(
         what = "its sources are of different attempts of the run, one of which was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
-    there = TRAINER_STATE in reference.files and any(layout.path == TRAINER_STATE for layout in layouts)
-    if attempt is None or not there:
+    there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
+    if attempt is None or there is None or TRAINER_STATE not in reference.files:
         return list(layouts), notices
-    content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
+    first = there.pieces[0] if there.pieces else None
+    if isinstance(first, Bytes):  # made for another loader than the base's
+        content = json.loads(first.data)
+    else:
+        content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
     if read_mark(content, attempt.step) == attempt:
         return list(layouts), notices
     data = json.dumps(with_mark(content, attempt), indent=2, sort_keys=True).encode() + b"\n"

@@ -26,6 +26,7 @@ _ACCELERATE_FILES = re.compile(
     rf"(optimizer|scheduler|sampler|dl_state_dict){_NUMBER}\.bin|(random_states|custom_checkpoint){_NUMBER}\.pkl"
     rf"|pytorch_model{_NUMBER}/"
 )
+_SECOND = re.compile(r"(model|optimizer|pytorch_model|pytorch_model_fsdp)_[1-9][0-9]*(/|\.bin|\.safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,5 +115,10 @@ def choose_client(base: CheckpointIndex, family: str, to: str | None) -> str:
 
 
 def is_accelerates(path: str) -> bool:
-    """Return whether accelerate saves a file of this name in the root, and no other client does."""
+    """Return whether accelerate saves a file of this name; of these the Trainer has optimizer.bin, with FSDP."""
     return bool(_ACCELERATE_FILES.fullmatch(path))
+
+
+def is_second_models(name: str) -> bool:
+    """Return whether an entry of the root is of another model or optimizer than the first that accelerate prepared."""
+    return bool(_SECOND.fullmatch(name))

@@ -85,6 +85,7 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
     if wanted.client == base.client:
         return [], [*_other_ranks(base, wanted.layout.world_size)]
     tree, notices = scheduler_tree(base, wanted.from_group), []
+    tree_of_base = tree
     if tree is None or not read_scheduler(tree).lengths:
         groups, step = wanted.layout.groups, base.global_step
         tree = {
@@ -96,7 +97,8 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
             "_last_lr": [group.hyper.get("lr", 0.0) for group in groups],
             "lr_lambdas": [None] * len(groups),
         }
-        what = f"it holds no scheduler state; {SCHEDULER} is made for step {step}, from the rates in the param groups"
+        lacks = "it holds no scheduler state" if tree_of_base is None else "its scheduler's state is not torch's"
+        what = f"{lacks}; {SCHEDULER} is made for step {step}, from the rates in the param groups"
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
         notices.append(Problem(base.name, what, fix))
     what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"

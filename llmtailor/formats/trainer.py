@@ -28,9 +28,9 @@ from llmtailor.containers.safetensors import (
     survey_weights,
 )
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError, damaged
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, Client, detect_client, is_accelerates
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, Client, detect_client, is_accelerates, is_second_models
 from llmtailor.formats.format import Trees, Wanted, attempt
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.rng import as_trainers, check_random_states, check_rng, find_swapped, is_rng_file, rng_file
@@ -98,7 +98,7 @@ def read_trainer_files(
     """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
 
     ``client`` is whose loader they are judged by; None for the one that they are detected to be for, see
-    `clients.detect_client`.
+    `clients.detect_client`. Raises UnsupportedCheckpoint for several models of accelerate.
     """
     root, inside = trees.root, trees.inside
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
@@ -114,10 +114,17 @@ def read_trainer_files(
     where = PathIn(name, TRAINER_STATE)
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
     is_the_trainers = content is None or is_trainers(content)
+    entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
     if client is None:
-        for_whom = _find_client(trees, is_the_trainers if TRAINER_STATE in files else None, is_engines)
+        below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
+        is_trainers_state = is_the_trainers if TRAINER_STATE in files else None
+        for_whom = detect_client([*entries, *below], is_trainers_state, is_engines)
     else:
         for_whom = CLIENTS[client]
+    if for_whom.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
+        what = f"accelerate has saved several models or optimizers: {some(others)}"
+        fix = "leave it out; checkpoints of one model and one optimizer can be composed"
+        raise UnsupportedCheckpoint.at(name, what, fix)
     if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and for_whom.saves_model:
         findings.append(_no_weights(files, name))
     global_step, scheduler = None, None
@@ -167,12 +174,6 @@ def read_trainer_files(
         tuple(findings),
         has_all_weights,
     )
-
-
-def _find_client(trees: Trees, is_trainers: bool | None, is_engines: bool) -> Client:
-    entries = (f"{path.name}/" if path.is_dir() else path.name for path in trees.root.iterdir())
-    inside = (f"{folder}/" if below else folder for folder, _, below in (path.partition("/") for path in trees.inside))
-    return detect_client([*entries, *inside], is_trainers, is_engines)
 
 
 def _report_non_files(root: Path, name: str, problems: Problems) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
+
+from transformers import Trainer  # noqa: E402
 
 import llmtailor  # noqa: E402
 from clients.conftest import Loops  # noqa: E402
@@ -17,10 +21,13 @@ from clients.runs import TWO_RANKS  # noqa: E402
 from clients.test_resume import convert  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
+from llmtailor.formats.clients import TRAINER_STATE  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
 from llmtailor.model.states import MASTER, WEIGHT  # noqa: E402
 from llmtailor.runs.latest import find_latest  # noqa: E402
+from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from plain import training as plain  # noqa: E402
 from thin.scene import call, contents, copy_of, folders  # noqa: E402
 from thin.scene import compose as compose_run  # noqa: E402
 
@@ -116,6 +123,32 @@ def test_the_schedule_of_accelerate_is_counted_in_steps_for_the_trainer(loops: L
     assert trainers["python"] == states["random_state"]
     assert torch.equal(trainers["cpu"], states["torch_manual_seed"])
     assert not (out / "custom_checkpoint_0.pkl").exists() and not (out / "scheduler.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["engine-2", "accelerate-3"])
+def test_the_trainer_resumes_from_what_is_made_for_it(name: str, loops: Loops, tmp_path: Path) -> None:
+    """It holds the masters and moments of the loop, bit for bit, and goes on at its step with its learning rate."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    class Watching(Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, param in model.named_parameters() if not found else ():
+                states = {kind: value.clone() for kind, value in self.optimizer.state[param].items()}
+                found[name] = {MASTER: param.detach().clone(), **states}
+            return super().training_step(model, *args, **kwargs)
+
+    source = loops.checkpoint(name)
+    out = convert(source, tmp_path / "out" / "checkpoint-2", to="trainer", groups="default")
+    state = json.loads((out / TRAINER_STATE).read_text()) | {"logging_steps": 1, "save_steps": 2}  # as a note says
+    (out / TRAINER_STATE).write_text(json.dumps(state))
+    run = plain.train(tmp_path / "run", layers=3, kind=Watching, resume_from=out)
+    assert run.losses.keys() == {3, 4}
+    index = index_checkpoint(source)
+    for state_of, held in index.held.items():
+        if state_of.kind != WEIGHT and state_of.kind in found[state_of.param]:
+            assert same(found[state_of.param][state_of.kind], read(source, held)), state_of
+    assert found.keys() == index.steps().keys() and {float(one["step"]) for one in found.values()} == {2.0}
+    assert verify_checkpoint(run.checkpoint(4), deep=True).level == RESUMABLE
 
 
 def test_what_the_client_has_registered_is_copied_unread(loops: Loops, tmp_path: Path) -> None:

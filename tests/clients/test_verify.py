@@ -16,6 +16,7 @@ from clients.conftest import Loops
 from clients.runs import TWO_RANKS
 from helpers.fields import damages_of
 from llmtailor.codes import Code
+from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, WARNING
 from llmtailor.formats.clients import detect_client
 from llmtailor.formats.field_tables import Field
@@ -126,6 +127,17 @@ def test_a_trial_resume_is_made_by_the_clients_call(name: str, loops: Loops, tmp
     config = json.loads((loops.checkpoint("accelerate-3") / "config.json").read_text())
     (root / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     assert try_resume(verify_checkpoint(root)).findings == ()
+
+
+@pytest.mark.parametrize("other", ["model_1.safetensors", "optimizer_1.bin", "pytorch_model_1/x", "optimizer_1/x"])
+def test_several_models_are_refused(other: str, loops: Loops, tmp_path: Path) -> None:
+    for name in ("accelerate-ddp", "accelerate-2", "accelerate-fsdp"):
+        root = tmp_path / name / "checkpoint-2"
+        shutil.copytree(loops.checkpoint(name), root)
+        (root / other).parent.mkdir(exist_ok=True)
+        (root / other).write_bytes(b"x")
+        with pytest.raises(UnsupportedCheckpoint, match="several models"):
+            verify_checkpoint(root)
 
 
 def test_another_loader_can_be_asked_for(loops: Loops) -> None:
