@@ -4,8 +4,9 @@
 >>> report = llmtailor.merge(Path("recipe.yaml"), Path("runs/x/checkpoint-400-merged"))
 
 ``plan_merge`` plans a merge without writing, and ``write`` carries a plan out. ``inspect_checkpoint`` describes a
-checkpoint, ``verify_checkpoint`` checks whether an unmodified Trainer or DeepSpeed resumes from it correctly, and
-``find_latest`` finds the newest checkpoint of a run that does. `llmtailor.saving` saves partial checkpoints.
+checkpoint, ``diff`` compares two, and ``verify_checkpoint`` checks whether an unmodified Trainer or DeepSpeed resumes
+from one correctly; ``find_latest`` finds the newest checkpoint of a run that does. `llmtailor.saving` saves partial
+checkpoints.
 
 Every error raised on purpose is a `TailorError`; its ``problems`` each say where, what and how to fix it.
 """
@@ -16,6 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmtailor.compare.diff import Diff as Diff
+    from llmtailor.compare.diff import diff as diff
     from llmtailor.compose.plan import Composition as Composition
     from llmtailor.compose.plan import Options as Options
     from llmtailor.compose.plan import plan_merge as plan_merge
@@ -36,6 +39,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Composition": "llmtailor.compose.plan",
+    "Diff": "llmtailor.compare.diff",
     "Finding": "llmtailor.findings",
     "Latest": "llmtailor.runs.latest",
     "Options": "llmtailor.compose.plan",
@@ -43,6 +47,7 @@ _PUBLIC = {
     "Report": "llmtailor.compose.report",
     "TailorError": "llmtailor.errors",
     "Verdict": "llmtailor.verify.verdict",
+    "diff": "llmtailor.compare.diff",
     "find_latest": "llmtailor.runs.latest",
     "inspect_checkpoint": "llmtailor.verify.inspect",
     "layer_param_groups": "llmtailor.training",

@@ -23,13 +23,14 @@ MAY_IMPORT = {
     "engine": {*BASE},
     "recipe": {*BASE},
     "verify": {*BASE, "containers", "formats", "engine"},
+    "compare": {*BASE, "containers", "formats", "engine"},
     "compose": {*BASE, "containers", "formats", "engine", "recipe", "verify"},
     "policies": {"codes", "errors", "model"},
     "runs": {*BASE, "containers", "formats", "engine", "recipe", "policies", "verify", "compose"},
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
-    "cli": {*BASE, "containers", "formats", "recipe", "verify", "compose", "runs", "salvage"},
+    "cli": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"},
     "codes": set(),
 }
 """Room -> the rooms it may import, besides itself."""

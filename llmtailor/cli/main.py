@@ -19,6 +19,7 @@ _COMMANDS = {
     "convert": ("merge", "convert a checkpoint to another number of GPUs or ZeRO stage"),
     "recipe": ("merge", "write a recipe for a run's checkpoints, or explain one"),
     "inspect": ("verify", "describe a checkpoint"),
+    "diff": ("diff", "show how two checkpoints differ"),
     "verify": ("verify", "check whether a checkpoint resumes correctly"),
     "latest": ("verify", "print a run's newest resumable checkpoint"),
     "salvage": ("salvage", "recover a run whose newest checkpoint is damaged"),
@@ -26,10 +27,13 @@ _COMMANDS = {
     "gc": ("thin", "free disk space: remove partial checkpoints that nothing needs"),
 }
 """The file of each command in `llmtailor.cli`, and what it does"""
+DIFFERENT = 10
 BROKEN_PIPE = 141
 EXIT_CODES = {
     0: "done",
-    **{error.exit_code: error.meaning for error in BRANCHES},
+    **{error.exit_code: error.meaning for error in BRANCHES if error.exit_code < DIFFERENT},
+    DIFFERENT: "the two checkpoints compared by `llmtailor diff` differ",
+    Interrupted.exit_code: Interrupted.meaning,
     BROKEN_PIPE: "the reader of the output closed it, as `head` does",
 }
 """The exit codes of every command; each command lists its additions to them"""
@@ -71,6 +75,7 @@ def cli() -> None:
     \b
     Examples:
       llmtailor inspect runs/x/checkpoint-400
+      llmtailor diff runs/x/checkpoint-300 runs/x/checkpoint-400
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --num-gpu 4
       llmtailor recipe runs/x --strategy parity -o recipe.yaml

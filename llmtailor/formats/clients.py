@@ -26,6 +26,7 @@ _ACCELERATE_FILES = re.compile(
     rf"(optimizer|scheduler|sampler|dl_state_dict){_NUMBER}\.bin|(random_states|custom_checkpoint){_NUMBER}\.pkl"
     rf"|pytorch_model{_NUMBER}/"
 )
+_UNREAD = re.compile(rf"(sampler|dl_state_dict){_NUMBER}\.bin|custom_checkpoint{_NUMBER}\.pkl")
 _SECOND = re.compile(r"(model|optimizer|pytorch_model|pytorch_model_fsdp)_[1-9][0-9]*(/|\.bin|\.safetensors)")
 
 
@@ -117,6 +118,11 @@ def choose_client(base: CheckpointIndex, family: str, to: str | None) -> str:
 def is_accelerates(path: str) -> bool:
     """Return whether accelerate saves a file of this name; of these the Trainer has optimizer.bin, with FSDP."""
     return bool(_ACCELERATE_FILES.fullmatch(path))
+
+
+def is_copied_unread(path: str) -> bool:
+    """Return whether a file is the state of an object of accelerate's or the loop's own, pickled in any form."""
+    return bool(_UNREAD.fullmatch(path))
 
 
 def is_second_models(name: str) -> bool:

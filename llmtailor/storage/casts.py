@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+FLOATING = frozenset(("F64", "F32", "F16", "BF16"))
 _NUMPY: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
@@ -19,13 +20,14 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
     They are first multiplied by ``scale`` in fp64, so there is only one rounding.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # inf and NaN are values like any other
-        wide = _widen(data, source)
+        wide = widen(data, source)
         if scale != 1:
             wide = wide.astype("<f8") * scale
         return _to_bfloat16(wide) if target == "BF16" else wide.astype(_NUMPY[target]).tobytes()
 
 
-def _widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
+def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:
+    """Return elements of a floating-point dtype as numpy's, bf16 as fp32."""
     if source != "BF16":
         return np.frombuffer(data, _NUMPY[source])
     bits = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)

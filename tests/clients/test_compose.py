@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
+from click.testing import CliRunner  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 import llmtailor  # noqa: E402
@@ -20,6 +21,7 @@ from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
 from clients.test_resume import convert  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
+from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
 from llmtailor.formats.clients import TRAINER_STATE  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
@@ -176,6 +178,17 @@ def test_code_in_a_file_that_is_copied_is_never_run(loops: Loops, tmp_path: Path
                 convert(root, tmp_path / path / "out", world_size=3)
             assert path in {one.path for one in verify_checkpoint(root).findings}
     assert not (tmp_path / "ran").exists()
+
+
+def test_diff_sees_what_accelerate_saves_beside_the_states(loops: Loops, tmp_path: Path) -> None:
+    source = loops.checkpoint("accelerate-ddp")
+    out = convert(source, tmp_path / "checkpoint-2", world_size=2)
+    assert "equal: all" in CliRunner().invoke(cli, ["diff", str(source), str(out)]).stdout
+    for path in ("custom_checkpoint_0.pkl", "random_states_1.pkl", "scheduler.bin"):
+        shutil.copy(loops.checkpoint("accelerate-ddp", 4) / path, out / path)
+        result = CliRunner().invoke(cli, ["diff", str(source), str(out)])
+        assert path in result.stdout
+        shutil.copy(source / path, out / path)
 
 
 def test_client_state_of_an_engine_is_kept(loops: Loops, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""``llmtailor diff`` on checkpoints of every format: what differs is shown, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import llmtailor
+from helpers.checkpoints import edit, make, model_states, optim_states
+from helpers.commands import run_here
+from llmtailor.cli.main import DIFFERENT
+from llmtailor.model.states import EXP_AVG, MASTER, WEIGHT, State
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("diff")
+    for step in (90, 100):
+        make(root, step)
+    return root
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run / "checkpoint-100", tmp_path / "checkpoint-100")
+
+
+def changed(found: llmtailor.Diff) -> set[State]:
+    return {one.state for one in found.states if one.change.changed}
+
+
+def call(*words: object) -> tuple[int, str]:
+    done = run_here("diff", *words)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_copy_is_equal(run, copy):
+    found = llmtailor.diff(run / "checkpoint-100", copy)
+    assert found.is_equal
+    assert {"weight", "master", "exp_avg", "exp_avg_sq"} == set(found.kinds)
+    assert call(run / "checkpoint-100", copy)[0] == 0
+
+
+@pytest.mark.parametrize("options", [["--num-gpu", "5"], ["--stage", "2", "--num-gpu", "3"], ["--to", "universal"]])
+def test_another_layout_is_equal(run, tmp_path, options):
+    source, out = run / "checkpoint-100", tmp_path / "checkpoint-100"
+    assert run_here("convert", source, out, *options).returncode == 0
+    found = llmtailor.diff(source, out)
+    assert not changed(found)
+    assert not [one for one in found.training if one.matters]
+    assert any(not one.matters for one in found.training)
+
+
+def test_what_another_format_leaves_out_is_told(run, tmp_path):
+    source, out = run / "checkpoint-100", tmp_path / "dcp"
+    assert run_here("convert", source, out, "--to", "dcp").returncode == 0
+    found = llmtailor.diff(source, out)
+    assert not changed(found)
+    assert {"trainer_state.json", "config.json"} <= {one.what for one in found.training if one.matters}
+
+
+def test_one_element_is_found(run, copy):
+    def change(tree):
+        tree["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"][0] += 1
+
+    edit(optim_states(copy), change)
+    found = llmtailor.diff(run / "checkpoint-100", copy)
+    assert [state.kind for state in changed(found)] == [EXP_AVG]
+    (one,) = (one for one in found.states if one.change.changed)
+    assert (one.change.changed, one.change.largest) == (1, pytest.approx(1))
+    assert not found.is_equal and not found.training
+
+
+def test_two_steps_of_a_run_differ_where_expected(run):
+    found = llmtailor.diff(run / "checkpoint-90", run / "checkpoint-100")
+    assert found.steps == (90, 100)
+    assert {"global step", "Adam step", "trainer_state.json: global_step"} <= {one.what for one in found.training}
+    assert {MASTER, EXP_AVG, WEIGHT} <= {state.kind for state in changed(found)}
+
+
+def test_a_hyperparameter_is_found(run, copy):
+    def change(tree):
+        for group in tree["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]:
+            group["weight_decay"] = 0.5
+
+    for rank in range(len([*optim_states(copy).parent.glob("*optim_states.pt")])):
+        edit(optim_states(copy, rank), change)
+    what = {one.what.split(" of ")[0] for one in llmtailor.diff(run / "checkpoint-100", copy).training}
+    assert what == {"weight_decay"}
+
+
+def test_random_states_and_files_are_compared(run, copy):
+    path = copy / "rng_state_0.pth"
+    state = torch.load(path, weights_only=False)
+    state["cpu"][100] += 1
+    torch.save(state, path)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rope_theta": 7}))
+    found = llmtailor.diff(run / "checkpoint-100", copy)
+    assert sorted(one.what for one in found.training) == ["config.json", "rng_state_0.pth: cpu"]
+    assert not changed(found)
+
+
+def test_kinds_can_be_chosen(run):
+    found = llmtailor.diff(run / "checkpoint-90", run / "checkpoint-100", kinds=["master"])
+    assert found.kinds == ["master"]
+    code, text = call(run / "checkpoint-90", run / "checkpoint-100", "--kind", "master", "--by", "tensor", "--top", "2")
+    assert code == DIFFERENT
+    assert "cosine" in text and "and " in text
+    code, text = call(run / "checkpoint-90", run / "checkpoint-100", "--kind", "momentum")
+    assert code == 5 and "no state in common of momentum" in text
+
+
+def test_rows_are_sorted_by_their_change(run):
+    words = (run / "checkpoint-90", run / "checkpoint-100", "--by", "tensor", "--kind", "master", "--json")
+    code, text = call(*words)
+    rows = json.loads(text)["states"]
+    assert code == DIFFERENT and len(rows) == len({row["label"] for row in rows})
+    _, text = call(*words[:-1], "--sort", "relative", "--top", "1")
+    most = max(rows, key=lambda row: row["relative"])
+    assert most["label"] in text and f"{most['relative']:.2e}" in text
+
+
+def test_the_heat_map_has_every_layer(run):
+    _, text = call(run / "checkpoint-90", run / "checkpoint-100")
+    head, *lines = text.partition("layers x modules\n")[2].splitlines()
+    assert head.split()[0] == "layer" and "q_proj" in head
+    layers = [int(line.split()[0]) for line in lines if line.split()[0].isdigit()]
+    found = llmtailor.diff(run / "checkpoint-90", run / "checkpoint-100", kinds=["weight"])
+    assert sorted(set(layers)) == sorted({one.layer for one in found.states if one.layer is not None})
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_a_partial_checkpoint_is_compared_as_far_as_it_goes(tmp_path):
+    run = tmp_path / "run"
+    for step in (80, 90, 100, 110):
+        make(run, step)
+    full = shutil.copytree(run / "checkpoint-90", tmp_path / "checkpoint-90")
+    assert run_here("thin", run, "--select", "odd", "--keep-full-last", "2", "--yes").returncode == 0
+    (partial,) = (run / "partial").glob("*90")
+    found = llmtailor.diff(full, partial)
+    assert not changed(found)
+    told = {one.what for one in found.training if one.matters}
+    kinds = ("weight", "master", "exp_avg", "exp_avg_sq")
+    assert told == {f"{kind} of embed_tokens, layers 0, 2, norm, lm_head" for kind in kinds}
+
+
+@pytest.mark.parametrize("damage", [optim_states, model_states])
+def test_a_damaged_checkpoint_is_refused(run, copy, damage):
+    path: Path = damage(copy)
+    path.write_bytes(path.read_bytes()[:-100])
+    code, text = call(run / "checkpoint-100", copy)
+    assert code == 4 and str(copy.name) in text
+
+
+def test_other_models_have_nothing_in_common(run, tmp_path):
+    code, text = call(run / "checkpoint-100", tmp_path / "nothing")
+    assert code == 4 and "nothing" in text
