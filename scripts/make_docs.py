@@ -112,8 +112,8 @@ stdout contains only the result: tables, a recipe, the path that `latest` found,
 Errors, notes, the progress bar (on a terminal) and the log go to stderr.
 
 With `--json`, errors are still text on stderr, and stdout stays empty. There are two exceptions. `verify` and
-`latest` print their document even when they exit with 7, because the verdict is their result. `merge`, `convert`,
-`salvage`, `thin` and `gc` print their plan before they carry it out.
+`latest` print their document even when they exit with 7, because the verdict is their result. `thin` and `gc` print
+their plan before they carry it out.
 
 ## `-v`
 

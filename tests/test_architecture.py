@@ -30,7 +30,14 @@ MAY_IMPORT = {
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
-    "cli": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"},
+    "charts": {"codes", "errors"},
+    "simulation": {*BASE, "containers", "formats", "policies", "runs", "charts"},
+    "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
+    "cli": {
+        *BASE,
+        *("containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"),
+        *("charts", "simulation", "report"),
+    },
     "codes": set(),
 }
 """Room -> the rooms it may import, besides itself."""
@@ -105,7 +112,8 @@ def test_help_imports_nothing_that_takes_time():
 def test_the_merge_path_imports_no_framework():
     loaded = loaded_by(
         "import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
-        "llmtailor.runs.thin, llmtailor.runs.gc"
+        "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.report.page, llmtailor.simulation.compare, "
+        "llmtailor.simulation.measured"
     )
     assert {"numpy", "yaml"} <= loaded
     assert not loaded & (HEAVY | {"safetensors"})

@@ -6,12 +6,21 @@ and returns a plan. A plan is data: it can be printed, compared and hashed, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+
+BLOCK_BYTES = 4096
+"""File systems share blocks of this size between files (XFS and Btrfs by default; a multiple of smaller ones)."""
+MIN_PADDED_BYTES = 256 << 10
+"""Content with fewer bytes that could be shared gets no padding for it, so that padding is at most 1.6 % of a file."""
+MIN_SHARED_BYTES = 64 << 10
+"""Shorter ranges are written: to share them would fragment the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,12 @@ class Crc:
 
 
 Piece = Bytes | Zeros | Copy | Cast | Slot | Crc
+Fill = Callable[[Piece], Iterable[Piece]]
+"""Replaces a piece by others with as many bytes"""
+
+
+def fill_all(pieces: Iterable[Piece], fill: Fill) -> tuple[Piece, ...]:
+    return tuple(chain.from_iterable(map(fill, pieces)))
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,60 @@ class FileLayout:
         for piece in self.pieces:
             yield at, piece
             at += piece.num_bytes
+
+    def filled(self, fill: Fill) -> FileLayout:
+        """Return the layout with every piece replaced. A container may adjust its padding to the new pieces."""
+        return FileLayout(self.path, fill_all(self.pieces, fill))
+
+
+def shareable_start(content: Iterable[Piece], alignment: int) -> int | None:
+    """Return where content must start, modulo `BLOCK_BYTES`, to share most blocks with the files it is copied from.
+
+    File systems can share a block only between equal offsets in their blocks. The start is a multiple of ``alignment``.
+    None if fewer than `MIN_PADDED_BYTES` could be shared.
+    """
+    num_bytes: Counter[int] = Counter()
+    at = 0
+    for piece in content:
+        if isinstance(piece, Copy) and (start := (piece.extent.start - at) % BLOCK_BYTES) % alignment == 0:
+            num_bytes[start] += piece.num_bytes
+        at += piece.num_bytes
+    [(start, most)] = num_bytes.most_common(1) or [(0, 0)]
+    return start if most >= MIN_PADDED_BYTES else None
+
+
+def consecutive(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces in runs: copies that continue each other in one source file are one run, any other piece is."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and _continues(run[-1], piece):
+            run.append(piece)
+        else:
+            if run:
+                yield run
+            run = [piece]
+    if run:
+        yield run
+
+
+def whole_blocks(start: int, stop: int, at: int, block_bytes: int) -> tuple[int, int]:
+    """Return which of the bytes ``start``..``stop`` of a file another file can share if they are copied to its ``at``.
+
+    These are the whole blocks, if they are whole blocks in both files. If there are too few, the range is empty.
+    """
+    first = start + -at % block_bytes
+    last = first + (stop - first) // block_bytes * block_bytes
+    return (first, last) if (at - start) % block_bytes == 0 and last - first >= MIN_SHARED_BYTES else (start, start)
+
+
+def _continues(one: Piece, other: Piece) -> bool:
+    return (
+        isinstance(one, Copy)
+        and isinstance(other, Copy)
+        and one.source == other.source
+        and one.extent.stop == other.extent.start
+        and one.extent.path == other.extent.path
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +255,16 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def shareable_bytes(self) -> int:
+        """How many bytes are in blocks that the output can share with its sources, if the file system can"""
+        total = 0
+        for file in self.files:
+            at = 0
+            for run in consecutive(file.pieces):
+                if isinstance(run[0], Copy) and isinstance(last := run[-1], Copy):
+                    begin, end = whole_blocks(run[0].extent.start, last.extent.stop, at, BLOCK_BYTES)
+                    total += end - begin
+                at += sum(piece.num_bytes for piece in run)
+        return total

@@ -83,6 +83,14 @@ def notify(what: object) -> None:
     click.echo(f"note: {what}", err=True)
 
 
+def say_cloned(cloned_bytes: int, copied_bytes: int, quiet: bool) -> None:
+    """Print on stderr how much of an output shares blocks with its sources, if anything does."""
+    from llmtailor.errors import size
+
+    if cloned_bytes and not quiet:
+        click.echo(f"cloned {size(cloned_bytes)}, copied {size(copied_bytes)}", err=True)
+
+
 @contextmanager
 def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing") -> Iterator[Callable[[int], None]]:
     """Yield a function that takes numbers of bytes done, from any thread; silent if stderr is not a terminal.

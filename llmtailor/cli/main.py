@@ -25,6 +25,8 @@ _COMMANDS = {
     "salvage": ("salvage", "recover a run whose newest checkpoint is damaged"),
     "thin": ("thin", "free disk space: thin out a run's older full checkpoints"),
     "gc": ("thin", "free disk space: remove partial checkpoints that nothing needs"),
+    "report": ("report", "write a page about a run: saves, ages of parts, damages, losses"),
+    "policy": ("policy", "compare policies before a training: bytes, stalls, intervals"),
 }
 """The file of each command in `llmtailor.cli`, and what it does"""
 DIFFERENT = 10

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar
+from llmtailor.cli.command import command, notify, progress_bar, say_cloned
 from llmtailor.cli.options import CHOOSING, PATH, STAGES, choose, choosing_options, given, target_options
 from llmtailor.errors import TargetError, UsageError
 
@@ -119,10 +120,15 @@ def _run_merge(
     report = composition.report
     for notice in report.notices:
         notify(notice)
-    if as_json:
+
+    def say(moved: Any = None) -> None:
         # the path to resume from, whether written now or already there
         named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
-        click.echo(json.dumps({**to_json(report), **named}, indent=2))
+        click.echo(json.dumps({**to_json(report), **named, "moved": moved and asdict(moved)}, indent=2))
+
+    if as_json:
+        if dry_run or there:
+            say()
     elif dry_run:
         click.echo(plan_text(report))
     elif not quiet and not there:
@@ -137,8 +143,11 @@ def _run_merge(
         click.echo("dry run: nothing was written", err=True)
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
-            write(composition, on_progress, notify)
+            moved = write(composition, on_progress, notify)
+        say_cloned(moved.cloned_bytes, moved.copied_bytes, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
+        if as_json:
+            say(moved)
 
 
 @command(

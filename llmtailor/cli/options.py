@@ -42,6 +42,14 @@ FOR = click.option(
     help="What will resume: the Trainer, accelerate's load_state, or a DeepSpeed engine in your own loop. Default: "
     "what the files are for.",
 )
+CLONE = click.option(
+    "--clone",
+    type=click.Choice(["auto", "never", "require"]),
+    default="auto",
+    show_default=True,
+    help="Whether OUT shares blocks with the checkpoints it is made from. auto: where the file system can (reflinks of "
+    "XFS and Btrfs). never: write every byte. require: fail where it can't.",
+)
 _CHOOSING = [
     click.option(
         "--at",
@@ -128,6 +136,7 @@ _TARGET = [
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
+    CLONE,
     DRY_RUN,
     JSON,
     QUIET,

@@ -19,6 +19,7 @@ from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
 from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
+from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
@@ -106,6 +107,9 @@ class Options:
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""
+    clone: Clone = "auto"
+    """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
+    which fails where it can't"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +238,7 @@ def plan_merge(
         steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=plan.num_bytes + SPARE_BYTES,
+        needed_bytes=plan.num_bytes - (plan.shareable_bytes if options.clone == "require" else 0) + SPARE_BYTES,
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
@@ -270,11 +274,7 @@ def plan_composite(
                 else:
                     yield Cast(have.extent, held.dtype, piece.dtype, cut.source, piece.state, have.begin, scale)
 
-    planned = (
-        FileLayout(layout.path, tuple(filled for piece in layout.pieces for filled in fill(piece)))
-        for layout in layouts
-    )
-    return Plan(tuple(str(index.root) for index in indexes), tuple(planned))
+    return Plan(tuple(str(index.root) for index in indexes), tuple(layout.filled(fill) for layout in layouts))
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:

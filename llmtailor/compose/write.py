@@ -19,7 +19,7 @@ from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.containers.zip import Record
-from llmtailor.engine.copy import Context, FileResult, execute
+from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
@@ -71,8 +71,8 @@ def write(
     composition: Composition,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     notify: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Write a planned composite, verify it, and publish it by one rename.
+) -> Moved:
+    """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
 
     The output stays absent, or the old one, until the new one is complete. After StorageError, Unanswered and
     Interrupted, make the same call again to resume.
@@ -95,7 +95,10 @@ def write(
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
-            context = Context(facts, kept, on_progress, staging.journal.add, composition.options.checksum, stop)
+            told = composition.options
+            context = Context(
+                facts, kept, on_progress, staging.journal.add, digest=told.checksum, stop=stop, clone=told.clone
+            )
             logger.info("writing in %s", staging.path)
             results = execute(composition.plan, staging.path, context)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
@@ -114,6 +117,7 @@ def write(
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
+    return sum((result.moved for result in results), Moved())
 
 
 def _check_sources(
@@ -284,7 +288,7 @@ def identify_merge(composition: Composition) -> Identity:
         [index.files for index in composition.indexes],
         tool_version=__version__,
         recipe=recipe.name,
-        request=(asked, replace(options, replace=False, restart=False, checksum=False)),
+        request=(asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")),
         begun=now(),
     )
 

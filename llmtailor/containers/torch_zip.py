@@ -4,20 +4,32 @@ Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pic
 storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples of 64; the
 central directory does not show this padding, so offsets are taken from the local headers.
 
-Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records). The CRCs of
-tensor records are filled in once the bytes have streamed past.
+Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with more
+padding before storages that can share blocks with the files they are copied from. The CRCs of tensor records are
+filled in once the bytes have streamed past.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Piece, Zeros
+from llmtailor.checkpoint.layout import (
+    BLOCK_BYTES,
+    Bytes,
+    Copy,
+    Crc,
+    FileLayout,
+    Fill,
+    Piece,
+    Zeros,
+    fill_all,
+    shareable_start,
+)
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Call, Storage
@@ -146,12 +158,28 @@ def _why_no_zip(file: SourceFile, error: Exception) -> str:
     return f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
 
 
+@dataclass(frozen=True)
+class TorchLayout(FileLayout):
+    """A file that can be laid out again around other content of its storages."""
+
+    archive: str
+    pickled: bytes
+    storages: tuple[tuple[Piece, ...], ...]
+
+    def filled(self, fill: Fill) -> FileLayout:
+        """Return the layout with every piece replaced, each storage placed so that it can share blocks."""
+        return FileLayout(
+            self.path, _zip(self.archive, self.pickled, [fill_all(content, fill) for content in self.storages])
+        )
+
+
 def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
     """Return the layout of a file that ``torch.load`` opens as ``tree``.
 
     Storages from `read_torch_file` keep their bytes; those of `make_tensor` have the content they were created with.
     """
-    return FileLayout(path, _lay_out(path, Path(path).stem, tree))
+    archive, (pickled, storages) = Path(path).stem, _pickle(path, tree)
+    return TorchLayout(path, _zip(archive, pickled, storages, as_torch=True), archive, pickled, storages)
 
 
 def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
@@ -160,7 +188,7 @@ def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
     Alignment counts from the start of the blob, as torch writes it.
     """
     pieces: list[Piece] = []
-    for piece in _lay_out(path, "archive", tree):
+    for piece in _zip("archive", *_pickle(path, tree), as_torch=True):
         if isinstance(piece, Crc):
             pieces.append(Crc(at + piece.start, at + piece.stop))
         elif isinstance(piece, Bytes) and pieces and isinstance(last := pieces[-1], Bytes):
@@ -170,18 +198,34 @@ def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
     return pieces
 
 
-def _lay_out(path: str, archive: str, tree: Any) -> tuple[Piece, ...]:
+def _pickle(path: str, tree: Any) -> tuple[bytes, tuple[tuple[Piece, ...], ...]]:
+    """Return the pickle of a tree, and the content of its storages."""
     data, storages = write_pickle(tree)
-    builder = _ZipBuilder(archive)
-    builder.add("data.pkl", (Bytes(data, "pickle"),))
-    builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
-    builder.add(".storage_alignment", (Bytes(str(ALIGNMENT).encode(), "torch's alignment"),))
-    builder.add("byteorder", (Bytes(b"little", "byte order"),))
     for key, storage in enumerate(storages):
         expected, actual = storage.numel * ITEMSIZE[storage.dtype], sum(part.num_bytes for part in storage.content)
         if expected != actual:
             raise ValueError(f"{path}: storage {key} needs {expected} bytes but gets {actual}")
-        builder.add(f"data/{key}", storage.content)
+    return data, tuple(storage.content for storage in storages)
+
+
+def _zip(
+    archive: str, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool = False
+) -> tuple[Piece, ...]:
+    """Return the pieces of a file. Unless ``as_torch``, storages are placed where they can share blocks.
+
+    From the version and the alignment that a file states, torch computes where storages are (with ``map_location``
+    "meta", for instance). A file that places them otherwise states neither, like those of older versions of torch, so
+    that torch reads the places from the file.
+    """
+    starts = [None if as_torch else shareable_start(content, ALIGNMENT) for content in storages]
+    builder = _ZipBuilder(archive)
+    builder.add("data.pkl", (Bytes(pickled, "pickle"),))
+    if not any(start is not None for start in starts):
+        builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
+        builder.add(".storage_alignment", (Bytes(str(ALIGNMENT).encode(), "torch's alignment"),))
+    builder.add("byteorder", (Bytes(b"little", "byte order"),))
+    for key, (content, start) in enumerate(zip(storages, starts, strict=True)):
+        builder.add(f"data/{key}", content, start)
     builder.add("version", (Bytes(b"3\n", "torch's zip version"),))
     return builder.finish()
 
@@ -198,23 +242,26 @@ class _ZipBuilder:
             self.pieces.append(piece)
             self.at += piece.num_bytes
 
-    def add(self, record: str, content: tuple[Piece, ...]) -> None:
-        """Append a record: local header, data, data descriptor."""
+    def add(self, record: str, content: tuple[Piece, ...], start: int | None = None) -> None:
+        """Append a record: local header, data, data descriptor.
+
+        The data starts at ``start`` modulo `BLOCK_BYTES`, or else at a multiple of `ALIGNMENT`.
+        """
         name, size, header_at = f"{self.name}/{record}".encode(), sum(part.num_bytes for part in content), self.at
         big = size >= _U32
         zip64 = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
         bare = self.at + _LOCAL_HEADER.size + len(name) + len(zip64) + 4
-        padding = -bare % ALIGNMENT
+        padding = -bare % ALIGNMENT if start is None else (start - bare) % BLOCK_BYTES
         short = _U32 if big else 0  # the data descriptor has the sizes; zip64 readers look in the extra field
         header = _LOCAL_HEADER.pack(
             b"PK\x03\x04", 45 if big else 0, 0x0808, 0, 0, 0, 0, short, short, len(name), len(zip64) + 4 + padding
         )
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         self.put(Bytes(header + name + extra, f"zip header of {record}"))
-        start = self.at
+        data_at = self.at
         for part in content:
             self.put(part)
-        crc = self.checksum(start, content)
+        crc = self.checksum(data_at, content)
         self.put(Bytes(b"PK\x07\x08", "zip data descriptor"))
         self.put(crc)
         self.put(Bytes(struct.pack("<QQ" if big else "<II", size, size), "zip data descriptor"))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,6 +147,18 @@ def read_into(fd: int, offset: int, room: memoryview) -> None:
         offset, room = offset + count, room[count:]
 
 
+_FICLONERANGE = 0x4020940D
+
+
+def clone_range(source: int, start: int, num_bytes: int, target: int, at: int) -> None:
+    """Let byte ``at`` of an open file and those after it share blocks with another file of its file system.
+
+    Both files read as before; a later write to one of them gets blocks of its own. All numbers are multiples of the
+    block size. Raises OSError if the file system can't.
+    """
+    fcntl.ioctl(target, _FICLONERANGE, struct.pack("qQQQ", source, start, num_bytes, at))
+
+
 def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
     """Yield the bytes of an open file from ``start`` on, in ``buffer``, which is reused for each chunk.
 
@@ -176,7 +190,7 @@ class Files:
 
     def __init__(self, root: Path = Path(), facts: Mapping[str, FileFact] | None = None):
         self.root = root
-        self._handle = lru_cache(self.MAX_OPEN)(partial(_Handle, root, facts or {}))
+        self._handle = lru_cache(self.MAX_OPEN)(partial(OpenFile, root, facts or {}))
 
     def __enter__(self) -> Files:
         return self
@@ -189,6 +203,10 @@ class Files:
         handle = self._handle(path)  # kept, so that it stays open
         read_into(handle.fd, offset, room)
 
+    def open(self, path: str) -> OpenFile:
+        """Return an open file, closed when its last user drops it. Raises Changed, or another OSError."""
+        return self._handle(path)
+
     def will_need(self, path: str, start: int, stop: int) -> None:
         """Have the system fetch bytes ahead, if it can."""
         handle = self._handle(path)
@@ -200,14 +218,18 @@ class Files:
         os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class _Handle:
+class OpenFile:
     """An open file, closed when its last user drops it: another thread may still be reading."""
 
     fd = -1
+    device = 0
+    """The file system that it is on"""
 
     def __init__(self, root: Path, facts: Mapping[str, FileFact], path: str):
         self.fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if path in facts and not facts[path].is_like(FileFact.of(os.fstat(self.fd))):
+        status = os.fstat(self.fd)
+        self.device = status.st_dev
+        if path in facts and not facts[path].is_like(FileFact.of(status)):
             raise Changed(errno.ESTALE, "it changed while it was read")
 
     def __del__(self) -> None:

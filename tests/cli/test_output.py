@@ -17,7 +17,7 @@ from helpers.commands import run_here
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 PLAN_KEYS = {
     *("schema", "recipe", "out", "base", "global_step", "world_size", "parts", "sources", "optimizer_steps"),
-    *("files", "num_bytes", "needed_bytes", "free_bytes", "notices", "is_there_already"),
+    *("files", "num_bytes", "needed_bytes", "free_bytes", "notices", "is_there_already", "moved"),
 }
 PART_KEYS = {"part", "source", "step", "staleness", "num_bytes", "num_tensors", "is_whole"}
 MANIFEST_KEYS = {

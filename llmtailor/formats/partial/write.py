@@ -7,16 +7,16 @@ checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Slot, Zeros
+from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
+from llmtailor.containers.safetensors import lay_out_header
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.clients import Client, client_of
 from llmtailor.formats.partial.manifest import (
@@ -103,9 +103,7 @@ def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, 
         header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, stop]}
         pieces += entry.content
         at = stop
-    text = to_text(header).encode()
-    text += b" " * (-len(text) % 8)
-    return FileLayout(path, (Bytes(struct.pack("<Q", len(text)) + text, "safetensors header"), *pieces))
+    return FileLayout(path, (lay_out_header(to_text(header).encode()), *pieces))
 
 
 def to_text(data: Any) -> str:
