@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
+    "integrations": {"errors", "saving", "runs", "formats"},
     "cli": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"},
     "codes": set(),
 }
