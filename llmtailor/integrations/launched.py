@@ -1,7 +1,7 @@
 """The saver that ``llmtailor run`` adds to every Trainer of a script.
 
-transformers has no entry points and no option that names a callback, and ``report_to`` knows only its own names. What it
-has is the list ``transformers.trainer.DEFAULT_CALLBACKS``: every Trainer gets one of each class in it.
+transformers has no entry points and no option that names a callback, and ``report_to`` knows only its own names. It has
+the list ``transformers.trainer.DEFAULT_CALLBACKS``: every Trainer gets one of each class in it.
 """
 
 from __future__ import annotations

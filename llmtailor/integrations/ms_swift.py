@@ -1,4 +1,4 @@
-"""A callback of ms-swift. A file for ``--external_plugins`` imports this module, and ``--callbacks llmtailor`` names it.
+"""A callback of ms-swift: a file for ``--external_plugins`` imports this module, ``--callbacks llmtailor`` names it.
 
 Its options are in the environment: ms-swift gives a callback none.
 """
