@@ -53,8 +53,8 @@ def resume(
     if step == 0 and (there := folder.complete()):
         what = f"another run has saved here, up to step {max(there)}"
         fix = (
-            'resume from it (llmtailor merge --run; with the Trainer also on_restart="compose"), use another output_dir '
-            "for this run, or remove the folder"
+            'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
+            "this run, or remove the folder"
         )
         raise TargetError.at(folder.partial, what, fix)
     resumed = _find(folder, training, step, lineage, trainer_state)
