@@ -74,10 +74,10 @@ run.allow_interspersed_args = False  # the options behind PROGRAM are its own
 
 def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
     """Add to an environment what makes Python attach the saver, and its options. Raises UsageError."""
-    from llmtailor.saving.options import PREFIX, from_environment
+    from llmtailor.saving.options import PREFIX, Arguments, from_environment
 
     environ.update({PREFIX + name.upper(): text for name, text in given.items()})
-    from_environment(environ)
+    Arguments.of(from_environment(environ))
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(_STARTUP), *paths]))
 

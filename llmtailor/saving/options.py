@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from llmtailor.errors import Problem, UsageError
+from llmtailor.errors import Problem, Problems, UsageError
+from llmtailor.policies import Policy, make_policy
 
 MIN_HOST_BUFFER = 1 << 20
 PREFIX = "LLMTAILOR_"
 """Begins the names of the environment variables"""
+WHERE = "attach"
 
 
 class SavingArguments(TypedDict, total=False):
@@ -78,6 +80,44 @@ class SavingOptions:
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
         if problems:
             raise UsageError(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of `PartialSaving`, checked."""
+
+    policy: Policy
+    save_steps: int | None
+    """None: the training arguments decide, or ``overhead`` does."""
+    overhead: float | None
+    """None unless ``save_steps`` is ``auto``"""
+    on_restart: str
+    options: SavingOptions
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """Return the arguments, by name, with the defaults of those not given. Raises UsageError with all problems."""
+        rest, problems, wrong = dict(given), Problems(), []
+        policy, save_steps = rest.pop("policy", "parity"), rest.pop("save_steps", None)
+        overhead, on_restart = rest.pop("overhead", 0.02), rest.pop("on_restart", "refuse")
+        if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
+            fix = 'give a number of steps, 1 or more, or "auto"'
+            wrong.append(Problem(WHERE, f"save_steps is {save_steps!r}", fix))
+        if not 0 < overhead <= 1:
+            wrong.append(Problem(WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
+        if on_restart not in ("refuse", "compose"):
+            wrong.append(Problem(WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
+        if wrong:
+            problems.add(UsageError(wrong))
+        made: list[Any] = []
+        for make in (lambda: make_policy(policy), lambda: SavingOptions(**rest)):
+            try:
+                made.append(make())
+            except UsageError as error:
+                problems.add(error)
+        problems.raise_if_any()
+        every = save_steps if isinstance(save_steps, int) else None
+        return cls(made[0], every, overhead if save_steps == "auto" else None, on_restart, made[1])
 
 
 def _number(text: str) -> int | str:

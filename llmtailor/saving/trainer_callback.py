@@ -27,23 +27,22 @@ from llmtailor.errors import Problems, TailorError, UsageError
 from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
-from llmtailor.policies import Policy, make_policy
+from llmtailor.policies import Policy
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import SavingArguments, SavingOptions, from_environment
+from llmtailor.saving.options import Arguments, SavingArguments, from_environment
 from llmtailor.saving.pending import SaveFailed
 from llmtailor.saving.plain import unwrap
 from llmtailor.saving.restart import resume_by_itself
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.trainer_checks import check_arguments, check_schedule, find_trainer, tell
+from llmtailor.saving.trainer_checks import check_arguments, find_trainer, tell
 from llmtailor.saving.training import rng_tree
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("llmtailor.saving")
-_WHERE = "attach"
 
 
 def attach(
@@ -120,13 +119,9 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         given = {"policy": policy, "save_steps": save_steps, "overhead": overhead, "on_restart": on_restart}
         chosen = {**from_environment(os.environ), **{key: value for key, value in given.items() if value is not None}}
         chosen |= options
-        self.policy = make_policy(chosen.pop("policy", "parity"))
-        every, share = chosen.pop("save_steps", None), chosen.pop("overhead", 0.02)
-        self.on_restart = chosen.pop("on_restart", "refuse")
-        check_schedule(every, share, self.on_restart)
-        self.save_steps = every if isinstance(every, int) else None
-        self.overhead = share if every == "auto" else None
-        self.options = SavingOptions(**chosen)
+        found = Arguments.of(chosen)
+        self.policy, self.save_steps, self.overhead = found.policy, found.save_steps, found.overhead
+        self.on_restart, self.options = found.on_restart, found.options
         self.saver: PartialSaver | None = None
         self.trainer: Trainer = None
         """None until the Trainer exists"""

@@ -12,9 +12,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.saving.loop import FSDP1, FSDP1_FIX
+from llmtailor.saving.options import WHERE
 
 logger = logging.getLogger("llmtailor.saving")
-_WHERE = "attach"
 
 
 def find_trainer(callback: TrainerCallback) -> Trainer:
@@ -33,20 +33,6 @@ def find_trainer(callback: TrainerCallback) -> Trainer:
     raise UsageError.at("PartialSaving", what, fix)
 
 
-def check_schedule(save_steps: object, overhead: float, on_restart: str) -> None:
-    """Check the arguments of `attach` that are not in `SavingOptions`. Raises UsageError with every problem."""
-    problems = []
-    if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
-        fix = 'give a number of steps, 1 or more, or "auto"'
-        problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", fix))
-    if not 0 < overhead <= 1:
-        problems.append(Problem(_WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
-    if on_restart not in ("refuse", "compose"):
-        problems.append(Problem(_WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
-    if problems:
-        raise UsageError(problems)
-
-
 def check_arguments(trainer: Trainer, others: Sequence[TrainerCallback]) -> None:
     """Check that nothing of a Trainer contradicts partial checkpoints; ``others`` are its other savers.
 
@@ -55,13 +41,13 @@ def check_arguments(trainer: Trainer, others: Sequence[TrainerCallback]) -> None
     args, problems = trainer.args, []
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
-        problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
+        problems.append(Problem(WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
     if others:
-        problems.append(Problem(_WHERE, "the Trainer has a saver already", "add one of them only"))
+        problems.append(Problem(WHERE, "the Trainer has a saver already", "add one of them only"))
     if problems:
         raise UsageError(problems)
     if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
-        raise UnsupportedCheckpoint.at(_WHERE, FSDP1, FSDP1_FIX)
+        raise UnsupportedCheckpoint.at(WHERE, FSDP1, FSDP1_FIX)
 
 
 def tell(args: TrainingArguments) -> None:
