@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import Any
-
-from transformers import Trainer
+from typing import TYPE_CHECKING, Any
 
 from llmtailor.errors import BRANCHES, Problem
 from llmtailor.runs.newest import compose_newest, continues
 from llmtailor.saving.board import Board
 from llmtailor.saving.ranks import Ranks, as_refusal
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = logging.getLogger("llmtailor.saving")
 _POLL_S = 0.2

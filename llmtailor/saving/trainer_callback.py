@@ -31,7 +31,7 @@ from llmtailor.policies import Policy
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import Arguments, SavingArguments, from_environment
+from llmtailor.saving.options import WHERE, Arguments, SavingArguments, from_environment
 from llmtailor.saving.pending import SaveFailed
 from llmtailor.saving.plain import unwrap
 from llmtailor.saving.restart import resume_by_itself
@@ -179,9 +179,20 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             policy=self.policy,
             options=self.options,
         )
+        self._agree()
         self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})
         self._mark(state)
         self._saved_step = state.global_step
+
+    def _agree(self) -> None:
+        """Refuse arguments that differ between the ranks: launchers may not pass the environment to all nodes."""
+        assert self.saver is not None
+        mine = (self.policy.name, repr(self.policy.settings()), self.save_steps, self.overhead, self.on_restart)
+        found = self.saver.ranks.gather(mine)
+        if len(set(found)) > 1:
+            self.saver.close()
+            fix = "give all ranks the same arguments and LLMTAILOR_ variables"
+            raise UsageError.at(WHERE, "policy, save_steps, overhead or on_restart differ between ranks", fix)
 
     def _mark(self, state: TrainerState) -> None:
         """Record the current attempt in the state, so that the Trainer's own saves state it."""

@@ -165,3 +165,9 @@ def test_a_callback_finds_its_trainer(tmp_path):
         attach(run.trainer)
     with pytest.raises(UsageError, match="was not called by a Trainer"):
         PartialSaving().on_init_end(run.trainer.args, run.trainer.state, run.trainer.control)
+
+
+def test_ranks_with_different_options_are_refused(tmp_path):
+    start_ranks("saving.disagreeing", [tmp_path], 2, tmp_path, 120)
+    assert all("differ between ranks" in (tmp_path / f"told-{rank}").read_text() for rank in range(2))
+    assert not list(tmp_path.glob("run/partial/step-*"))
