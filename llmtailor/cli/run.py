@@ -20,6 +20,7 @@ _RANK = ("NODE_RANK", "SLURM_PROCID", "SLURM_NODEID", "RANK")
 
 @command(
     {
+        0: "PROGRAM ended with 0; the other codes are PROGRAM's, too, once it has started",
         2: "also if PROGRAM is not found, or an option is out of range",
         4: "--resume: the newest state can't be composed; PROGRAM was not started",
     }
