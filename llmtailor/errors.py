@@ -18,7 +18,7 @@
 An error carries *problems*, in the plural: all problems are reported together. Each says where it is, what it is, and
 how to fix it. `docs/errors.md` is generated from this file.
 
-The module also formats names and lists of names for messages.
+The module also formats names, lists of names and sizes for messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 COPY_FILE = "copy the file again, or leave this checkpoint out"
-COPY_CHECKPOINT = "copy the whole checkpoint again, or leave it out of the recipe"
+COPY_CHECKPOINT = "copy the whole checkpoint again, or use another one"
 COPY_OR_ANOTHER = "copy the file again, or use another checkpoint"
 
 MAX_TEXT = 2000
@@ -249,3 +249,13 @@ def some(names: Iterable[str], shown: int = 3) -> str:
     names = list(names)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes in decimal units, e.g. ``16.1 GB``."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if abs(value) < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -5,6 +5,8 @@ round, so a disk that gets slower or faster meanwhile does not favour anyone. Be
 is gone and the disk has settled (sync). The merge makes its files durable before it returns, so there are two
 yardsticks: a plain ``cp -r``, and ``cp -r`` plus an fsync of each file and folder, which is the like-for-like one.
 
+On a file system with reflinks, ``cp --reflink=always`` plus the fsyncs is measured too, and the merge without clones.
+
 This module imports nothing large: a child's peak memory counts from its parent's size at the fork.
 """
 
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +38,7 @@ class Contender:
     run: Callable[[], Usage]
     seconds: list[float] = field(default_factory=list)
     used: list[Usage] = field(default_factory=list)
+    new_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,37 @@ def spawn(command: list[str], accept: tuple[int, ...] = (0,)) -> Usage:
     return Usage(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def fsync_tree(root: Path) -> None:
+def fsync_tree(root: Path) -> float:
+    """Make a tree durable; return the CPU seconds that it took."""
+    began = time.process_time()
     for path in [root, *root.rglob("*")]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+    return time.process_time() - began
+
+
+def used_bytes(root: Path) -> int:
+    """Return how much of the file system is in use, once it has freed what was deleted."""
+    before = -1
+    while True:
+        os.sync()
+        status = os.statvfs(root)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        if used == before:
+            return used
+        before = used
+        time.sleep(0.3)
+
+
+def has_reflinks(work: Path) -> bool:
+    probe = work / "probe"
+    probe.write_bytes(bytes(4096))
+    command = ["cp", "--reflink=always", str(probe), str(work / "probe-clone")]
+    able = subprocess.run(command, capture_output=True).returncode == 0
+    for path in (probe, work / "probe-clone"):
+        path.unlink(missing_ok=True)
+    return able
 
 
 def forget(root: Path) -> None:
@@ -103,15 +132,16 @@ def contenders(options: argparse.Namespace, work: Path, sources: list[Path], out
     if num_layers < len(sources):
         sys.exit(f"error: {num_layers} layers cannot come from {len(sources)} sources")
 
-    def copy(durable: bool) -> Usage:
-        usage = spawn(["cp", "-r", str(sources[0]), str(out)])
-        if durable:
-            fsync_tree(out)
-        return usage
+    def copy(durable: bool, reflink: str = "never") -> Usage:
+        usage = spawn(["cp", "-r", f"--reflink={reflink}", str(sources[0]), str(out)])
+        return replace(usage, cpu_seconds=usage.cpu_seconds + fsync_tree(out)) if durable else usage
 
     found = []
     if not options.dry_run:
         found = [Contender("cp -r", lambda: copy(False)), Contender("cp -r + fsync", lambda: copy(True))]
+    clones = not options.dry_run and has_reflinks(work)
+    if clones:
+        found.append(Contender("cp --reflink + fsync", lambda: copy(True, "always")))
     for num in options.sources:
         for name in options.recipes:
             config = work / f"{name}-{num}.yaml"
@@ -121,18 +151,26 @@ def contenders(options: argparse.Namespace, work: Path, sources: list[Path], out
             # A plan that would not fit on the disk (exit code 8) is measured all the same.
             accept = (0, 8) if options.dry_run else (0,)
             found.append(Contender(f"merge {name}, {num} sources", partial(spawn, command, accept)))
+            if clones:
+                command = [*command, "--clone", "never"]
+                found.append(Contender(f"  {name}, {num}, no clones", partial(spawn, command)))
+    for ranks in options.ranks:
+        command = [*options.llmtailor.split(), "convert", str(sources[0]), str(out), "--num-gpu", str(ranks), "--quiet"]
+        found.append(Contender(f"convert to {ranks} ranks", partial(spawn, command)))
     return found
 
 
 def report(measured: list[Contender], num_bytes: int) -> None:
     plain, durable = (next((one for one in measured if one.name == name), None) for name in ("cp -r", "cp -r + fsync"))
 
-    def ratio(one: Contender, other: Contender | None) -> str:
+    def ratio(one: Contender, other: Contender | None, of_cpu: bool = False) -> str:
         if other is None or one is other:
             return "-"
-        return f"{statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True)):.2f}"
+        mine, theirs = ([use.cpu_seconds for use in it.used] if of_cpu else it.seconds for it in (one, other))
+        return f"{statistics.median(a / b for a, b in zip(mine, theirs, strict=True)):.2f}"
 
-    heads = f"{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'/ cp+fsync':>12}{'/ cp':>8}{'CPU s':>8}{'peak MB':>10}"
+    heads = f"{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'/ cp+fsync':>12}{'/ cp':>8}"
+    heads += f"{'CPU s':>8}{'/ cp+fsync':>12}{'peak MB':>10}{'new MB':>10}"
     print(f"{'':24}{heads}")
     for one in measured:
         median = statistics.median(one.seconds)
@@ -140,10 +178,10 @@ def report(measured: list[Contender], num_bytes: int) -> None:
         print(
             f"{one.name:24}{median:10.2f}{min(one.seconds):8.2f}{max(one.seconds):8.2f}{rate:>8}"
             f"{ratio(one, durable):>12}{ratio(one, plain):>8}"
-            f"{statistics.median(usage.cpu_seconds for usage in one.used):8.2f}"
-            f"{max(usage.peak_bytes for usage in one.used) / 1e6:10.1f}"
+            f"{statistics.median(usage.cpu_seconds for usage in one.used):8.2f}{ratio(one, durable, of_cpu=True):>12}"
+            f"{max(usage.peak_bytes for usage in one.used) / 1e6:10.1f}{statistics.median(one.new_bytes) / 1e6:10.1f}"
         )
-    print("\nRatios are medians over the rounds of (time of the row / time of the copy in the same round).")
+    print("\nRatios are medians over the rounds of (row / copy in the same round), of the time and of the CPU time.")
 
 
 def measure(options: argparse.Namespace, work: Path) -> None:
@@ -156,13 +194,13 @@ def measure(options: argparse.Namespace, work: Path) -> None:
     for number in range(options.rounds):
         turn = number % len(measured)
         for contender in measured[turn:] + measured[:turn]:
-            os.sync()
             if options.cold:
                 for source in sources:
                     forget(source)
-            began = time.perf_counter()
+            before, began = used_bytes(work), time.perf_counter()
             contender.used.append(contender.run())
             contender.seconds.append(time.perf_counter() - began)
+            contender.new_bytes.append(used_bytes(work) - before)
             print(f"round {number + 1}: {contender.name}: {contender.seconds[-1]:.2f} s", file=sys.stderr)
             shutil.rmtree(out, ignore_errors=options.dry_run)
     report(measured, num_bytes)
@@ -172,6 +210,7 @@ def measure(options: argparse.Namespace, work: Path) -> None:
                 "seconds": one.seconds,
                 "cpu_seconds": [usage.cpu_seconds for usage in one.used],
                 "peak_bytes": [usage.peak_bytes for usage in one.used],
+                "new_bytes": one.new_bytes,
             }
             for one in measured
         }
@@ -186,11 +225,12 @@ def main() -> None:
     parser.add_argument("--groups", choices=["default", "layer"], default="default", help="param groups")
     parser.add_argument("--sources", type=int, nargs="+", default=[2], help="numbers of sources (default: 2)")
     parser.add_argument("--recipes", nargs="+", choices=["halves", "parity"], default=["halves", "parity"])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[], help="also convert to these numbers of ranks")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--cold", action="store_true", help="drop the sources from the page cache before each run")
     parser.add_argument("--sparse", action="store_true", help="sources full of holes (outputs are full size)")
     parser.add_argument("--dry-run", action="store_true", help="measure the planning only; nothing is written")
-    parser.add_argument("--work", type=Path, default=Path("bench-run"), help="default: ./bench-run")
+    parser.add_argument("--work", type=Path, default=Path("bench-run"), help="where; default: ./bench-run")
     parser.add_argument("--keep", action="store_true", help="keep the sources, and use those already there")
     parser.add_argument("--llmtailor", default=f"{sys.executable} -m llmtailor", help="the command to measure")
     parser.add_argument("--json", type=Path, dest="json_path", help="write the single measurements to this file too")

@@ -4,6 +4,7 @@
 #   ./scripts/bench_merge.sh                                    8 GB checkpoints (the shape of Qwen3-0.6B)
 #   ./scripts/bench_merge.sh --shape 1b --rounds 5              larger
 #   ./scripts/bench_merge.sh --layers 8 --sources 2 8           smaller (4 GB), and from more checkpoints
+#   ./scripts/bench_merge.sh --work /mnt/xfs --ranks 4 16       what clones save, on XFS or Btrfs
 #   ./scripts/bench_merge.sh --shape 8b --sparse --dry-run      planning 112 GB, without the disk for it
 #   ./scripts/bench_merge.sh --help
 #

@@ -31,7 +31,14 @@ MAY_IMPORT = {
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
     "integrations": {"saving"},
-    "cli": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage", "saving"},
+    "charts": {"codes", "errors"},
+    "simulation": {*BASE, "containers", "formats", "policies", "runs", "charts"},
+    "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
+    "cli": {
+        *BASE,
+        *("containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"),
+        *("charts", "simulation", "report", "saving"),
+    },
     "codes": set(),
 }
 """Room -> the rooms it may import, besides itself."""
@@ -106,10 +113,17 @@ def test_help_imports_nothing_that_takes_time():
 def test_the_merge_path_imports_no_framework():
     loaded = loaded_by(
         "import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
-        "llmtailor.runs.thin, llmtailor.runs.gc"
+        "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.report.page, llmtailor.simulation.compare, "
+        "llmtailor.simulation.measured"
     )
     assert {"numpy", "yaml"} <= loaded
     assert not loaded & (HEAVY | {"safetensors"})
+
+
+def test_a_merge_without_casts_imports_no_numpy():
+    loaded = loaded_by("import llmtailor.cli.merge, llmtailor.cli.tables, llmtailor.compose.write")
+    assert "yaml" in loaded
+    assert not loaded & (HEAVY | {"safetensors", "numpy", "email"})
 
 
 def test_policies_need_nothing_but_the_standard_library():

@@ -80,7 +80,17 @@ def write_exit_codes(formatter: click.HelpFormatter, head: str, codes: Mapping[i
 
 def notify(what: object) -> None:
     """Print a note on stderr."""
-    click.echo(f"note: {what}", err=True)
+    from llmtailor.storage.stand_in import with_urls
+
+    click.echo(f"note: {with_urls(str(what))}", err=True)
+
+
+def say_cloned(cloned_bytes: int, copied_bytes: int, quiet: bool) -> None:
+    """Print on stderr how much of an output shares blocks with its sources, if anything does."""
+    from llmtailor.errors import size
+
+    if cloned_bytes and not quiet:
+        click.echo(f"cloned {size(cloned_bytes)}, copied {size(copied_bytes)}", err=True)
 
 
 @contextmanager

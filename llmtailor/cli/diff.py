@@ -11,7 +11,7 @@ import click
 
 from llmtailor.cli.command import command, progress_bar
 from llmtailor.cli.main import DIFFERENT
-from llmtailor.cli.options import COUNT, JSON, PATH
+from llmtailor.cli.options import COUNT, JSON, LOCATION
 
 if TYPE_CHECKING:
     from llmtailor.compare.diff import Compared
@@ -30,8 +30,8 @@ _LABELS: dict[str, Callable[[Compared], str]] = {
         DIFFERENT: "the checkpoints differ",
     }
 )
-@click.argument("a", type=PATH)
-@click.argument("b", type=PATH)
+@click.argument("a", type=LOCATION)
+@click.argument("b", type=LOCATION)
 @click.option(
     "--by", type=click.Choice([*_LABELS]), default="part", show_default=True, help="What a row of the table is."
 )

@@ -26,6 +26,8 @@ _COMMANDS = {
     "salvage": ("salvage", "recover a run whose newest checkpoint is damaged"),
     "thin": ("thin", "free disk space: thin out a run's older full checkpoints"),
     "gc": ("thin", "free disk space: remove partial checkpoints that nothing needs"),
+    "report": ("report", "write a page about a run: saves, ages of parts, damages, losses"),
+    "policy": ("policy", "compare policies before a training: bytes, stalls, intervals"),
 }
 """The file of each command in `llmtailor.cli`, and what it does"""
 DIFFERENT = 10
@@ -114,12 +116,14 @@ def _terminate(*_: Any) -> None:
 
 
 def _fail(error: TailorError) -> None:
+    from llmtailor.storage.stand_in import with_urls
+
     if os.environ.get(DEBUG, "") not in ("", "0"):
         import traceback
 
         traceback.print_exc()
     for problem in error.problems:
-        click.echo(f"error: {problem}", err=True)
+        click.echo(f"error: {with_urls(str(problem))}", err=True)
     if len(error.problems) > 1:
         click.echo(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"), err=True)
     sys.exit(error.exit_code)

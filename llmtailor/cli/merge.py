@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import CHOOSING, PATH, STAGES, choose, choosing_options, given, target_options
+from llmtailor.cli.command import command, notify, progress_bar, say_cloned
+from llmtailor.cli.options import CHOOSING, LOCATION, PATH, STAGES, choose, choosing_options, given, target_options
 from llmtailor.errors import TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
         8: "also with --dry-run, if the output does not fit",
     }
 )
-@click.argument("config", type=PATH, required=False, metavar="[CONFIG]")
-@click.argument("out", type=PATH, required=False)
+@click.argument("config", type=LOCATION, required=False, metavar="[CONFIG]")
+@click.argument("out", type=LOCATION, required=False)
 @target_options
 @click.option(
     "--allow-split", is_flag=True, help="Allow a part's weights and optimizer to come from different checkpoints."
 )
-@click.option("--run", type=PATH, metavar="RUN_DIR", help="Choose the sources in a run's folder, without CONFIG.")
+@click.option("--run", type=LOCATION, metavar="RUN_DIR", help="Choose the sources in a run's folder, without CONFIG.")
 @choosing_options
 def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
     """Compose a checkpoint from a recipe CONFIG, or from the sources that --run chooses, and write it to OUT.
@@ -66,8 +67,8 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
         8: "also with --dry-run, if the output does not fit",
     }
 )
-@click.argument("checkpoint", type=PATH)
-@click.argument("out", type=PATH, required=False)
+@click.argument("checkpoint", type=LOCATION)
+@click.argument("out", type=LOCATION, required=False)
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -88,11 +89,12 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
     from llmtailor.recipe.recipe import Recipe
+    from llmtailor.storage.stand_in import location_of
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
     weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
-    _run_merge(Recipe(f"convert {checkpoint}", "", base, (), weights, None), out, **options)
+    _run_merge(Recipe(f"convert {location_of(checkpoint)}", "", base, (), weights, None), out, **options)
 
 
 def _run_merge(
@@ -119,10 +121,15 @@ def _run_merge(
     report = composition.report
     for notice in report.notices:
         notify(notice)
-    if as_json:
+
+    def say(moved: Any = None) -> None:
         # the path to resume from, whether written now or already there
         named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
-        click.echo(json.dumps({**to_json(report), **named}, indent=2))
+        click.echo(json.dumps({**to_json(report), **named, "moved": moved and asdict(moved)}, indent=2))
+
+    if as_json:
+        if dry_run or there:
+            say()
     elif dry_run:
         click.echo(plan_text(report))
     elif not quiet and not there:
@@ -137,8 +144,11 @@ def _run_merge(
         click.echo("dry run: nothing was written", err=True)
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
-            write(composition, on_progress, notify)
+            moved = write(composition, on_progress, notify)
+        say_cloned(moved.cloned_bytes, moved.copied_bytes, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
+        if as_json:
+            say(moved)
 
 
 @command(
@@ -148,7 +158,7 @@ def _run_merge(
         6: "FILE exists",
     }
 )
-@click.argument("run", type=PATH, required=False, metavar="[RUN_DIR]")
+@click.argument("run", type=LOCATION, required=False, metavar="[RUN_DIR]")
 @choosing_options
 @click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in normal form.")
 @click.option("--allow-split", is_flag=True, help="--explain: a part's weights and optimizer may differ in source.")

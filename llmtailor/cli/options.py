@@ -19,11 +19,36 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
 STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
 _MAX_BYTES = 16 << 20
-PATH = click.Path(path_type=Path)
+
+
+class _Path(click.Path):
+    """A path on this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "://" in value:
+            self.fail(f"{value!r} is a URL; a path on this machine is needed", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _Location(click.Path):
+    """A path, or the URL of a folder in an object store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "://" in value:
+            from llmtailor.storage.remote import open_location
+            from llmtailor.storage.stand_in import see
+
+            return see(open_location(value))
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
+LOCATION = _Location(path_type=Path)
 COUNT = click.IntRange(min=1)
 STEP = click.IntRange(min=0)
 
 RUN_DIR = click.argument("run", type=PATH, metavar="RUN_DIR")
+RUN = click.argument("run", type=LOCATION, metavar="RUN_DIR")
 AT = click.option("--at", type=STEP, metavar="STEP", help="Ignore everything later than this step.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan and check that the output fits; write nothing.")
 FORCE = click.option("--force", is_flag=True, help="Replace OUT once the new one is complete.")
@@ -34,6 +59,21 @@ TRUST_UNRECORDED = click.option(
     "--trust-unrecorded",
     is_flag=True,
     help="Also use full checkpoints that do not state their attempt of the run.",
+)
+FOR = click.option(
+    "--for",
+    "client",
+    type=click.Choice(["trainer", "accelerate", "deepspeed"]),
+    help="What will resume: the Trainer, accelerate's load_state, or a DeepSpeed engine in your own loop. Default: "
+    "what the files are for.",
+)
+CLONE = click.option(
+    "--clone",
+    type=click.Choice(["auto", "never", "require"]),
+    default="auto",
+    show_default=True,
+    help="Whether OUT shares blocks with the checkpoints it is made from. auto: where the file system can (reflinks of "
+    "XFS and Btrfs). never: write every byte. require: fail where it can't.",
 )
 _CHOOSING = [
     click.option(
@@ -121,6 +161,7 @@ _TARGET = [
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
+    CLONE,
     DRY_RUN,
     JSON,
     QUIET,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import AT, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
+from llmtailor.cli.command import command, notify, progress_bar, say_cloned
+from llmtailor.cli.options import AT, CLONE, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and move damaged checkpoints aside.")
 @TRUST_UNRECORDED
 @FORCE
+@CLONE
 @DRY_RUN
 @JSON
 @QUIET
@@ -78,19 +79,23 @@ def salvage(
     composition = salvage.composition
     resume_from = composition.out if composition else salvage.base.index.root
     resume_from = replacement.target if replacement else resume_from
-    if as_json:
+    is_written = composition is not None and not salvage.is_written and not dry_run
+    if as_json and not is_written:
         click.echo(json.dumps(to_json(salvage, resume_from), indent=2))
-    elif not quiet:
+    elif not as_json and not quiet:
         _show(salvage)
     if dry_run:
         if composition is not None:
             check_room(composition)
         click.echo("dry run: nothing was written", err=True)
         return
-    if composition is not None and not salvage.is_written:
+    if composition is not None and is_written:
         with progress_bar(composition.report.num_bytes, quiet=quiet) as on_progress:
-            write(composition, on_progress, notify)
+            moved = write(composition, on_progress, notify)
+        say_cloned(moved.cloned_bytes, moved.copied_bytes, quiet)
         click.echo(f"wrote {composition.report.out}", err=as_json)
+        if as_json:
+            click.echo(json.dumps(to_json(salvage, resume_from, moved), indent=2))
     if replacement is not None:
         _put_in_place(replacement, as_json)
     _say_how_to_resume(salvage, resume_from, replace, as_json)

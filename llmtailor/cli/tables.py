@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmtailor.compose.report import Report, fold_layers
-from llmtailor.errors import printable, ranges
+from llmtailor.errors import printable, ranges, size
 from llmtailor.formats.trainer import ADAPTER
 from llmtailor.model.parts import condense
 
@@ -77,7 +77,8 @@ def inspection_text(content: Inspection) -> str:
     unsaved = "those of an adapter" if is_adapter else "not saved"
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
-        f"saved by {content['world_size']} ranks",
+        f"saved by {content['world_size']} ranks"
+        + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']} at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
         + (f", {content['skipped_steps']} steps skipped" if content["skipped_steps"] else ""),
@@ -128,16 +129,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence
         for row in cells
     ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def size(num_bytes: int) -> str:
-    """Return a number of bytes in decimal units, e.g. ``16.1 GB``."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if abs(value) < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def steps_text(steps: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import click
 
 from llmtailor.cli.command import command, notify, progress_bar
 from llmtailor.cli.options import COUNT, JSON, RUN_DIR, YES
-from llmtailor.errors import Problem, UsageError
+from llmtailor.errors import Problem, UsageError, size
 
 if TYPE_CHECKING:
     from llmtailor.runs.gc import GcPlan
@@ -152,7 +152,6 @@ def _show(plan: dict[str, Any] | str, left_alone: Iterable[object]) -> None:
 
 
 def _say_done(action: PruneAction) -> None:
-    from llmtailor.cli.tables import size
 
     click.echo(f"{action.checkpoint.name}: done, {size(action.freed)} freed", err=True)
 
@@ -205,7 +204,7 @@ def _steps(plan: ThinPlan | GcPlan) -> dict[str, Any]:
 
 
 def _thinning_text(plan: ThinPlan) -> str:
-    from llmtailor.cli.tables import ages_text, size, steps_text, table
+    from llmtailor.cli.tables import ages_text, steps_text, table
     from llmtailor.runs.pruning import STAYS
 
     rows = [
@@ -239,7 +238,7 @@ def _outcome(action: PruneAction) -> tuple[str, str]:
 
 
 def _collection_text(plan: GcPlan) -> str:
-    from llmtailor.cli.tables import ages_text, size, table
+    from llmtailor.cli.tables import ages_text, table
     from llmtailor.runs.folder import files_in, freed_bytes
 
     removed = {removal.path for removal in plan.removals}

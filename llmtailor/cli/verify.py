@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import AT, JSON, PATH, RUN_DIR, TRUST_UNRECORDED
-from llmtailor.errors import VerificationError
+from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
+from llmtailor.errors import UsageError, VerificationError
 
 
 @command(
@@ -18,9 +18,10 @@ from llmtailor.errors import VerificationError
         4: "it can't be read, or is not a checkpoint",
     }
 )
-@click.argument("checkpoint", type=PATH)
+@click.argument("checkpoint", type=LOCATION)
+@FOR
 @JSON
-def inspect(checkpoint: Path, as_json: bool) -> None:
+def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
     """Describe CHECKPOINT: format, world size, step, param groups, parts with their sizes, and anything unusual.
 
     Only headers are read; no tensor is loaded.
@@ -33,7 +34,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
     from llmtailor.cli.tables import inspection_text
     from llmtailor.verify.inspect import inspect_checkpoint
 
-    content = inspect_checkpoint(checkpoint)
+    content = inspect_checkpoint(checkpoint, client)
     click.echo(json.dumps(content, indent=2) if as_json else inspection_text(content))
 
 
@@ -45,13 +46,16 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
         7: "CHECKPOINT is not resumable, or partial and damaged",
     }
 )
-@click.argument("checkpoint", type=PATH)
+@click.argument("checkpoint", type=LOCATION)
 @click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
+@FOR
 @JSON
 @click.pass_context
-def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
-    """Check whether an unmodified Trainer or DeepSpeed will resume from CHECKPOINT correctly.
+def verify(
+    ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, client: str | None, as_json: bool
+) -> None:
+    """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
 
     An error means that a resume fails or silently continues from a different state; a warning means that it loses
     something. Without --deep, only headers are read, which takes seconds for any size.
@@ -67,12 +71,15 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
+    from llmtailor.storage.stand_in import stand_in_of
     from llmtailor.verify.verdict import to_json, to_text
     from llmtailor.verify.verify import verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
-        verdict = verify_checkpoint(checkpoint, deep, on_progress)
+        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
+    if resume_smoke and stand_in_of(checkpoint):
+        raise UsageError.at("--resume-smoke", "it can't load a checkpoint from an object store", "copy it here first")
     if resume_smoke:
         from llmtailor.verify.smoke import try_resume
 
@@ -88,12 +95,13 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
         7: "RUN_DIR has no resumable checkpoint; no path is printed",
     }
 )
-@RUN_DIR
+@RUN
 @AT
 @click.option("--deep", is_flag=True, help="Also read every tensor; see `llmtailor verify --help`.")
 @TRUST_UNRECORDED
+@FOR
 @JSON
-def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_json: bool) -> None:
+def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client: str | None, as_json: bool) -> None:
     """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
 
     Checkpoints of attempts abandoned by a resume from an earlier step are skipped.
@@ -105,16 +113,17 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_jso
       llmtailor latest runs/x --at 400 --deep
     """
     from llmtailor.runs.latest import find_latest, latest_to_json
+    from llmtailor.storage.stand_in import location_of
     from llmtailor.verify.verdict import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
-        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded)
+        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, client=client)
     for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:
         click.echo(json.dumps(latest_to_json(found), indent=2))
     elif found.path is not None:
-        click.echo(str(found.path))
+        click.echo(location_of(found.path))
     how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"
     if found.newer_partial is not None:
         notify(f"{found.newer_partial} is newer; compose a checkpoint of its step: {how}")

@@ -101,9 +101,6 @@ def diff_indexes(
     if not states:
         what = f"{a.name} and {b.name} have no state in common" + (f" of {', '.join(sorted(kinds))}" if kinds else "")
         raise MismatchError.at(b.name, what, "compare checkpoints of the same model")
-    found = _compare_all(a, b, states, on_progress)
-    order = {part: number for number, part in enumerate(structure.parts)}
-    compared = [_compared(state, structure, found[state]) for state in states]
     part_steps = {
         part: (a.part_steps.get(part, a.global_step), b.part_steps.get(part, b.global_step)) for part in structure.parts
     }
@@ -113,8 +110,30 @@ def diff_indexes(
         (a.global_step, b.global_step),
         part_steps,
         tuple(compare_training(a, b, structure)),
-        tuple(sorted(compared, key=lambda one: order[one.part])),
+        _compare_states(a, b, structure, states, on_progress),
     )
+
+
+def diff_parts(
+    a: CheckpointIndex, b: CheckpointIndex, parts: Collection[str], on_progress: Callable[[int], None]
+) -> tuple[Compared, ...]:
+    """Compare the states of these parts as far as both hold them; the result may be empty. Raises as `diff`."""
+    structure = _structure_of_both(a, b)
+    states = [state for state in _common(a, b) if structure.part_of[state.param] in parts]
+    return _compare_states(a, b, structure, states, on_progress)
+
+
+def _compare_states(
+    a: CheckpointIndex,
+    b: CheckpointIndex,
+    structure: ModelStructure,
+    states: list[State],
+    on_progress: Callable[[int], None],
+) -> tuple[Compared, ...]:
+    found = _compare_all(a, b, states, on_progress)
+    order = {part: number for number, part in enumerate(structure.parts)}
+    compared = [_compared(state, structure, found[state]) for state in states]
+    return tuple(sorted(compared, key=lambda one: order[one.part]))
 
 
 def _structure_of_both(a: CheckpointIndex, b: CheckpointIndex) -> ModelStructure:

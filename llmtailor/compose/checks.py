@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Slot, Sources
+from llmtailor.checkpoint.layout import Plan, Slot, Sources
 from llmtailor.compose.adam_step import StepChoice
 from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.model.states import BUFFER, FROZEN, WEIGHT
@@ -77,17 +77,13 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     return found
 
 
-def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex], sources: Sources) -> None:
+def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Sources) -> None:
     """Raise MismatchError if a chosen source lacks a state that the target needs, or has it in another shape."""
     lacking: dict[int, dict[str, None]] = {}
-    for layout in layouts:
-        for piece in layout.pieces:
-            if not isinstance(piece, Slot):
-                continue
-            for span in sources.spans(piece.state, piece.begin, piece.end):
-                if not _can_fill(piece, indexes[span.source]):
-                    name = f"{piece.state.kind} of {piece.state.param}"
-                    lacking.setdefault(span.source, {})[name] = None
+    for slot in plan.summary.unfilled:
+        for span in sources.spans(slot.state, slot.begin, slot.end):
+            if not can_fill(slot, indexes[span.source]):
+                lacking.setdefault(span.source, {})[f"{slot.state.kind} of {slot.state.param}"] = None
     if lacking:
         raise MismatchError(
             Problem(
@@ -99,7 +95,8 @@ def check_held(layouts: Sequence[FileLayout], indexes: Sequence[CheckpointIndex]
         )
 
 
-def _can_fill(slot: Slot, index: CheckpointIndex) -> bool:
+def can_fill(slot: Slot, index: CheckpointIndex) -> bool:
+    """Return whether a checkpoint holds a state, and enough of it for a slot."""
     try:
         numel = index.holding(slot.state, slot.dtype).numel
         return numel >= (slot.end - slot.begin if slot.state.kind == BUFFER else slot.end)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
+from llmtailor.checkpoint.layout import Cut, FileLayout, Plan, Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
-from llmtailor.compose.checks import check_fit, check_held, check_one_step, differing_hyperparameters
+from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
+from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
+from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, UnsupportedCheckpoint
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.clients import choose_client, client_of
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.known_files import check_replaceable
@@ -36,14 +38,14 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.model.states import BUFFER, State
+from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.resolve import Choice, resolve
-from llmtailor.storage.local import Entries
+from llmtailor.storage.listing import Entries
+from llmtailor.storage.stand_in import stand_in_of
 from llmtailor.timing import Stopwatch
 
 
@@ -106,6 +108,9 @@ class Options:
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""
+    clone: Clone = "auto"
+    """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
+    which fails where it can't"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ class Composition:
     report: Report
     family: str
     """The output's family of formats"""
+    client: str
+    """Whose loader will resume from the output, see `formats.clients`"""
     replaces: Entries | None = None
     """The existing content of the output folder, all replaceable; None if the output must not exist"""
 
@@ -131,11 +138,8 @@ class Composition:
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
         base, told = self.indexes[self.base], self.options
-        changed = (told.world_size or base.world_size, self.target.stage, self.family) != (
-            base.world_size,
-            base.stage,
-            base.family,
-        )
+        wanted = (told.world_size or base.world_size, self.target.stage, self.family, self.client)
+        changed = wanted != (base.world_size, base.stage, base.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
         return one_source and not base.is_partial and not changed and told.groups == "keep" and not self.recipe.dtype
 
@@ -157,17 +161,20 @@ def plan_merge(
     options = options or Options()
     read = [recipe] if isinstance(recipe, Path) else []
     recipe = load_recipe(recipe) if isinstance(recipe, Path) else recipe
+    named = out or recipe.output
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
+    if stand_in_of(reference.root) and not stand_in_of(out) and not named:
+        raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
     family, stage = choose_format(reference, options.to, options.stage)
-    families = (family, reference.family)
+    families, client = (family, reference.family), choose_client(reference, family, options.to)
     _attempt(problems, lambda: _check_base(reference, family))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
@@ -206,15 +213,16 @@ def plan_merge(
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
-    wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, is_alone=len(indexes) == 1)
+    from_group = regrouping.from_group if regrouping else None
+    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client)
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
-    check_held(layouts, indexes, sources)
-    if options.step == "source":
-        check_one_step(steps)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
+    check_filled(plan, indexes, sources)
+    if options.step == "source":
+        check_one_step(steps)
     special = [
         *(opened.notices if opened else ()),
         *about_weights,
@@ -234,46 +242,12 @@ def plan_merge(
         steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=plan.num_bytes + SPARE_BYTES,
+        needed_bytes=plan.num_bytes - (plan.shareable_bytes if options.clone == "require" else 0) + SPARE_BYTES,
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, family, replaces)
-
-
-def plan_composite(
-    layouts: Iterable[FileLayout],
-    indexes: Sequence[CheckpointIndex],
-    sources: Sources,
-    base: int,
-    scales: Mapping[State, float] = MappingProxyType({}),
-) -> Plan:
-    """Return the plan with every slot of every file filled by the bytes of sources. Pure: no byte is read.
-
-    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales`` are
-    multiplied by a factor. Raises KeyError for a slot that its source does not hold; `checks` refuses those first.
-    """
-
-    def fill(piece: Piece) -> Iterator[Piece]:
-        if not isinstance(piece, Slot):
-            yield replace(piece, source=base) if isinstance(piece, Copy) else piece
-            return
-        scale = scales.get(piece.state, 1.0)
-        for cut in sources.spans(piece.state, piece.begin, piece.end):
-            held = indexes[cut.source].holding(piece.state, piece.dtype)
-            # Each rank has its own buffers; a rank beyond the source's takes those of the source's ranks in turn.
-            begin = cut.begin % held.numel if piece.state.kind == BUFFER else cut.begin
-            for have in held.place.cover(begin, begin + cut.end - cut.begin):
-                if held.dtype == piece.dtype and scale == 1:
-                    yield Copy(have.extent, cut.source, piece.state, have.begin)
-                else:
-                    yield Cast(have.extent, held.dtype, piece.dtype, cut.source, piece.state, have.begin, scale)
-
-    planned = (
-        FileLayout(layout.path, tuple(filled for piece in layout.pieces for filled in fill(piece)))
-        for layout in layouts
-    )
-    return Plan(tuple(str(index.root) for index in indexes), tuple(planned))
+    found = (recipe, out, options, indexes, base, structure, target, steps, plan, report, family, client, replaces)
+    return Composition(*found)
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
@@ -337,10 +311,11 @@ def _check_base(base: CheckpointIndex, family: str) -> None:
             "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
-    if TRAINER_STATE not in base.files and DCP not in (family, base.family):
+    client = client_of(base)
+    if client.state and client.state not in base.files and family != DCP:
         raise SourceError.at(
-            PathIn(base.name, TRAINER_STATE),
-            "the file is missing, and the Trainer can't resume without it",
+            PathIn(base.name, client.state),
+            f"the file is missing, and {client.loader} can't resume without it",
             "copy it back, or use another base_model",
         )
 

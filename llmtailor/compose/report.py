@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import Cast, Copy, Plan, Sources
+from llmtailor.checkpoint.layout import Plan, Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.errors import Problem
 from llmtailor.formats.trainer import MANIFEST
@@ -84,9 +84,9 @@ def part_rows(
 ) -> tuple[PartRow, ...]:
     """Return the source, age and size of every part."""
     num_bytes: dict[tuple[str, int], int] = defaultdict(int)
-    for piece in _moved(plan):
-        if piece.state is not None:
-            num_bytes[structure.part_of[piece.state.param], piece.source] += piece.num_bytes
+    for (param, source), moved in plan.summary.moved.items():
+        if param is not None:
+            num_bytes[structure.part_of[param], source] += moved
     rows = []
     for part in structure.parts:
         counts = Counter(source for name in structure.names(part) for source in sources.of_any(name))
@@ -100,16 +100,12 @@ def part_rows(
 def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tuple[SourceRow, ...]:
     """Return the sources and how many bytes of the output each supplies."""
     num_bytes: dict[int, int] = defaultdict(int)
-    for piece in _moved(plan):
-        num_bytes[piece.source] += piece.num_bytes
+    for (_, source), moved in plan.summary.moved.items():
+        num_bytes[source] += moved
     return tuple(
         SourceRow(index.name, index.global_step, number == base, num_bytes[number])
         for number, index in enumerate(indexes)
     )
-
-
-def _moved(plan: Plan) -> Iterator[Copy | Cast]:
-    return (piece for file in plan.files for piece in file.pieces if isinstance(piece, (Copy, Cast)))
 
 
 def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = False) -> list[Problem]:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, count
 from pathlib import Path
@@ -14,16 +14,18 @@ from typing import Any
 
 from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.compose.manifest import make_manifest
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.containers.zip import Record
-from llmtailor.engine.copy import Context, FileResult, execute
+from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, files_read, read_again
+from llmtailor.engine.recheck import SourceFile, Stated, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
+from llmtailor.engine.upload import clear, is_unfinished, upload
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.known_files import is_resumed_from
@@ -31,15 +33,15 @@ from llmtailor.formats.manifest import read_manifest, read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.recipe.recipe import Recipe
-from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
-from llmtailor.storage.local import FileFact, write_durably
+from llmtailor.storage.checksums import crc32
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import write_durably
+from llmtailor.storage.stand_in import stand_in_of, stand_ins, with_urls
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
-SCHEMA_MANIFEST = "llmtailor.manifest/1"
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -62,17 +64,18 @@ def check_room(composition: Composition) -> None:
 
 def bytes_to_move(composition: Composition) -> int:
     """Return how many bytes `write` reports to ``on_progress``."""
-    files = files_read(composition.plan) if composition.options.checksum else []
+    files = composition.plan.summary.read if composition.options.checksum else ()
     sources = sum(composition.indexes[number].files[path].num_bytes for number, path in files)
-    return composition.plan.num_bytes + sources
+    uploaded = composition.plan.num_bytes if stand_in_of(composition.out) else 0
+    return composition.plan.num_bytes + sources + uploaded
 
 
 def write(
     composition: Composition,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     notify: Callable[[str], None] = lambda text: None,
-) -> None:
-    """Write a planned composite, verify it, and publish it by one rename.
+) -> Moved:
+    """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
 
     The output stays absent, or the old one, until the new one is complete. After StorageError, Unanswered and
     Interrupted, make the same call again to resume.
@@ -90,30 +93,40 @@ def write(
         Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
+    if is_unfinished(composition.out):
+        clear(composition.out)
     with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
         try:
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
-            context = Context(facts, kept, on_progress, staging.journal.add, composition.options.checksum, stop)
+            told = composition.options
+            context = Context(
+                facts, kept, on_progress, staging.journal.add, digest=told.checksum, stop=stop, clone=told.clone
+            )
             logger.info("writing in %s", staging.path)
             results = execute(composition.plan, staging.path, context)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
             digests = _check_sources(composition, results, before, on_progress, stop)
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.family).encode()
-            content = _manifest(composition, results, digests, readme, identity.digest())
-            write_durably(staging.path / MANIFEST, json.dumps(content, indent=2).encode() + b"\n")
+            content = make_manifest(composition, results, digests, readme, identity.digest(), now())
+            manifest = json.dumps(content, indent=2).encode() + b"\n"
+            write_durably(staging.path / MANIFEST, manifest)
             write_durably(staging.path / CARD, readme)
             _check_written(composition, staging.path)
             logger.info("verified what was written in %s", watch.lap())
             stop.check()
             staging.publish()
-            logger.info("published %s in %s", composition.out, watch.lap())
+            if stand_in_of(composition.out):
+                crcs = {one.path: one.crc for one in results} | {CARD: crc32(readme), MANIFEST: crc32(manifest)}
+                upload(composition.out, crcs, on_progress, stop)
+            logger.info("published %s in %s", display_name(composition.out), watch.lap())
         except (Interrupted, StorageError) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
+    return sum((result.moved for result in results), Moved())
 
 
 def _check_sources(
@@ -130,6 +143,8 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
+    for remote in stand_ins.values():
+        remote.list()
     for number, index in enumerate(composition.indexes):
         for path, fact in index.files.items():
             try:
@@ -140,11 +155,11 @@ def _check_sources(
                 changed.append(
                     Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
                 )
-            elif now != before.get(f"{composition.plan.sources[number]}/{path}", now):
+            elif now != before.get(f"{composition.plan.sources[number]}/{path}", now) and not stand_in_of(index.root):
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)
-    wanted = files_read(composition.plan)
+    wanted = composition.plan.summary.read
     if composition.options.checksum:
         return read_again(composition.plan, results, wanted, on_progress, stop, _stated(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
@@ -175,65 +190,6 @@ def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
     folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
     found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
     return {path: records for each in found for path, records in each.items()}
-
-
-def _manifest(
-    composition: Composition,
-    results: Sequence[FileResult],
-    digests: Mapping[SourceFile, str],
-    readme: bytes,
-    merge: str,
-) -> dict[str, Any]:
-    """Return the content of ``llmtailor.json``.
-
-    ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
-    what was merged, to recognize the same merge.
-    """
-    crcs: dict[str, dict[State, tuple[int, int]]] = defaultdict(dict)
-    # Elements may be written more than once (a buffer on every rank): count them once, in order. Skip ZeRO's rounded
-    # masters: a digest depends neither on the stage nor on names on disk.
-    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
-    runs = {(run.state, run.begin): run for result in results for run in result.runs() if run.state.kind not in rounded}
-    for (state, _), run in sorted(runs.items()):
-        known = crcs[composition.structure.part_of[state.param]]
-        num_bytes, crc = known.get(state, (0, 0))
-        known[state] = (num_bytes + run.num_bytes, combine(crc, run.crc, run.num_bytes))
-    digest_of = {part: part_digest((state, *found[state]) for state in found) for part, found in crcs.items()}
-    report = composition.report
-    return {
-        "schema": SCHEMA_MANIFEST,
-        "llmtailor_version": __version__,
-        "merge": merge,
-        "created": now(),
-        "base": report.base,
-        "global_step": report.global_step,
-        "world_size": report.world_size,
-        "recipe": {"name": report.recipe, "text": composition.recipe.text},
-        "sources": [
-            {
-                "name": index.name,
-                "path": str(index.root.absolute()),
-                "global_step": index.global_step,
-                "files": [
-                    {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))
-                    for path, fact in index.files.items()
-                ],
-            }
-            for number, index in enumerate(composition.indexes)
-        ],
-        "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
-        "optimizer_steps": [asdict(row) for row in report.steps],
-        "files": [
-            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)
-            for one in results
-        ],
-        "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
-        "notices": [notice.to_json() for notice in report.notices],
-    }
-
-
-def _digest(digest: str | None) -> dict[str, str]:
-    return {DIGEST: digest} if digest else {}
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:
@@ -284,7 +240,7 @@ def identify_merge(composition: Composition) -> Identity:
         [index.files for index in composition.indexes],
         tool_version=__version__,
         recipe=recipe.name,
-        request=(asked, replace(options, replace=False, restart=False, checksum=False)),
+        request=with_urls(repr((asked, replace(options, replace=False, restart=False, checksum=False, clone="auto")))),
         begun=now(),
     )
 
@@ -370,7 +326,7 @@ def with_what_is_kept(
     error: Interrupted | StorageError, composition: Composition, staging: Staging
 ) -> Interrupted | StorageError:
     """Return the error with the bytes that a resume will keep."""
-    if not (kept := staging.kept_bytes):
+    if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error
     there = f"{kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
     return type(error)(

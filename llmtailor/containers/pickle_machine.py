@@ -61,15 +61,17 @@ class Machine:
 
     def run(self) -> Any:
         """Return the object. Raises ValueError and the like for anything but a complete pickle of data."""
+        read, opcodes, stop = self.file.read, _OPCODES, _CODES["STOP"]
         for _ in range(self.max_opcodes):
-            code = self.file.read(1)
-            if code == _CODES["STOP"]:
-                if len(self.stack) != 1 or self.marked:
-                    raise ValueError("it ends in the middle of an object")
-                return self.stack[0]
-            if code not in _OPCODES:
+            code = read(1)
+            if (do := opcodes.get(code)) is not None:
+                do(self)
+            elif code != stop:
                 self.refuse(code)
-            _OPCODES[code](self)
+            elif len(self.stack) != 1 or self.marked:
+                raise ValueError("it ends in the middle of an object")
+            else:
+                return self.stack[0]
         raise ValueError(f"it has more than {self.max_opcodes:,} opcodes")
 
     def refuse(self, code: bytes) -> None:
@@ -259,7 +261,8 @@ _ARGUMENTS = {opcode.name: opcode.arg for opcode in pickletools.opcodes}
 def _reading(name: str, do: Callable[[Machine, Any], object]) -> Callable[[Machine], object]:
     argument = _ARGUMENTS[name]
     assert argument is not None, "listed above as an opcode with an argument"
-    return lambda self: do(self, argument.reader(self.file))
+    read = argument.reader
+    return lambda self: do(self, read(self.file))
 
 
 _OPCODES = {_CODES[name]: do for name, do in _WITHOUT.items()}

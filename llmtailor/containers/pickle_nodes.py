@@ -7,8 +7,9 @@ symbolic: nothing is imported, looked up or called.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from llmtailor.checkpoint.layout import Piece
@@ -172,21 +173,13 @@ def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) 
     return Call(REBUILD_TENSOR, (storage, 0, shape, tuple(reversed(strides)), False, Ordered()))
 
 
-def children(node: object) -> Iterator[Any]:
-    """Yield the nodes that a node holds directly."""
+def children(node: object) -> Iterable[Any]:
+    """Return the nodes that a node holds directly."""
     if isinstance(node, dict):
-        for key, value in node.items():
-            yield key
-            yield value
-        if isinstance(node, Ordered):
-            yield node.attributes
-    elif isinstance(node, (list, tuple, set)):
-        yield from node
-    elif isinstance(node, Call):
-        yield node.func
-        yield node.args
-        yield node.state
-        for key, value in node.items:
-            yield key
-            yield value
-        yield from node.appends
+        return chain(node, node.values(), (node.attributes,) if isinstance(node, Ordered) else ())
+    if isinstance(node, (list, tuple, set)):
+        return node
+    if isinstance(node, Call):
+        of_call = (node.func, node.args, node.state)
+        return of_call if not (node.items or node.appends) else chain(of_call, chain(*node.items), node.appends)
+    return ()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot
+from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, FileLayout, Fill, Piece, Slot, fill_all, shareable_start
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
@@ -134,6 +134,22 @@ def _held(path: str, entry: Any, data_start: int) -> tuple[TensorEntry, Extent]:
     return TensorEntry(dtype, tuple(shape), Contiguous(extent, ITEMSIZE[dtype])), extent
 
 
+class SafetensorsLayout(FileLayout):
+    """A file whose header can be padded, so that the tensors share blocks with the files they are copied from."""
+
+    def filled(self, fill: Fill) -> FileLayout:
+        header, *tensors = self.pieces
+        assert isinstance(header, Bytes), "the header comes first"
+        content = fill_all(tensors, fill)
+        return FileLayout(self.path, (lay_out_header(header.data[8:].rstrip(), shareable_start(content, 8)), *content))
+
+
+def lay_out_header(text: bytes, stop: int | None = None) -> Bytes:
+    """Return a header with its length, padded to a multiple of 8 bytes, or to ``stop`` modulo `BLOCK_BYTES`."""
+    text += b" " * (-len(text) % 8 if stop is None else (stop - 8 - len(text)) % BLOCK_BYTES)
+    return Bytes(struct.pack("<Q", len(text)) + text, "safetensors header")
+
+
 def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
     """Return the layout of a file with the same tensors in the same order; ``dtype`` replaces floating-point dtypes."""
     header: dict[str, Any] = {"__metadata__": dict(file.metadata)} if file.metadata else {}
@@ -151,8 +167,7 @@ def lay_out_weights(file: WeightFile, dtype: str | None) -> FileLayout:
         if slot.num_bytes:
             pieces.append(slot)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return FileLayout(file.path, (Bytes(struct.pack("<Q", len(text)) + text, "safetensors header"), *pieces))
+    return SafetensorsLayout(file.path, (lay_out_header(text), *pieces))
 
 
 def lay_out_weight_files(files: tuple[WeightFile, ...], dtype: str | None) -> list[FileLayout]:

@@ -4,25 +4,39 @@ Reading (format facts verified against torch 2.13): ``NAME/data.pkl`` is the pic
 storage KEY, ``NAME/byteorder`` says ``little``. Local headers are padded so that records start at multiples of 64; the
 central directory does not show this padding, so offsets are taken from the local headers.
 
-Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records). The CRCs of
-tensor records are filled in once the bytes have streamed past.
+Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with more
+padding before storages that can share blocks with the files they are copied from. The CRCs of tensor records are
+filled in once the bytes have streamed past.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.layout import Bytes, Copy, Crc, FileLayout, Piece, Zeros
+from llmtailor.checkpoint.layout import (
+    BLOCK_BYTES,
+    Bytes,
+    Copy,
+    Crc,
+    FileLayout,
+    Fill,
+    Piece,
+    Zeros,
+    fill_all,
+    shareable_start,
+)
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Call, Storage
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import read_pickle
+from llmtailor.containers.views import Buffered, Window
 from llmtailor.containers.zip import BadZip, Compressed, Record, read_records
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.model.states import ITEMSIZE
@@ -35,6 +49,8 @@ MAX_PICKLE_BYTES = 64 << 20
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _SMALL = 4096
 """Maximum size in bytes of a record other than a tensor or the pickle, such as a version"""
+_SCALAR = 8
+"""Maximum size in bytes of a storage that counts as a scalar, such as Adam's step"""
 _U32 = 0xFFFFFFFF
 _SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
 
@@ -60,19 +76,48 @@ def read_torch_file(root: Path, path: str, where: str, any_names: bool = False) 
         return decode_torch_file(file, path, where, any_names)
 
 
-class Window(SourceFile):
-    """Bytes ``start``..``stop`` of an open file, read as a file of their own."""
-
-    def __init__(self, file: SourceFile, start: int, stop: int):
-        super().__init__(file.fd, stop - start, file.where)
-        self.start = start
-
-    def read(self, start: int, stop: int) -> bytes:
-        return super().read(self.start + start, self.start + stop)
-
-
 def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool = False) -> TorchFile:
     """Decode an open file, or a `Window` of one; extents are those of the whole file. See `read_torch_file`."""
+    return parse_torch_file(Buffered(file), where).decode(
+        path, file.start if isinstance(file, Window) else 0, where, any_names
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedFile:
+    """A file whose pickle is not decoded yet."""
+
+    archive: str
+    pickle: bytes
+    storages: Mapping[str, tuple[int, int]]
+    """Key -> first byte and end"""
+    scalars: bytes
+    """The content of all storages of up to 8 bytes"""
+
+    def key(self) -> bytes:
+        """Return what is equal for files that differ in their names only, or in tensors of more than 8 bytes."""
+        return hashlib.sha256(repr((self.storages, self.scalars, self.pickle)).encode()).digest()
+
+    def decode(self, path: str, first: int, where: str, any_names: bool = False) -> TorchFile:
+        """Decode the pickle; ``first`` is where the archive begins in the file at ``path``."""
+        extents = {key: Extent(path, first + start, first + stop) for key, (start, stop) in self.storages.items()}
+        storages: dict[str, Storage] = {}
+
+        def find_storage(dtype: str, key: str, numel: int, location: str) -> Storage:
+            extent = extents.get(key)
+            if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
+                have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
+                raise ValueError(f"storage {key!r:.40} {have} instead of {numel} elements of {dtype}")
+            storage = storages.setdefault(key, Storage(dtype, numel, (Copy(extent),), location))
+            if storage.dtype != dtype:  # torch would use whichever comes first
+                raise ValueError(f"storage {key!r:.40} is given two types")
+            return storage
+
+        return TorchFile(read_pickle(self.pickle, where, find_storage, any_names), extents, self.archive)
+
+
+def parse_torch_file(file: SourceFile, where: str) -> ParsedFile:
+    """Check all of a file but its tensors, and return what is needed to decode it. Raises as `read_torch_file`."""
     try:
         records = read_records(file)
         if not records:
@@ -96,32 +141,20 @@ def decode_torch_file(file: SourceFile, path: str, where: str, any_names: bool =
     if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
         raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
     pickle_bytes = file.read(tree.start, tree.stop)
+    in_data = f"{prefix}/data/"
+    storages: dict[str, tuple[int, int]] = {}
+    scalars = []
     for name, record in records.items():
-        small = record.stop - record.start <= _SMALL and not name.startswith(f"{prefix}/data/")
-        if record is tree or small:
+        if name.startswith(in_data):
+            storages[name.removeprefix(in_data)] = (record.start, record.stop)
+            if record.start < record.stop <= record.start + _SCALAR:
+                scalars.append(file.read(record.start, record.stop))
+        elif record is tree or record.stop - record.start <= _SMALL:
             data = pickle_bytes if record is tree else file.read(record.start, record.stop)
             if record.crc not in (None, zlib.crc32(data)):
                 what = f"{name.rpartition('/')[2]} does not match its CRC: the file is damaged"
                 raise damaged(where, what)
-    first = file.start if isinstance(file, Window) else 0
-    extents = {
-        name.removeprefix(f"{prefix}/data/"): Extent(path, first + record.start, first + record.stop)
-        for name, record in records.items()
-        if name.startswith(f"{prefix}/data/")
-    }
-    storages: dict[str, Storage] = {}
-
-    def find_storage(dtype: str, key: str, numel: int, location: str) -> Storage:
-        extent = extents.get(key)
-        if extent is None or extent.num_bytes != numel * ITEMSIZE[dtype]:
-            have = "is missing" if extent is None else f"has {extent.num_bytes} bytes"
-            raise ValueError(f"storage {key!r:.40} {have} instead of {numel} elements of {dtype}")
-        storage = storages.setdefault(key, Storage(dtype, numel, (Copy(extent),), location))
-        if storage.dtype != dtype:  # torch would use whichever comes first
-            raise ValueError(f"storage {key!r:.40} is given two types")
-        return storage
-
-    return TorchFile(read_pickle(pickle_bytes, where, find_storage, any_names), extents, prefix)
+    return ParsedFile(prefix, pickle_bytes, storages, b"".join(scalars))
 
 
 def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
@@ -146,12 +179,35 @@ def _why_no_zip(file: SourceFile, error: Exception) -> str:
     return f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
 
 
-def lay_out_torch_file(path: str, tree: Any) -> FileLayout:
+Content = tuple[bytes, Sequence[tuple[Piece, ...]]]
+"""A file's pickle, and what its storages consist of"""
+
+
+class TorchLayout(FileLayout):
+    """A file that can be laid out again around other content of its storages, which is made when it is asked for."""
+
+    def __init__(self, path: str, make: Callable[[], Content]):
+        self._archive = Path(path).stem
+        self._make = make
+        super().__init__(path, lambda: _zip(self._archive, *make(), as_torch=True))
+
+    def filled(self, fill: Fill) -> FileLayout:
+        """Return the layout with every piece replaced, each storage placed so that it can share blocks."""
+
+        def pieces() -> tuple[Piece, ...]:
+            pickled, storages = self._make()
+            return _zip(self._archive, pickled, [fill_all(content, fill) for content in storages])
+
+        return FileLayout(self.path, pieces)
+
+
+def lay_out_torch_file(path: str, tree: Any) -> TorchLayout:
     """Return the layout of a file that ``torch.load`` opens as ``tree``.
 
     Storages from `read_torch_file` keep their bytes; those of `make_tensor` have the content they were created with.
     """
-    return FileLayout(path, _lay_out(path, Path(path).stem, tree))
+    content = pickle_content(path, tree)
+    return TorchLayout(path, lambda: content)
 
 
 def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
@@ -159,29 +215,38 @@ def lay_out_torch_blob(path: str, tree: Any, at: int) -> list[Piece]:
 
     Alignment counts from the start of the blob, as torch writes it.
     """
-    pieces: list[Piece] = []
-    for piece in _lay_out(path, "archive", tree):
-        if isinstance(piece, Crc):
-            pieces.append(Crc(at + piece.start, at + piece.stop))
-        elif isinstance(piece, Bytes) and pieces and isinstance(last := pieces[-1], Bytes):
-            pieces[-1] = Bytes(last.data + piece.data, last.why)
-        else:
-            pieces.append(piece)
-    return pieces
+    pieces = _zip("archive", *pickle_content(path, tree), as_torch=True)
+    return [Crc(at + piece.start, at + piece.stop) if isinstance(piece, Crc) else piece for piece in pieces]
 
 
-def _lay_out(path: str, archive: str, tree: Any) -> tuple[Piece, ...]:
+def pickle_content(path: str, tree: Any) -> Content:
+    """Return the pickle of a tree, and the content of its storages."""
     data, storages = write_pickle(tree)
-    builder = _ZipBuilder(archive)
-    builder.add("data.pkl", (Bytes(data, "pickle"),))
-    builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
-    builder.add(".storage_alignment", (Bytes(str(ALIGNMENT).encode(), "torch's alignment"),))
-    builder.add("byteorder", (Bytes(b"little", "byte order"),))
     for key, storage in enumerate(storages):
         expected, actual = storage.numel * ITEMSIZE[storage.dtype], sum(part.num_bytes for part in storage.content)
         if expected != actual:
             raise ValueError(f"{path}: storage {key} needs {expected} bytes but gets {actual}")
-        builder.add(f"data/{key}", storage.content)
+    return data, tuple(storage.content for storage in storages)
+
+
+def _zip(
+    archive: str, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool = False
+) -> tuple[Piece, ...]:
+    """Return the pieces of a file. Unless ``as_torch``, storages are placed where they can share blocks.
+
+    From the version and the alignment that a file states, torch computes where storages are (with ``map_location``
+    "meta", for instance). A file that places them otherwise states neither, like those of older versions of torch, so
+    that torch reads the places from the file.
+    """
+    starts = [None if as_torch else shareable_start(content, ALIGNMENT) for content in storages]
+    builder = _ZipBuilder(archive)
+    builder.add("data.pkl", (Bytes(pickled, "pickle"),))
+    if not any(start is not None for start in starts):
+        builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
+        builder.add(".storage_alignment", (Bytes(str(ALIGNMENT).encode(), "torch's alignment"),))
+    builder.add("byteorder", (Bytes(b"little", "byte order"),))
+    for key, (content, start) in enumerate(zip(storages, starts, strict=True)):
+        builder.add(f"data/{key}", content, start)
     builder.add("version", (Bytes(b"3\n", "torch's zip version"),))
     return builder.finish()
 
@@ -190,31 +255,45 @@ class _ZipBuilder:
     def __init__(self, name: str):
         self.name = name
         self.pieces: list[Piece] = []
+        self.literal: list[bytes] = []
         self.at = 0
         self.directory: list[tuple[bytes, int, int, int, Piece | Bytes]] = []
 
     def put(self, piece: Piece) -> None:
-        if piece.num_bytes:
+        if isinstance(piece, Bytes):  # thousands of headers may follow each other
+            self.literal.append(piece.data)
+        elif piece.num_bytes:
+            if self.literal:
+                self.flush()
             self.pieces.append(piece)
-            self.at += piece.num_bytes
+        self.at += piece.num_bytes
 
-    def add(self, record: str, content: tuple[Piece, ...]) -> None:
-        """Append a record: local header, data, data descriptor."""
+    def flush(self) -> None:
+        """Make one piece of the literal bytes since the last other piece."""
+        if data := b"".join(self.literal):
+            self.pieces.append(Bytes(data, "pickle and zip headers"))
+        self.literal = []
+
+    def add(self, record: str, content: tuple[Piece, ...], start: int | None = None) -> None:
+        """Append a record: local header, data, data descriptor.
+
+        The data starts at ``start`` modulo `BLOCK_BYTES`, or else at a multiple of `ALIGNMENT`.
+        """
         name, size, header_at = f"{self.name}/{record}".encode(), sum(part.num_bytes for part in content), self.at
         big = size >= _U32
         zip64 = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
         bare = self.at + _LOCAL_HEADER.size + len(name) + len(zip64) + 4
-        padding = -bare % ALIGNMENT
+        padding = -bare % ALIGNMENT if start is None else (start - bare) % BLOCK_BYTES
         short = _U32 if big else 0  # the data descriptor has the sizes; zip64 readers look in the extra field
         header = _LOCAL_HEADER.pack(
             b"PK\x03\x04", 45 if big else 0, 0x0808, 0, 0, 0, 0, short, short, len(name), len(zip64) + 4 + padding
         )
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         self.put(Bytes(header + name + extra, f"zip header of {record}"))
-        start = self.at
+        data_at = self.at
         for part in content:
             self.put(part)
-        crc = self.checksum(start, content)
+        crc = self.checksum(data_at, content)
         self.put(Bytes(b"PK\x07\x08", "zip data descriptor"))
         self.put(crc)
         self.put(Bytes(struct.pack("<QQ" if big else "<II", size, size), "zip data descriptor"))
@@ -249,6 +328,7 @@ class _ZipBuilder:
             "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short_count, short_count, min(size, _U32), min(start, _U32), 0
         )
         self.put(Bytes(end64 + locator + end, "zip end records"))
+        self.flush()
         return tuple(self.pieces)
 
 

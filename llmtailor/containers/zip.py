@@ -52,7 +52,7 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
 
     Raises BadZip, `Compressed` for deflated records unless ``may_be_deflated``, or SourceError if reading fails.
     """
-    start, stop, count = _find_directory(file)
+    start, stop, count = find_directory(file)
     if count > MAX_RECORDS:
         raise BadZip(f"it has {count:,} records, more than {MAX_RECORDS:,}")
     if stop - start > count * (_ENTRY.size + 2 * MAX_NAME_BYTES):
@@ -80,7 +80,7 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
     return records
 
 
-def _find_directory(file: SourceFile) -> tuple[int, int, int]:
+def find_directory(file: SourceFile) -> tuple[int, int, int]:
     """Return the start and end of the directory, and its number of entries."""
     end_at = file.num_bytes - _END.size
     if end_at < 0:

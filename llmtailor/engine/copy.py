@@ -1,31 +1,34 @@
 """Carries out a plan: fills every file with its pieces, several files at once, in flat memory.
 
-Each file passes through one buffer. Small pieces are gathered in it and written together; large ones pass through it
-in chunks. While the disk makes one file durable, its worker continues with the next. The CRC-32 of every byte is
-computed on the way: for the zip records, the files and the states. What an earlier run wrote is read back by the same
-pieces, so only its size and CRC need be recorded.
+Small pieces are gathered in a buffer and written together. Pieces that continue each other in one source file are
+moved as one range, and a long range does not pass through the buffer (`engine.moving`). While the disk makes one file
+durable, its worker continues with the next. The CRC-32 of every byte is computed on the way: for the zip records, the
+files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
+recorded.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
-from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
+from llmtailor.engine.moving import Clone, Mover
 from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
-from llmtailor.storage.casts import cast
-from llmtailor.storage.checksums import combine, new_digest
-from llmtailor.storage.local import FileFact
+from llmtailor.storage.checksums import combine, crc32, new_digest
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.stand_in import STORE_WORKERS, stand_ins
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -45,15 +48,35 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """How the bytes of an output got there."""
+
+    cloned_bytes: int = 0
+    """In blocks shared with the sources"""
+    copied_bytes: int = 0
+    """Written"""
+    kept_bytes: int = 0
+    """Written by an earlier run that was interrupted"""
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.cloned_bytes + other.cloned_bytes,
+            self.copied_bytes + other.copied_bytes,
+            self.kept_bytes + other.kept_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FileResult:
     """A file as written."""
 
     plan: FileLayout
     crc: int
-    crcs: tuple[int, ...]
+    crcs: Sequence[int]
     """CRC-32 of every piece"""
     digest: str | None
     """XXH3 of the file, if requested"""
+    moved: Moved
 
     @property
     def path(self) -> str:
@@ -89,6 +112,8 @@ class Context:
     inline: bool = False
     """Whether to write the files one after another in the calling thread. Python waits at its end for the threads of a
     pool, so a write that never returns must not be in one."""
+    clone: Clone = "never"
+    """Whether the files share blocks with the sources"""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -108,13 +133,15 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(staging, error) from error
-    turns = BoundedSemaphore(num_workers())
+    # a store answers late, so its requests wait for each other less than a disk's
+    workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_workers()
+    turns, mover = BoundedSemaphore(workers), Mover(context.clone)
     if context.inline:
-        return [_write_file(plan, file, facts, staging, context, turns) for file in plan.files]
+        return [_write_file(plan, file, facts, staging, context, turns, mover) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
     order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
-    jobs = [partial(_write_file, plan, plan.files[number], facts, staging, context, turns) for number in order]
-    results = run_all(jobs, 2 * num_workers(), context.stop)
+    jobs = [partial(_write_file, plan, plan.files[number], facts, staging, context, turns, mover) for number in order]
+    results = run_all(jobs, 2 * workers, context.stop)
     return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
 
@@ -125,6 +152,7 @@ def _write_file(
     staging: Path,
     context: Context,
     turns: BoundedSemaphore,
+    mover: Mover,
 ) -> FileResult:
     """Write one file: its bytes while holding a core, then its fsync, which needs none, in parallel with others."""
     target = staging / file.path
@@ -135,10 +163,11 @@ def _write_file(
             with turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
                 watch = Stopwatch()
                 context.stop.check()
-                filled, output = _take_over(file, fd, marks, context)
+                filled, output = _take_over(file.made(), fd, marks, context)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
-                _fill(filled, output, Sources(plan.sources, facts, context.stores), beside, context)
+                kept = output.at
+                _fill(filled, output, Sources(plan.sources, facts, context.stores), mover, beside, context)
             os.fsync(fd)
             if not done_before:
                 context.record(file.path, Mark(file.num_bytes, filled.crc))
@@ -147,7 +176,10 @@ def _write_file(
     except OSError as error:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
-    return FileResult(file, filled.crc, tuple(filled.crcs), output.digest.hexdigest() if output.digest else None)
+    moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept)
+    return FileResult(
+        file, filled.crc, array("I", filled.crcs), output.digest.hexdigest() if output.digest else None, moved
+    )
 
 
 class _Filled:
@@ -191,7 +223,7 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Contex
     return filled, output
 
 
-def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, context: Context) -> None:
+def _fill(filled: _Filled, output: Output, sources: Sources, mover: Mover, beside: Executor, context: Context) -> None:
     """Write the missing pieces."""
     marked = filled.at
     marking: Future[None] | None = None
@@ -201,54 +233,82 @@ def _fill(filled: _Filled, output: Output, sources: Sources, beside: Executor, c
         logger.debug("%s: %d of %d bytes are durable", filled.plan.path, reached.num_bytes, filled.plan.num_bytes)
         context.record(filled.plan.path, reached)
 
-    for piece in filled.missing():
-        context.stop.check()
-        if isinstance(piece, Bytes):
-            crc = output.put(piece.data)
-        elif isinstance(piece, Crc):
-            crc = output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
-        else:
-            assert not isinstance(piece, Slot), "a plan has no slots"
-            crc = _write_bulk(piece, output, sources, context.stop)
-        filled.add(piece, crc)
-        if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
-            output.flush()
-            if marking:
-                marking.result()
-            marked, marking = filled.at, beside.submit(mark, Mark(filled.at, filled.crc))
+    for run in consecutive(filled.missing()):
+        for piece, crc in zip(run, _write(run, filled, output, sources, mover, context.stop), strict=True):
+            filled.add(piece, crc)
+            if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
+                output.flush()
+                if marking:
+                    marking.result()
+                marked, marking = filled.at, beside.submit(mark, Mark(filled.at, filled.crc))
     output.flush()
     if marking:
         marking.result()  # a disk reports an error only once, not again at the last fsync
 
 
-def _write_bulk(piece: Zeros | Copy | Cast, output: Output, sources: Sources, stop: Stop) -> int:
-    """Write a possibly long piece; return its CRC-32."""
-    crc, left = 0, piece.num_bytes
-    if isinstance(piece, Zeros):
-        for length in _lengths(left, len(_ZEROS)):
+def _write(
+    run: Sequence[Piece], filled: _Filled, output: Output, sources: Sources, mover: Mover, stop: Stop
+) -> Iterator[int]:
+    """Write a run of pieces; yield the CRC-32 of each."""
+    piece = run[0]
+    stop.check()
+    if isinstance(piece, Bytes):
+        yield output.put(piece.data)
+    elif isinstance(piece, Crc):
+        yield output.put(filled.ranges.crc_of(piece, filled.at).to_bytes(4, "little"))
+    elif isinstance(piece, Zeros):
+        crc = 0
+        for length in _lengths(piece.num_bytes, len(_ZEROS)):
             crc = output.put(_ZEROS[:length], crc)
+        yield crc
     elif isinstance(piece, Cast):
-        wide, offset = ITEMSIZE[piece.source_dtype], piece.extent.start
-        for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
-            stop.check()
-            data = bytearray(numel * wide)
-            sources.read_into(piece, offset, memoryview(data))
-            crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
-            offset += numel * wide
-    elif (store := sources.store_of(piece)) is not None:
-        while left:
-            stop.check()
-            some = store.read(piece.extent.path, piece.extent.stop - left, piece.extent.stop)
-            crc = output.put(some, crc)
-            left -= len(some)
+        yield _write_cast(piece, output, sources, stop)
     else:
-        while left:
-            stop.check()
-            room = output.room()[:left]
-            sources.read_into(piece, piece.extent.stop - left, room)
-            crc = output.commit(len(room), crc)
-            left -= len(room)
+        assert not isinstance(piece, Slot), "a plan has no slots"
+        store, copies = sources.store_of(piece), [one for one in run if isinstance(one, Copy)]
+        if store is not None:
+            for one in copies:
+                yield _write_from(store, one, output, stop)
+        else:
+            yield from _checksums(copies, mover.move(piece, copies[-1].extent.stop, sources, output), stop)
+
+
+def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:
+    from llmtailor.storage.casts import cast  # numpy takes a while
+
+    crc, wide, offset = 0, ITEMSIZE[piece.source_dtype], piece.extent.start
+    for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
+        stop.check()
+        data = bytearray(numel * wide)
+        sources.read_into(piece, offset, memoryview(data))
+        crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
+        offset += numel * wide
     return crc
+
+
+def _write_from(store: Store, piece: Copy, output: Output, stop: Stop) -> int:
+    crc, left = 0, piece.num_bytes
+    while left:
+        stop.check()
+        some = store.read(piece.extent.path, piece.extent.stop - left, piece.extent.stop)
+        crc = output.put(some, crc)
+        left -= len(some)
+    return crc
+
+
+def _checksums(pieces: Iterable[Piece], data: Iterator[memoryview], stop: Stop) -> Iterator[int]:
+    """Yield the CRC-32 of each piece, whose bytes follow each other in ``data``."""
+    some = memoryview(b"")
+    for piece in pieces:
+        crc, left = 0, piece.num_bytes
+        while left:
+            if not some:
+                stop.check()
+                some = next(data)
+            part, some = some[:left], some[left:]
+            crc = crc32(part, crc)
+            left -= len(part)
+        yield crc
 
 
 _ZEROS = memoryview(bytes(1 << 20))

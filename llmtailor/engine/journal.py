@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Plan
+from llmtailor.checkpoint.layout import Plan
 from llmtailor.errors import some
-from llmtailor.storage.local import FileFact, chunks, write_all
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import chunks, write_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +52,9 @@ def identify(
     begun: str,
 ) -> Identity:
     """Return a merge's identity. ``facts`` are those of each source's files; ``request`` needs a stable repr."""
-    read = {
-        (piece.source, piece.extent.path)
-        for file in plan.files
-        for piece in file.pieces
-        if isinstance(piece, (Copy, Cast))
-    }
-    sources = {f"{plan.sources[source]}/{path}": facts[source][path] for source, path in sorted(read)}
+    sources = {f"{plan.sources[source]}/{path}": facts[source][path] for source, path in plan.summary.read}
     asked = hashlib.sha256(repr(request).encode()).hexdigest()
-    return Identity(tool_version, plan_digest(plan), sources, asked, recipe, begun, plan.num_bytes)
-
-
-def plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 of a whole plan."""
-    digest = hashlib.sha256(repr(plan.sources).encode())
-    for file in plan.files:
-        digest.update(f"{file.path!r} {file.num_bytes}".encode())
-        for piece in file.pieces:
-            if isinstance(piece, Bytes):  # its data may be large, and a repr four times that
-                digest.update(b"Bytes %d " % len(piece.data))
-                digest.update(piece.data)
-            else:
-                digest.update(repr(piece).encode())
-    return digest.hexdigest()
+    return Identity(tool_version, plan.summary.digest, sources, asked, recipe, begun, plan.num_bytes)
 
 
 def why_not(old: Identity, new: Identity) -> str:

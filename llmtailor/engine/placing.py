@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmtailor.errors import StorageError, TargetError, some
-from llmtailor.storage.local import Entries, added_since, fsync_folder, rename_new, replace_folder
+from llmtailor.storage.listing import Entries, added_since
+from llmtailor.storage.local import fsync_folder, rename_new, replace_folder
 
 
 def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:

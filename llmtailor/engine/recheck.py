@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
 from llmtailor.model.states import ITEMSIZE
-from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32, new_digest
-from llmtailor.storage.local import EndsEarly, chunks
+from llmtailor.storage.local import EndsEarly, whole_file
+from llmtailor.storage.stand_in import locate
 
 CHUNK_BYTES = 1 << 20
 
@@ -33,12 +32,6 @@ class Stated:
     start: int
     stop: int
     crc: int
-
-
-def files_read(plan: Plan) -> list[SourceFile]:
-    """Return all source files that pieces read from."""
-    pieces = (piece for file in plan.files for piece in file.pieces)
-    return sorted({(piece.source, piece.extent.path) for piece in pieces if isinstance(piece, (Copy, Cast))})
 
 
 def read_again(
@@ -63,7 +56,7 @@ def read_again(
             if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
                 taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
     names = sorted(files)
-    jobs = [partial(_read, Path(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
+    jobs = [partial(_read, locate(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
     return dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
 
 
@@ -72,9 +65,8 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
     waiting = sorted(taken, key=lambda one: one.at, reverse=True)
     reached: list[_Range] = []
     try:
-        fd = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            for data in chunks(fd, memoryview(bytearray(CHUNK_BYTES))):
+        with whole_file(where, CHUNK_BYTES) as parts:
+            for data in parts:
                 stop.check()
                 digest.update(data)
                 while waiting and waiting[-1].at < at + len(data):
@@ -89,8 +81,6 @@ def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], 
                 on_progress(len(data))
             if reached or waiting:
                 raise EndsEarly(max(one.stop for one in (*reached, *waiting)))
-        finally:
-            os.close(fd)
     except OSError as error:
         raise cannot_read(where, error) from error
     return digest.hexdigest()
@@ -131,5 +121,7 @@ class _Taken(_Range):
         whole = self.rest + data
         end = len(whole) - len(whole) % ITEMSIZE[self.convert.source_dtype]
         self.rest = whole[end:]
+        from llmtailor.storage.casts import cast  # numpy takes a while
+
         made = cast(whole[:end], self.convert.source_dtype, self.convert.dtype, self.convert.scale)
         self.crc = crc32(made, self.crc)

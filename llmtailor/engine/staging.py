@@ -17,9 +17,12 @@ from types import TracebackType
 
 from llmtailor.engine.journal import Identity, Journal, Unfinished, read_journal
 from llmtailor.engine.placing import check_old, replace_old
+from llmtailor.engine.upload import is_unfinished
 from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered
-from llmtailor.storage.local import Entries, fsync_folder, make_folder, rename_new
+from llmtailor.storage.listing import Entries
+from llmtailor.storage.local import fsync_folder, make_folder, rename_new
 from llmtailor.storage.lock import Held, Lock
+from llmtailor.storage.stand_in import stand_in_of
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD = "journal", "owner", "old"
@@ -39,8 +42,10 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
         raise TargetError.at(out, "the output has no folder name", "name the new folder itself")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise TargetError.at(out, "the output exists and is not a folder", "choose another output, or remove it")
-    if out.exists() and not replace:
+    if out.exists() and not replace and not is_unfinished(out):
         raise already_there(out)
+    if out.exists() and replace and stand_in_of(out):
+        raise TargetError.at(out, "an output in an object store can't be replaced", "choose another output")
 
 
 def already_there(out: Path) -> TargetError:

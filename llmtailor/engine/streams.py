@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,8 @@ from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import Changed, EndsEarly, FileFact, Files, chunks, write_all
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, chunks, write_all
 
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
@@ -51,12 +52,36 @@ class Sources:
         """Return the store that a piece is read from; None for a folder."""
         return self.stores.get(self.roots[piece.source])
 
+    def where(self, piece: Copy | Cast) -> str:
+        """Return the full name of the piece's file."""
+        return f"{self.roots[piece.source]}/{piece.extent.path}"
+
+    def open(self, piece: Copy) -> OpenFile:
+        """Return the piece's file, open. Raises SourceError for a missing or changed file, else StorageError."""
+        try:
+            return self.files.open(self.where(piece))
+        except OSError as error:
+            raise cannot_read(self.where(piece), error) from error
+
+    def is_remote(self, piece: Copy) -> bool:
+        """Return whether the piece's file is in an object store."""
+        return "://" in self.roots[piece.source]
+
+    def stream(self, piece: Copy, stop: int) -> Iterator[bytes]:
+        """Yield bytes of the piece's file in an object store, from its start to ``stop``. Raises as `read_into`."""
+        file = self.open(piece)
+        assert file.remote is not None, "a URL has a stand-in"
+        try:
+            yield from file.remote.stream(file.name, piece.extent.start, stop)
+        except OSError as error:
+            raise cannot_read(self.where(piece), error) from error
+
     def read_into(self, piece: Copy | Cast, offset: int, room: memoryview) -> None:
         """Fill ``room`` from the piece's file.
 
         Raises SourceError for a missing, too short or changed file, else StorageError.
         """
-        where = f"{self.roots[piece.source]}/{piece.extent.path}"
+        where = self.where(piece)
         try:
             self.files.read_into(where, offset, room)
         except OSError as error:
@@ -97,6 +122,10 @@ class Output:
         self.filled = 0
         self.at = 0
         """Valid bytes in the file"""
+        self.cloned = 0
+        """Of these, bytes in blocks shared with sources"""
+        self.device = os.fstat(fd).st_dev
+        self.block_bytes = os.fstatvfs(fd).f_bsize
 
     def take_over(self, length: int, stop: Stop) -> int:
         """Read back the next bytes and keep them; return their CRC-32. Raises OSError, also if there are fewer."""
@@ -104,7 +133,7 @@ class Output:
         for data in chunks(self.fd, self.buffer, self.at, self.at + length):
             stop.check()
             crc = crc32(data, crc)
-            self._count(data)
+            self.count(data)
         return crc
 
     def begin(self) -> None:
@@ -118,11 +147,10 @@ class Output:
             self.flush()
         return self.buffer[self.filled :]
 
-    def commit(self, length: int, crc: int) -> int:
-        """Accept the bytes filled into `room`; return the CRC-32 continued from ``crc``."""
-        crc = crc32(self.buffer[self.filled : self.filled + length], crc)
+    def commit(self, length: int) -> memoryview:
+        """Accept and return the bytes filled into `room`."""
         self.filled += length
-        return crc
+        return self.buffer[self.filled - length : self.filled]
 
     def put(self, data: bytes | memoryview, crc: int = 0) -> int:
         """Write bytes; return the CRC-32 continued from ``crc``. Long ones do not pass through the buffer."""
@@ -131,22 +159,23 @@ class Output:
             if len(data) < len(self.buffer):
                 room = self.room()[: len(data)]
                 room[:] = data[: len(room)]
-                crc = self.commit(len(room), crc)
+                crc = crc32(self.commit(len(room)), crc)
             else:
                 self.flush()
                 room = data[: len(self.buffer)]
                 crc = crc32(room, crc)
                 write_all(self.fd, room)
-                self._count(room)
+                self.count(room)
             data = data[len(room) :]
         return crc
 
     def flush(self) -> None:
         write_all(self.fd, self.buffer[: self.filled])
-        self._count(self.buffer[: self.filled])
+        self.count(self.buffer[: self.filled])
         self.filled = 0
 
-    def _count(self, data: memoryview) -> None:
+    def count(self, data: memoryview) -> None:
+        """Take note of the next bytes of the file, which are written."""
         if self.digest is not None:
             self.digest.update(data)
         self.at += len(data)

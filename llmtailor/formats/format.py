@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Survey
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
+from llmtailor.containers.torch_alike import open_torch_file
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import Problem, Problems, SourceError
 
@@ -25,6 +26,18 @@ class Decoded:
     tree: Any
     archive: str | None = None
     """The stem of the file's name when it was saved; None if unknown"""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A stock file that is not decoded yet."""
+
+    decode: Callable[[], Decoded]
+    """Raises what `Trees.read` raises"""
+    archive: str | None = None
+    """See `Decoded.archive`"""
+    key: bytes | None = None
+    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
 
 
 class Trees(Protocol):
@@ -45,6 +58,10 @@ class Trees(Protocol):
         """
         ...
 
+    def open(self, path: str, where: str) -> Opened:
+        """Read a stock file as far as needed to tell whether it is like another one. Raises what `read` raises."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FileTrees:
@@ -56,6 +73,15 @@ class FileTrees:
     def read(self, path: str, where: str) -> Decoded:
         file = read_torch_file(self.root, path, where)
         return Decoded(file.tree, file.archive)
+
+    def open(self, path: str, where: str) -> Opened:
+        file = open_torch_file(self.root, path, where)
+
+        def decode() -> Decoded:
+            decoded = file.decode()
+            return Decoded(decoded.tree, decoded.archive)
+
+        return Opened(decode, file.archive, file.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +96,8 @@ class Wanted:
     """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
     is_alone: bool = False
     """Whether the base is the only source"""
+    client: str = TRAINER
+    """Whose loader will resume from it; see `formats.clients`"""
 
 
 _Result = TypeVar("_Result")
@@ -91,8 +119,10 @@ class Reader(Protocol):
         """Return whether a folder is, or was, a checkpoint of this format; `survey` reports what is missing."""
         ...
 
-    def survey(self, root: Path, name: str) -> Survey:
+    def survey(self, root: Path, name: str, client: str | None = None) -> Survey:
         """Index what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
+
+        ``client`` is whose loader it is judged by; None for the one that its files say.
 
         Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
 from llmtailor.codes import Code
-from llmtailor.errors import MismatchError, SourceError, printable
+from llmtailor.errors import MismatchError, SourceError, damaged, printable
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
@@ -32,6 +32,7 @@ from llmtailor.formats.zero import write as zero_writer
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import WEIGHT
+from llmtailor.storage.stand_in import UPLOADING, location_of, see, stand_in_of
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -77,23 +78,28 @@ def find_model_order(index: CheckpointIndex) -> list[str]:
     return list(index.train.model_order or describe_model(index.root, index.name).params)
 
 
-def index_checkpoint(root: Path, name: str | None = None) -> CheckpointIndex:
-    """Index the checkpoint in a folder; messages call it ``name``.
+def index_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> CheckpointIndex:
+    """Index the checkpoint in a folder; messages call it ``name``. See `survey_checkpoint` on ``client``.
 
     Raises SourceError if it is missing or damaged, UnsupportedCheckpoint for a kind that can't be read.
     """
-    return survey_checkpoint(root, name).sound_index()
+    return survey_checkpoint(root, name, client).sound_index()
 
 
-def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
+def survey_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> Survey:
     """Index what is left of a checkpoint, damaged or not, and report all damage.
+
+    ``client`` is whose loader it is judged by, see `formats.clients`; None for the one that its files say.
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
-    name, watch = name or display_name(root), Stopwatch()
+    name, watch = name or display_name(see(root)), Stopwatch()
     try:
+        if (root / UPLOADING).is_file():
+            what = "its upload was cut off: it is incomplete"
+            raise damaged(name, what, Code.FILE_MISSING)
         reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
-        survey = reader.survey(root, name)
+        survey = reader.survey(root, name, client)
         steps = attempt(lambda: read_part_steps(root, name), survey.problems)
         if survey.index is None:
             logger.info("%s can't be indexed", name)
@@ -124,6 +130,8 @@ def _links_outside(index: CheckpointIndex) -> list[Finding]:
 
 def display_name(path: Path) -> str:
     """Return a path as messages show it: relative to the current folder if that is shorter."""
+    if stand_in_of(path):
+        return printable(location_of(path))
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)

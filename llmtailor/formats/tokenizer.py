@@ -10,6 +10,7 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.errors import SourceError
 from llmtailor.formats.trainer import carry, is_tokenizer_file
 from llmtailor.storage.local import read_source
+from llmtailor.storage.stand_in import see
 
 MAX_BYTES = 256 << 20
 """Size limit of a tokenizer file; the largest have about 30 MB."""
@@ -38,7 +39,7 @@ def lay_out_tokenizer(
 
 def _from_folder(source: Path) -> list[FileLayout]:
     try:
-        paths = sorted(path for path in source.iterdir() if path.is_file() and is_tokenizer_file(path.name))
+        paths = sorted(path for path in see(source).iterdir() if path.is_file() and is_tokenizer_file(path.name))
         files = [(path.name, read_source(path, f"{source}/{path.name}", MAX_BYTES)) for path in paths]
     except OSError as error:
         what = f"tokenizer_source can't be read: {error.strerror}"

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -302,20 +301,20 @@ def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str)
 
 def _unknown(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
     installed = installed_keys()
-    unknown = sorted(content.keys() - (KEYS if installed is None else installed[1]))
+    unknown = sorted(content.keys() - (KEYS if installed is None else installed))
     if unknown and installed is None:
         what = f"it has {some(unknown)}, which transformers {KEYS_OF} does not know"
         fix = "a resume fails unless the transformers there knows it; copy the file again"
         yield Finding(where, what, fix, Code.FIELD_UNKNOWN, WARNING)
     elif unknown and installed is not None:
-        what = f"it has {some(unknown)}, which the transformers installed here ({installed[0]}) does not know"
+        what = f"it has {some(unknown)}, which the transformers installed here ({_installed_version()}) does not know"
         fix = "a resume fails; remove what was added, or resume with the transformers that saved it"
         yield Finding(where, what, fix, Code.FIELD_UNKNOWN, ERROR)
 
 
 @lru_cache(maxsize=1)
-def installed_keys() -> tuple[str, frozenset[str]] | None:
-    """Return the version of transformers that is installed, and the fields of its TrainerState, from its source.
+def installed_keys() -> frozenset[str] | None:
+    """Return the fields of the TrainerState of the transformers that is installed, from its source.
 
     None if it is not installed, or the class has moved. Nothing is imported.
     """
@@ -331,9 +330,18 @@ def installed_keys() -> tuple[str, frozenset[str]] | None:
             for one in node.body
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
         }
-        return (version("transformers"), frozenset(fields)) if "global_step" in fields else None
-    except (OSError, ValueError, SyntaxError, PackageNotFoundError):
+        return frozenset(fields) if "global_step" in fields else None
+    except (OSError, ValueError, SyntaxError):
         return None
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # it imports the whole of email
+
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "no version stated"
 
 
 def _log(content: Mapping[str, Any], where: str) -> Iterator[Finding]:

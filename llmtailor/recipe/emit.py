@@ -20,6 +20,7 @@ from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, layer_number
 from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
+from llmtailor.storage.stand_in import location_of, stand_in_of
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
@@ -50,6 +51,8 @@ class _Document:
 
     def path(self, path: Path) -> str:
         """Return a path as YAML: relative to the folder if it is in or next to it, else absolute."""
+        if stand_in_of(path):
+            return _quote(location_of(path).replace("$", "$$"))
         text = os.path.normpath(path)
         if self.folder is not None:
             close = os.path.relpath(path, self.folder)

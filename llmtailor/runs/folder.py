@@ -172,20 +172,21 @@ class RunFolder:
 
     def attempts(self) -> list[Past]:
         """Return where each attempt of the run began, oldest first. Raises SourceError for a damaged record."""
-        return [past for past, _ in self._attempts()]
+        return [past for past, _ in self.starts()]
 
     def record_attempt(self, past: Past) -> None:
         """Durably record the start of an attempt. Raises SourceError or StorageError."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         listed = [
             {"lineage": past.lineage, "resumed_at": past.step, "history": dict(past.history), "started": started}
-            for past, started in [*self._attempts(), (past, now)]
+            for past, started in [*self.starts(), (past, now)]
         ]
         content = {"schema": _SCHEMA, "attempts": listed}
         replace_durably(self.partial / _ATTEMPTS, json.dumps(content, indent=1).encode() + b"\n")
         fsync_folder(self.partial)
 
-    def _attempts(self) -> list[tuple[Past, str]]:
+    def starts(self) -> list[tuple[Past, str]]:
+        """Return where each attempt began, and when (ISO 8601), oldest first. Raises SourceError as `attempts`."""
         path, where = self.partial / _ATTEMPTS, f"{FOLDER}/{_ATTEMPTS}"
         if not path.exists():
             return []

@@ -15,7 +15,7 @@ from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import preview, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TargetError
-from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import recipe_for_run

@@ -9,23 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from llmtailor.checkpoint.index import DCP, CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
 from llmtailor.compose.plan import output_in
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR
+from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, index_checkpoint
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
+from llmtailor.storage.stand_in import location_of
 from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
     parts = frozenset(structure.parts) - absent if absent else None
-    is_resumable = TRAINER_STATE in index.files or index.family == DCP
+    state = client_of(index).state
+    is_resumable = not state or state in index.files
     return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
 
 
@@ -243,7 +245,11 @@ def recipe_for_run(
     Nothing later than step ``at`` is used. ``also`` are staging folders, see `RunFolder`. Paths in its text are
     relative to ``folder`` where it is close by. Raises RecipeError or SourceError with every problem found.
     """
-    name, run, also = f"the recipe for {run}", Path(os.path.abspath(run)), [Path(os.path.abspath(one)) for one in also]
+    name, run, also = (
+        f"the recipe for {location_of(run)}",
+        Path(os.path.abspath(run)),
+        [Path(os.path.abspath(one)) for one in also],
+    )
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
         scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded)

@@ -22,7 +22,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Copy, Plan, Sources
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
-from llmtailor.compose.plan import plan_composite
+from llmtailor.compose.fill import plan_composite
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.staging import check_space
@@ -33,7 +33,8 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 from llmtailor.runs.folder import Kind, link_or_copy, staged
-from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, write_durably
+from llmtailor.storage.listing import FileFact, added_since
+from llmtailor.storage.local import Files, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
 

@@ -13,6 +13,7 @@ from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, find_structure
@@ -80,6 +81,7 @@ def plan_salvage(
     replace_out: bool = False,
     trust_unrecorded: bool = False,
     in_place: bool = False,
+    clone: Clone = "auto",
     on_progress: OnProgress = lambda num_bytes: None,
 ) -> Salvage:
     """Plan the composite that loses the least of a run: every part from the newest checkpoint that has it intact.
@@ -87,8 +89,8 @@ def plan_salvage(
     ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments``, a part that is damaged in
     the newest checkpoint comes from several, element by element. With ``deep``, tensors are also read, and
     ``on_progress`` gets the bytes. Nothing later than ``at`` is used. ``in_place``: the output will replace a
-    checkpoint, so it may already exist if it is of the same salvage. Raises SourceError with all obstacles if there is
-    no complete composite, and what `plan_merge` raises.
+    checkpoint, so it may already exist if it is of the same salvage. ``clone`` is that of `Options`. Raises
+    SourceError with all obstacles if there is no complete composite, and what `plan_merge` raises.
     """
     run = Path(run).absolute()
     salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
@@ -99,7 +101,9 @@ def plan_salvage(
         salvage = replace(salvage, deeper=deeper)
     base = salvage.base
     if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.is_partial:
-        salvage = replace(salvage, composition=_plan(salvage, out, replace_out or in_place))
+        salvage = replace(
+            salvage, composition=_plan(salvage, out, Options(replace=replace_out or in_place, clone=clone))
+        )
     composition = salvage.composition
     if composition is None or replace_out or not in_place or not composition.out.exists():
         return salvage
@@ -174,7 +178,7 @@ def _no_composite(salvage: Salvage) -> SourceError:
     return SourceError(dict.fromkeys([*problems, *damage, *salvage.refused]))
 
 
-def _plan(salvage: Salvage, out: Path | None, replace_out: bool) -> Composition:
+def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     choice, base = salvage.choice, salvage.base
     used = {number: salvage.holders[number] for number in choice.used}
     if base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
@@ -198,7 +202,7 @@ def _plan(salvage: Salvage, out: Path | None, replace_out: bool) -> Composition:
         notices=tuple(dict.fromkeys([*_notices(salvage), *about_files])),
     )
     out = out or salvage.run / f"salvaged-checkpoint-{base.step}"
-    return plan_merge(recipe, out, Options(replace=replace_out), opened)
+    return plan_merge(recipe, out, options, opened)
 
 
 def _replace_files(run: Path, base: Holder) -> tuple[list[FileLayout], list[Problem]]:

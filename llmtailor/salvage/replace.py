@@ -20,7 +20,8 @@ from llmtailor.engine.staging import remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError
 from llmtailor.runs.folder import RunFolder
 from llmtailor.salvage.plan import Salvage
-from llmtailor.storage.local import fsync_folder, list_files, replace_durably
+from llmtailor.storage.listing import list_files
+from llmtailor.storage.local import fsync_folder, replace_durably
 
 RECORD = ".llmtailor-replacing"
 _NAME = re.compile(r"(salvaged-|damaged-|replaced-)?checkpoint-[0-9]+")

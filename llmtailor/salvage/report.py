@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.compose.report import to_json as plan_to_json
+from llmtailor.engine.copy import Moved
 from llmtailor.formats.registry import display_name
 from llmtailor.salvage.plan import Salvage
 
@@ -77,7 +78,7 @@ def gain(salvage: Salvage) -> float:
     return newer / total if total else 0.0
 
 
-def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
+def to_json(salvage: Salvage, resume_from: Path, moved: Moved | None = None) -> dict[str, Any]:
     """Return the salvage as JSON data; the keys are stable within a schema version."""
     composition = salvage.composition
     return {
@@ -92,4 +93,5 @@ def to_json(salvage: Salvage, resume_from: Path) -> dict[str, Any]:
         "parts": [asdict(row) for row in rows(salvage)],
         "damage": [problem.to_json() for problem in dict.fromkeys([*salvage.damage, *salvage.refused])],
         "plan": plan_to_json(composition.report) if composition else None,
+        "moved": moved and asdict(moved),
     }

@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmtailor.errors import StorageError
+from llmtailor.runs.save_log import ABANDONED_LOG, LOG
 from llmtailor.storage.local import replace_durably
-
-LOG = "saves.jsonl"
-"""In the folder of partial checkpoints: one JSON object per save, oldest first"""
-ABANDONED_LOG = "saves.abandoned.jsonl"
-"""The same, for saves of abandoned attempts"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from transformers.trainer_utils import SaveStrategy
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problems, TailorError, UsageError
 from llmtailor.formats.attempt_mark import make_mark
-from llmtailor.formats.trainer import TRAINER_STATE
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 from llmtailor.policies import Policy
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.stand_in import Remote, locate, stand_in_of
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
 """Names of files that `replace_durably` was writing when it was killed"""
@@ -145,6 +148,18 @@ def read_into(fd: int, offset: int, room: memoryview) -> None:
         offset, room = offset + count, room[count:]
 
 
+_FICLONERANGE = 0x4020940D
+
+
+def clone_range(source: int, start: int, num_bytes: int, target: int, at: int) -> None:
+    """Let byte ``at`` of an open file and those after it share blocks with another file of its file system.
+
+    Both files read as before; a later write to one of them gets blocks of its own. All numbers are multiples of the
+    block size. Raises OSError if the file system can't.
+    """
+    fcntl.ioctl(target, _FICLONERANGE, struct.pack("qQQQ", source, start, num_bytes, at))
+
+
 def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
     """Yield the bytes of an open file from ``start`` on, in ``buffer``, which is reused for each chunk.
 
@@ -162,6 +177,20 @@ def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None)
         start += count
 
 
+@contextmanager
+def whole_file(path: Path, chunk_bytes: int) -> Iterator[Iterator[memoryview]]:
+    """Open a file, of this machine or a stand-in; the iterator yields its bytes in order. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = stand_in_of(path)
+        if found is None:
+            yield chunks(fd, memoryview(bytearray(chunk_bytes)))
+        else:
+            yield map(memoryview, found[0].stream(found[1], 0, os.fstat(fd).st_size))
+    finally:
+        os.close(fd)
+
+
 class Changed(OSError):
     """A file has changed since it was indexed."""
 
@@ -176,7 +205,7 @@ class Files:
 
     def __init__(self, root: Path = Path(), facts: Mapping[str, FileFact] | None = None):
         self.root = root
-        self._handle = lru_cache(self.MAX_OPEN)(partial(_Handle, root, facts or {}))
+        self._handle = lru_cache(self.MAX_OPEN)(partial(OpenFile, root, facts or {}))
 
     def __enter__(self) -> Files:
         return self
@@ -187,12 +216,20 @@ class Files:
     def read_into(self, path: str, offset: int, room: memoryview) -> None:
         """Fill ``room`` from ``offset`` on. Raises Changed, EndsEarly, or another OSError."""
         handle = self._handle(path)  # kept, so that it stays open
-        read_into(handle.fd, offset, room)
+        if handle.remote is None:
+            read_into(handle.fd, offset, room)
+        else:
+            room[:] = handle.remote.fetch(handle.name, offset, offset + len(room))
+
+    def open(self, path: str) -> OpenFile:
+        """Return an open file, closed when its last user drops it. Raises Changed, or another OSError."""
+        return self._handle(path)
 
     def will_need(self, path: str, start: int, stop: int) -> None:
         """Have the system fetch bytes ahead, if it can."""
         handle = self._handle(path)
-        os.posix_fadvise(handle.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
+        if handle.remote is None:
+            os.posix_fadvise(handle.fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def forget(self, path: str) -> None:
         """Make the next read come from the disk, not from the page cache."""
@@ -200,14 +237,25 @@ class Files:
         os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class _Handle:
-    """An open file, closed when its last user drops it: another thread may still be reading."""
+class OpenFile:
+    """An open file, closed when its last user drops it: another thread may still be reading.
+
+    The bytes of a stand-in's file are those of ``remote``, by its ``name`` there.
+    """
 
     fd = -1
+    device = 0
+    """The file system that it is on"""
 
     def __init__(self, root: Path, facts: Mapping[str, FileFact], path: str):
-        self.fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if path in facts and not facts[path].is_like(FileFact.of(os.fstat(self.fd))):
+        full = locate(path) if "://" in path else root / path
+        found = stand_in_of(full)
+        self.remote: Remote | None = found[0] if found else None
+        self.name = found[1] if found else ""
+        self.fd = os.open(full, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(self.fd)
+        self.device = status.st_dev
+        if path in facts and not facts[path].is_like(FileFact.of(status)):
             raise Changed(errno.ESTALE, "it changed while it was read")
 
     def __del__(self) -> None:
@@ -224,13 +272,18 @@ _KINDS = {
 }
 
 
+Fill = Callable[[int, int], None]
+
+
 class SourceFile:
     """An open regular file, and its size at the moment of opening."""
 
-    def __init__(self, fd: int, num_bytes: int, where: str):
+    def __init__(self, fd: int, num_bytes: int, where: str, fill: Fill | None = None):
         self.fd = fd
         self.num_bytes = num_bytes
         self.where = where
+        self.fill = fill
+        """Called before bytes are read that may not be there yet"""
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes ``start``..``stop``, which must be within ``num_bytes``.
@@ -238,6 +291,11 @@ class SourceFile:
         Raises SourceError if they can't be read or no longer exist.
         """
         chunks = []
+        if self.fill is not None and start < stop:
+            try:
+                self.fill(start, stop)
+            except OSError as error:
+                raise _unreadable(self.where, error) from error
         while start < stop:
             try:
                 chunk = os.pread(self.fd, stop - start, start)
@@ -266,7 +324,8 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
     try:
         status = os.fstat(fd)
         check_regular(status.st_mode, where)
-        yield SourceFile(fd, status.st_size, where)
+        found = stand_in_of(path)
+        yield SourceFile(fd, status.st_size, where, partial(found[0].fill, found[1]) if found else None)
     finally:
         os.close(fd)
 
@@ -290,66 +349,3 @@ def check_regular(mode: int, where: str) -> None:
 def _unreadable(where: str, error: OSError) -> SourceError:
     fix = "run as a user who may read it" if isinstance(error, PermissionError) else "check the disk"
     return SourceError.at(where, f"the file can't be read: {error.strerror or error}", fix, Code.FILE_UNREADABLE)
-
-
-@dataclass(frozen=True, slots=True)
-class FileFact:
-    """A file as indexed; a later change means that the source changed during the run."""
-
-    num_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-    """Also change with a new hard link or a mount, so they are a reason to compare contents, not to refuse"""
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> FileFact:
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-    def is_like(self, other: FileFact) -> bool:
-        """Return whether size and modification time agree."""
-        return (self.num_bytes, self.mtime_ns) == (other.num_bytes, other.mtime_ns)
-
-
-Entries = Mapping[str, FileFact | None]
-"""Relative path -> size and time of a regular file, None for anything else. Folders' paths end in ``/``."""
-
-
-def list_entries(folder: Path) -> dict[str, FileFact | None]:
-    """Return the direct entries of a folder, sorted by name; links are not followed. Raises OSError."""
-    found: dict[str, FileFact | None] = {}
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda one: one.name):
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
-                found[f"{entry.name}/"] = None
-            else:
-                found[entry.name] = FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
-    return found
-
-
-def added_since(folder: Path, before: Entries) -> list[str]:
-    """Return the entries of a folder, at any depth, that are new or changed since ``before``. Raises OSError.
-
-    A new folder is listed without its content.
-    """
-    found: list[str] = []
-    for name, fact in list_entries(folder).items():
-        known = before.get(name)
-        if name not in before or not (fact.is_like(known) if fact and known else fact is known):
-            found.append(name)
-        elif name.endswith("/"):
-            inside = {path[len(name) :]: old for path, old in before.items() if path.startswith(name) and path != name}
-            found += [name + path for path in added_since(folder / name, inside)]
-    return found
-
-
-def list_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and modification time of every file at any depth, without following links, by relative path."""
-    found = {}
-    for where, _, names in os.walk(folder):
-        for name in names:
-            path = Path(where) / name
-            status = path.lstat()
-            found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
-    return found

@@ -5,25 +5,23 @@ The checks go through some million elements block by block, so that intermediate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Extent, Runs, union
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
+from llmtailor.verify.elements import Elements, held_of
 
 NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
-Spans = dict[State, Runs]
-Elements = tuple[State, tuple[int, int]]
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
 _OTHER_SAVE = "they are from different saves, or damaged: copy both files again, or use another checkpoint"
 _DIVERGED = "the run had diverged, or the file is damaged: use an older checkpoint"
@@ -106,38 +104,6 @@ def damaged_elements(
             if problem == DIFFERS:
                 kind = MASTER if index.params[name].role == "trainable" else FROZEN
                 yield State(name, kind), (begin + offset, end + offset)
-
-
-def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
-    """Yield the elements of states in chosen byte ranges."""
-    for state, held in all_held(index):
-        for fragment in held.place.cover(0, held.numel) if held.is_here else ():
-            if is_meant(fragment.extent):
-                yield state, (fragment.begin, fragment.end)
-
-
-def lost_elements(index: CheckpointIndex, paths: Collection[str]) -> Iterator[Elements]:
-    """Yield the elements of states in unreadable files."""
-    return elements_in(index, lambda extent: extent.path in paths) if paths else iter(())
-
-
-def join(runs: Iterable[Elements]) -> Spans:
-    """Return the elements of each state as one set."""
-    found: dict[State, list[tuple[int, int]]] = {}
-    for state, run in runs:
-        found.setdefault(state, []).append(run)
-    return {state: union(tuple(spans)) for state, spans in found.items()}
-
-
-def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:
-    """Yield every state held, including the module's weights of ZeRO-1/2."""
-    yield from index.held.items()
-    for name, held in index.module.items():
-        yield State(name, MODULE), held
-
-
-def held_of(index: CheckpointIndex, state: State) -> TensorEntry:
-    return index.module[state.param] if state.kind == MODULE else index.held[state]
 
 
 def _coordinates(element: int, shape: tuple[int, ...]) -> str:

@@ -25,15 +25,8 @@ from llmtailor.model.disk_names import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.storage.checksums import part_digest
-from llmtailor.verify.bad_values import (
-    Spans,
-    damaged_elements,
-    elements_in,
-    find_bad_values,
-    find_zeroed,
-    join,
-    lost_elements,
-)
+from llmtailor.verify.bad_values import damaged_elements, find_bad_values, find_zeroed
+from llmtailor.verify.elements import Spans, elements_in, join, lost_elements
 from llmtailor.verify.read import Reading, bundle_states
 
 

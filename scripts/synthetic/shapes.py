@@ -81,4 +81,6 @@ SHAPES = {
     "0.6b": Shape(*QWEN3, 151_936, 1024, 3072, 28, 16, 8, 128, tied=True, rope_theta=1e6),  # Qwen3-0.6B
     "1b": Shape(*LLAMA, 128_256, 2048, 8192, 16, 32, 8, 64, tied=True, rope_theta=5e5),  # Llama-3.2-1B
     "8b": Shape(*LLAMA, 128_256, 4096, 14_336, 32, 32, 8, 128, tied=False, rope_theta=5e5),  # Llama-3.1-8B
+    "70b": Shape(*LLAMA, 128_256, 8192, 28_672, 80, 64, 8, 128, tied=False, rope_theta=5e5),  # Llama-3.1-70B
+    "405b": Shape(*LLAMA, 128_256, 16_384, 53_248, 126, 128, 8, 128, tied=False, rope_theta=5e5),  # Llama-3.1-405B
 }

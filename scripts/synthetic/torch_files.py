@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -96,18 +97,24 @@ def save_with_data(tree: Any, path: Path, storages: Iterable[tuple[int, Iterable
 
 def _fill(file: BinaryIO, start: int, num_bytes: int, chunks: Iterable[memoryview], sparse: bool) -> int:
     """Write `chunks` at `start` (or leave the hole as it is) and return their CRC-32."""
-    crc = 0
     if sparse and num_bytes > 4:  # `step` is written all the same
-        zeros = memoryview(bytes(min(num_bytes, 16 << 20)))
-        for at in range(0, num_bytes, len(zeros)):
-            crc = isal_zlib.crc32(zeros[: num_bytes - at], crc)
-        return crc
+        return _crc_of_zeros(num_bytes)
+    crc = 0
     file.seek(start)
     for chunk in chunks:
         crc = isal_zlib.crc32(chunk, crc)
         file.write(chunk)
     assert file.tell() == start + num_bytes
     return crc
+
+
+@lru_cache
+def _crc_of_zeros(num_bytes: int) -> int:
+    """Return the CRC-32 of a hole, joined from those of its halves."""
+    if num_bytes <= 4096:
+        return isal_zlib.crc32(bytes(num_bytes))
+    half = num_bytes // 2
+    return isal_zlib.crc32_combine(_crc_of_zeros(num_bytes - half), _crc_of_zeros(half), half)
 
 
 def _patch_directory(file: BinaryIO, at: int, checksums: dict[str, int]) -> None:

@@ -17,7 +17,7 @@ from helpers.commands import run_here
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 PLAN_KEYS = {
     *("schema", "recipe", "out", "base", "global_step", "world_size", "parts", "sources", "optimizer_steps"),
-    *("files", "num_bytes", "needed_bytes", "free_bytes", "notices", "is_there_already"),
+    *("files", "num_bytes", "needed_bytes", "free_bytes", "notices", "is_there_already", "moved"),
 }
 PART_KEYS = {"part", "source", "step", "staleness", "num_bytes", "num_tensors", "is_whole"}
 MANIFEST_KEYS = {
@@ -25,7 +25,8 @@ MANIFEST_KEYS = {
     *("optimizer_steps", "files", "card", "merge", "notices"),
 }
 INSPECT_KEYS = {
-    *("schema", "name", "format", "zero_stage", "world_size", "global_step", "skipped_steps", "tag", "precision"),
+    *("schema", "name", "format", "zero_stage", "world_size", "global_step", "skipped_steps", "client", "tag"),
+    *("precision",),
     *("weights_dtype", "optimizer", "num_layers", "tied", "num_params", "num_trainable_params", "num_tensors"),
     *("param_groups", "optimizer_steps", "parts", "num_bytes", "files", "findings"),
 }

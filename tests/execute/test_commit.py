@@ -17,7 +17,7 @@ from llmtailor.engine.journal import Identity, Mark
 from llmtailor.engine.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.storage import local as rename
-from llmtailor.storage.local import FileFact, list_entries
+from llmtailor.storage.listing import FileFact, list_entries
 from llmtailor.storage.lock import Held, Lock
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)

@@ -8,9 +8,9 @@ import pytest
 
 from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Plan, Zeros
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.engine.journal import identify, is_another, plan_digest, why_not
+from llmtailor.engine.journal import identify, is_another, why_not
 from llmtailor.model.states import MASTER, WEIGHT, State
-from llmtailor.storage.local import FileFact
+from llmtailor.storage.listing import FileFact
 
 FACT = FileFact(100, 5, 6, 7)
 PLAN = Plan(
@@ -42,7 +42,7 @@ def changed(plan: Plan, number: int, **fields) -> Plan:
     first, *others = plan.files
     pieces = list(first.pieces)
     pieces[number] = replace(pieces[number], **fields)
-    return replace(plan, files=(replace(first, pieces=tuple(pieces)), *others))
+    return replace(plan, files=(FileLayout(first.path, tuple(pieces)), *others))
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def changed(plan: Plan, number: int, **fields) -> Plan:
         changed(PLAN, 4, stop=20),
         replace(PLAN, sources=("/a", "/c")),
         replace(PLAN, files=PLAN.files[::-1]),
-        replace(PLAN, files=(PLAN.files[0], replace(PLAN.files[1], path="three"))),
+        replace(PLAN, files=(PLAN.files[0], FileLayout("three", PLAN.files[1].pieces))),
         replace(PLAN, files=PLAN.files[:1]),
     ],
 )
 def test_every_part_of_a_plan_counts(other):
-    assert plan_digest(other) != plan_digest(PLAN)
+    assert other.summary.digest != PLAN.summary.digest
 
 
 def test_only_files_that_are_read_count():

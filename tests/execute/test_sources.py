@@ -11,7 +11,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine import recheck as sources
 from llmtailor.engine.copy import execute
 from llmtailor.engine.pool import Stop
-from llmtailor.engine.recheck import files_read, read_again
+from llmtailor.engine.recheck import read_again
 from llmtailor.errors import Interrupted, SourceError
 
 
@@ -39,8 +39,8 @@ def merged(tmp_path):
 def test_what_has_not_changed_gets_a_digest(merged, monkeypatch, chunk_bytes):
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
     plan, results, root = merged
-    files = files_read(plan)
-    assert files == [(0, "a"), (0, "b"), (0, "empty")]
+    files = plan.summary.read
+    assert files == ((0, "a"), (0, "b"), (0, "empty"))
     seen = []
     digests = read_again(plan, results, files, seen.append, Stop())
     assert digests == {(0, name): xxh3_128((root / name).read_bytes()).hexdigest() for name in ("a", "b", "empty")}
@@ -56,7 +56,7 @@ def test_a_byte_that_was_taken_and_has_changed_is_found(merged, monkeypatch, nam
     data[at] ^= 0x80
     (root / name).write_bytes(data)
     with pytest.raises(SourceError, match="changed") as caught:
-        read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+        read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
     assert caught.value.problems[0].where == str(root / name)
 
 
@@ -65,17 +65,17 @@ def test_a_byte_that_was_not_taken_may_change(merged):
     data = bytearray((root / "b").read_bytes())
     data[-1] ^= 0x80
     (root / "b").write_bytes(data)
-    read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+    read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
 
 
 def test_files_that_shrink_or_vanish(merged):
     plan, results, root = merged
     (root / "a").write_bytes((root / "a").read_bytes()[:-1])
     with pytest.raises(SourceError, match="ends before byte 20,005"):
-        read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+        read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
     (root / "a").unlink()
     with pytest.raises(SourceError, match="No such file"):
-        read_again(plan, results, files_read(plan), lambda num_bytes: None, Stop())
+        read_again(plan, results, plan.summary.read, lambda num_bytes: None, Stop())
 
 
 def test_it_stops_on_request(merged):
@@ -83,4 +83,4 @@ def test_it_stops_on_request(merged):
     stop = Stop()
     stop.requested = True
     with pytest.raises(Interrupted):
-        read_again(plan, results, files_read(plan), lambda num_bytes: None, stop)
+        read_again(plan, results, plan.summary.read, lambda num_bytes: None, stop)

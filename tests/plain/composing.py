@@ -10,7 +10,7 @@ import torch
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout, Sources
 from llmtailor.checkpoint.optimizer import lay_out_optimizer
-from llmtailor.compose.plan import plan_composite
+from llmtailor.compose.fill import plan_composite
 from llmtailor.engine.copy import execute
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.registry import writer_of

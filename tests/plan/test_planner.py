@@ -22,7 +22,7 @@ from llmtailor.checkpoint.layout import (
     Zeros,
 )
 from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
-from llmtailor.compose.plan import plan_composite
+from llmtailor.compose.fill import plan_composite
 from llmtailor.model.states import EXP_AVG, MASTER, MODULE, WEIGHT, State
 
 PADDING = 0xAB

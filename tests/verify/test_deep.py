@@ -18,7 +18,8 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.verify import read as reading
-from llmtailor.verify.bad_values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, all_held, differing, find
+from llmtailor.verify.bad_values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, differing, find
+from llmtailor.verify.elements import all_held
 from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE
 from llmtailor.verify.verify import verify_checkpoint
 

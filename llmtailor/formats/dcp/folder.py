@@ -23,10 +23,11 @@ from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Boxes, Bundled, Contiguous, Extent, Placement
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, read_metadata
-from llmtailor.containers.fields import read_tensor
+from llmtailor.containers.fields import Tensor, read_tensor
 from llmtailor.containers.json import is_count
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_zip import TorchFile, Window, decode_torch_file
+from llmtailor.containers.torch_alike import Undecoded, open_torch_blob
+from llmtailor.containers.views import Window
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.model.states import ITEMSIZE
@@ -130,6 +131,8 @@ class _Blobs:
         self.objects: dict[Blob, Any] = {}
         self.places: dict[Blob, Extent] = {}
         """Where the elements of a tensor's blob are"""
+        self.known: dict[bytes | None, tuple[Tensor, int]] = {}
+        """What identifies a blob apart from its elements -> a tensor in such a blob, and where that blob begins"""
         self.used: dict[str, list[Blob]] = {}
         self.bad: set[str] = set()
         self.findings: list[Finding] = []
@@ -148,15 +151,28 @@ class _Blobs:
                     self._check_places(blobs, file.num_bytes, where)
                     for blob in blobs:
                         key, entry, chunk = owner[blob]
-                        window = Window(file, blob.start, blob.stop)
-                        found = decode_torch_file(window, self.prefix + path, where)
+                        found = open_torch_blob(Window(file, blob.start, blob.stop), self.prefix + path, where)
                         if entry.is_tensor:
-                            self.places[blob] = _place(found, key, entry, chunk, where)
+                            self.places[blob] = self._place(found, key, entry, chunk, where)
                         else:
-                            self.objects[blob] = found.tree
+                            self.objects[blob] = found.decode().tree
             except SourceError as error:
                 self.problems.add(error)
                 self.bad.add(path)
+
+    def _place(self, found: Undecoded, key: str, entry: Entry, chunk: Chunk, where: str) -> Extent:
+        """Return where a chunk's elements are. Raises SourceError if the blob holds another tensor."""
+        blob = chunk.blob
+        if found.key not in self.known:
+            self.known[found.key] = (read_tensor(found.decode().tree, key, where), blob.start)
+        tensor, first = self.known[found.key]
+        if (tensor.dtype, tensor.shape) != (entry.dtype, chunk.sizes):
+            what = (
+                f"{key} is {tensor.dtype} {list(tensor.shape)}, but {METADATA} says {entry.dtype} {list(chunk.sizes)}"
+            )
+            raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
+        shift = blob.start - first
+        return Extent(self.prefix + blob.path, tensor.extent.start + shift, tensor.extent.stop + shift)
 
     def _check_places(self, blobs: Sequence[Blob], num_bytes: int, where: str) -> None:
         at = 0
@@ -173,15 +189,6 @@ class _Blobs:
         if gaps + num_bytes - at:
             what = f"{METADATA} does not mention {gaps + num_bytes - at:,} of its {num_bytes:,} bytes"
             self.findings.append(Finding(where, what, f"silent: {_STALE}", Code.STEPS_DIFFER, WARNING))
-
-
-def _place(file: TorchFile, key: str, entry: Entry, chunk: Chunk, where: str) -> Extent:
-    """Return where a chunk's elements are. Raises SourceError if the blob holds another tensor."""
-    tensor = read_tensor(file.tree, key, where)
-    if (tensor.dtype, tensor.shape) != (entry.dtype, chunk.sizes):
-        what = f"{key} is {tensor.dtype} {list(tensor.shape)}, but {METADATA} says {entry.dtype} {list(chunk.sizes)}"
-        raise SourceError.at(where, what, _STALE, Code.FIELD_CONFLICT)
-    return tensor.extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from llmtailor.formats.format import Wanted
 from llmtailor.formats.universal.read import FOLDER, GLOBAL_STATE, NAME_OF, STEP
 from llmtailor.formats.zero.engine_state import DS_VERSION, clipping_node, make_stage, scaling_nodes, unknown
 from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, UNIVERSAL, model_name
-from llmtailor.formats.zero.write import ZeroTarget, lay_out_engine, make_model_states, step_node
+from llmtailor.formats.zero.rank_files import RankFiles, model_states
+from llmtailor.formats.zero.rank_trees import ZeroTarget, step_node
+from llmtailor.formats.zero.write import lay_out_engine
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, State
 
 _NOT_HERE = {LATEST, "zero_to_fp32.py", "zero_to_torch.py"}
@@ -59,12 +61,14 @@ def _is_folder_name(param: str) -> bool:
 
 def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     tag = f"{target.tag}{UNIVERSAL}"
+    if target.client.finds(target.tag) and not target.client.finds(tag):
+        tag = target.tag
     yield FileLayout(LATEST_UNIVERSAL, (Bytes(tag.encode(), "the tag"),))
-    for rank, name, tree in make_model_states(target, train):
-        yield lay_out_torch_file(f"{tag}/{name}", tree)
-        if not rank:
-            other = {**tree, **dict.fromkeys(_PARAMS), "module": Ordered()}
-            yield lay_out_torch_file(f"{tag}/{model_name(0, 3 if target.layout.stage < 3 else 1)}", other)
+    models = RankFiles(target, train).model(tag)
+    yield next(models)
+    other = {**model_states(target, train, 0, 0), **dict.fromkeys(_PARAMS), "module": Ordered()}
+    yield lay_out_torch_file(f"{tag}/{model_name(0, 3 if target.layout.stage < 3 else 1)}", other)
+    yield from models
     rest = next(tree for tree in train.optim if tree is not None)
     yield lay_out_torch_file(f"{tag}/{FOLDER}/{GLOBAL_STATE}", _global_state(target, rest))
     for number, one in enumerate(target.layout.sub_groups):

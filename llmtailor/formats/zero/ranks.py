@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.optimizer import Vector, lay_out_vector, part_size
@@ -28,12 +28,12 @@ from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, Sourc
 from llmtailor.findings import Finding
 from llmtailor.formats.format import Trees, attempt
 from llmtailor.formats.trainer import ADAPTER_CONFIG
+from llmtailor.formats.zero.all_ranks import AnyShard, read_all
 from llmtailor.formats.zero.files import ShardFiles, fit_world_size
-from llmtailor.formats.zero.shards import ModelShard, OptimShard, Shard, read_model_shard, read_optim_shard, section
+from llmtailor.formats.zero.shards import ModelShard, OptimShard, read_model_shard, read_optim_shard, section
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 
-_Shard = TypeVar("_Shard", bound=Shard)
 Untrained = Iterator[tuple[Param, str, TensorEntry | None]]
 _SWAPPED = "the files of two ranks are swapped: swap them back"
 
@@ -94,7 +94,7 @@ def read_ranks(trees: Trees, files: ShardFiles, name: str, problems: Problems) -
     """
     found: list[Finding] = []
     model = read_models(trees, files, name, problems, found)
-    optim = _read_all(read_optim_shard, trees, files, files.optim, name, problems, found)
+    optim = read_all(read_optim_shard, trees, files, files.optim, name, problems, found)
     usual, sample = _first(model), _first(optim)
     if usual is None:
         return None
@@ -125,7 +125,7 @@ def read_models(
     trees: Trees, files: ShardFiles, name: str, problems: Problems, found: list[Finding]
 ) -> list[ModelShard | None]:
     """Return the model states in each of the files; see `read_ranks`. Findings on each file are added to ``found``."""
-    return _read_all(read_model_shard, trees, files, files.model, name, problems, found)
+    return read_all(read_model_shard, trees, files, files.model, name, problems, found)
 
 
 def fit_models(
@@ -155,55 +155,16 @@ def hold_untrained(files: ShardFiles, usual: ModelShard, model: Sequence[ModelSh
     return _rest3(files, usual, model) if files.is_zero3 else _rest12(usual)
 
 
-def _read_all(
-    read: Callable[[Trees, str, str, bool], _Shard],
-    trees: Trees,
-    files: ShardFiles,
-    paths: Sequence[str],
-    name: str,
-    problems: Problems,
-    found: list[Finding],
-) -> list[_Shard | None]:
-    """Return every rank's file; continue after a bad one so that all are reported. Missing ones have been reported.
-
-    Adds findings on each file by itself, then reports every fact that differs from most ranks', and puts None for such
-    a file. Stock DeepSpeed compares none of this: each rank loads its own file and continues.
-    """
-    shards: list[_Shard | None] = []
-    for path in paths:
-        where = PathIn(name, path)
-        there = path not in files.missing
-        shards.append(attempt(lambda: read(trees, path, where, files.is_zero3), problems) if there else None)  # noqa: B023
-    found += [finding for shard in shards if shard is not None for finding in shard.findings]
-    kinds: list[list[int]] = []
-    known = {rank: shard for rank, shard in enumerate(shards) if shard is not None}
-    for rank, shard in known.items():
-        same = next((kind for kind in kinds if known[kind[0]].facts == shard.facts), None)
-        if same is None:
-            kinds.append(same := [])
-        same.append(rank)
-    usual = max(kinds, key=len, default=[])
-    for rank, shard in known.items():
-        reference = known[usual[0]].facts
-        for what in {**reference, **shard.facts}:
-            value, usual_value = shard.facts.get(what), reference.get(what)
-            if value != usual_value:
-                detail = f" ({value} and {usual_value})" if len(f"{value}{usual_value}") < 80 else ""
-                text = f"{what} differs from that of rank {usual[0]}{detail}"
-                problems.add(SourceError.at(PathIn(name, paths[rank]), text, COPY_CHECKPOINT, Code.RANKS_DIFFER))
-    return [shard if rank in usual else None for rank, shard in enumerate(shards)]
-
-
 def _drop(
     paths: Sequence[str],
-    shards: Sequence[_Shard | None],
-    wrong: Callable[[int, _Shard], Iterable[str]],
+    shards: Sequence[AnyShard | None],
+    wrong: Callable[[int, AnyShard], Iterable[str]],
     name: str,
     problems: Problems,
     code: Code,
-) -> list[_Shard | None]:
+) -> list[AnyShard | None]:
     """Report what is ``wrong`` with a file; put None for it."""
-    kept: list[_Shard | None] = []
+    kept: list[AnyShard | None] = []
     for rank, (path, shard) in enumerate(zip(paths, shards, strict=True)):
         found = [] if shard is None else [*wrong(rank, shard)]
         for what in found:
@@ -212,11 +173,11 @@ def _drop(
     return kept
 
 
-def _first(shards: Iterable[_Shard | None]) -> _Shard | None:
+def _first(shards: Iterable[AnyShard | None]) -> AnyShard | None:
     return next((shard for shard in shards if shard is not None), None)
 
 
-def _pad(shards: Sequence[_Shard | None], count: int) -> list[_Shard | None]:
+def _pad(shards: Sequence[AnyShard | None], count: int) -> list[AnyShard | None]:
     return [*shards[:count], *[None] * (count - len(shards))]
 
 
@@ -340,11 +301,17 @@ def _check_params(
 
 
 def _extents(
-    paths: Sequence[str], shards: Sequence[_Shard | None], tensor: Callable[[_Shard], Tensor]
+    paths: Sequence[str], shards: Sequence[AnyShard | None], tensor: Callable[[AnyShard], Tensor]
 ) -> tuple[Extent, ...]:
     """Return where a tensor lies in each rank's file; for an unreadable file, a meaningless place in it."""
-    ranks = zip(paths, shards, strict=True)
-    return tuple(Extent(path, 0, 0) if shard is None else tensor(shard).extent for path, shard in ranks)
+
+    def place(path: str, shard: AnyShard | None) -> Extent:
+        if shard is None:
+            return Extent(path, 0, 0)
+        extent = tensor(shard).extent  # which an alike file has at the same place, if it is not in a bundle
+        return Extent(path, extent.start, extent.stop) if extent.path == shard.path != path else extent
+
+    return tuple(map(place, paths, shards))
 
 
 def _trained(

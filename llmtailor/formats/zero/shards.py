@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
@@ -40,10 +41,10 @@ from llmtailor.containers.pickle_nodes import Call, Ordered, as_ints, as_tensor
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import Finding
 from llmtailor.formats.field_tables import check_fields, facts_of_rank
-from llmtailor.formats.format import Trees
+from llmtailor.formats.format import Decoded
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG
-from llmtailor.formats.zero.files import read_shard, unsupported_parallelism
+from llmtailor.formats.zero.files import check_archive, unsupported_parallelism
 from llmtailor.formats.zero.tables import MODEL, ZERO3, ZERO12
 from llmtailor.model.states import MASTER
 
@@ -61,8 +62,10 @@ _PARAMS = frozenset(("module", "param_shapes", "frozen_param_shapes", "frozen_pa
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What the readers of all files return."""
+    """What the readers of all files return. Files that are alike share one."""
 
+    path: str
+    """The file that it was decoded from"""
     rest: Mapping[str, Any]
     """The tree without states, params and buffers"""
     facts: Mapping[str, object]
@@ -129,9 +132,10 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> OptimShard:
+def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
-    tree = read_shard(trees, path, where)
+    tree = file.tree
+    check_archive(file.archive, path, where)
     outer = get(tree, "optimizer_state_dict", dict, where)
     if is_zero3:
         _check_zero3(outer, where)
@@ -172,7 +176,7 @@ def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Opt
         kinds, step = fields.read_elementwise(states, numel, flat_id, where)
         flats.append({MASTER: master, **kinds})
         step_is_tensor = not isinstance(step, (int, float))
-        steps.append(fields.read_step(trees.root, step, flat_id, where))
+        steps.append(fields.read_step(root, step, flat_id, where))
         if flats[-1].keys() != flats[0].keys():
             have = f"{', '.join(flats[-1])}, but sub-group 0 has {', '.join(flats[0])}"
             raise damaged(where, f"sub-group {flat_id} has the states {have}", Code.STATE_MISSING)
@@ -194,6 +198,7 @@ def read_optim_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Opt
         "param_alignment_paddings": all_gaps,
     }
     return OptimShard(
+        path=path,
         rest={**tree, "optimizer_state_dict": {key: value for key, value in outer.items() if key not in STATES}},
         facts={**alike, **facts_of_rank(tree, table)},
         findings=tuple(check_fields(tree, table, where)),
@@ -265,9 +270,11 @@ def _counts(node: Any, what: str, where: str) -> tuple[int, ...]:
     return tuple(node)
 
 
-def read_model_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> ModelShard:
+def read_model_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> ModelShard:
     """Return the content of one ``model_states`` file. Raises SourceError or UnsupportedCheckpoint."""
-    tree = as_dict(read_shard(trees, path, where) if is_zero3 else trees.read(path, where).tree, "the file", where)
+    if is_zero3:
+        check_archive(file.archive, path, where)
+    tree = as_dict(file.tree, "the file", where)
     _refuse_other_parallelism(tree, where)
     module = get(tree, "module", dict, where)
     shapes = tree.get("param_shapes")
@@ -278,7 +285,7 @@ def read_model_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Mod
     )
     frozen_shapes = fields.read_shapes(tree.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     tied = fields.read_tied(tree.get("shared_params"), where)
-    if not is_zero3 and (trees.root / ADAPTER_CONFIG).exists():  # PEFT drops frozen params, but not their other names
+    if not is_zero3 and (root / ADAPTER_CONFIG).exists():  # PEFT drops frozen params, but not their other names
         lost = {name for name, stored in tied.items() if stored not in module}
         module = {name: node for name, node in module.items() if name not in lost}
         tied = {name: stored for name, stored in tied.items() if name not in lost}
@@ -306,6 +313,7 @@ def read_model_shard(trees: Trees, path: str, where: str, is_zero3: bool) -> Mod
         "the set, shapes or dtypes of buffers": {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
     }
     return ModelShard(
+        path=path,
         rest=_rest_of_model(tree, [name for name, tensor in held.items() if not tensor.numel]),
         facts={**alike, **facts_of_rank(tree, MODEL)},
         findings=tuple(check_fields(tree, MODEL, where)),

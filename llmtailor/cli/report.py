@@ -1,0 +1,55 @@
+"""``llmtailor report``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from llmtailor.cli.command import command, progress_bar
+from llmtailor.cli.options import PATH, QUIET, RUN_DIR
+from llmtailor.errors import TargetError
+
+
+@command(
+    {
+        0: "FILE is written; it also shows what is damaged",
+        4: "RUN_DIR does not exist",
+        6: "FILE exists",
+    }
+)
+@RUN_DIR
+@click.option(
+    "--output", "-o", type=PATH, metavar="FILE", default=Path("report.html"), show_default=True, help="The page."
+)
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Also compare the newest two saves of every part, which reads them. Memory stays flat.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE.")
+@QUIET
+def report(run: Path, output: Path, values: bool, force: bool, quiet: bool) -> None:
+    """Write a page about a run: its saves, how old each part is, what a merge would compose, what is damaged.
+
+    FILE is one HTML file that loads nothing else and needs no JavaScript. It shows how long saves took and stopped
+    training, their bytes against saves of every part, the age of each part over time, what `merge --run` would compose
+    now, what `verify` finds in the newest checkpoints, the loss curve with resumes, and how much parts changed.
+
+    Without --values, only records and headers are read. Nothing in RUN_DIR is changed.
+
+    \b
+    Examples:
+      llmtailor report runs/x -o report.html
+      llmtailor report runs/x -o report.html --values --force
+    """
+    from llmtailor.report.gather import gather
+    from llmtailor.report.page import page
+    from llmtailor.storage.local import replace_durably
+
+    if output.exists() and not force:
+        raise TargetError.at(output, "the file already exists", "choose another one, or use --force")
+    with progress_bar(None, quiet=quiet or not values, label="reading") as on_progress:
+        facts = gather(run, values, on_progress)
+    replace_durably(output, page(facts).encode())
+    click.echo(f"wrote {output}", err=True)

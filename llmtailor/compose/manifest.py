@@ -1,0 +1,92 @@
+"""Makes ``llmtailor.json``, the record of a composite's sources. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from llmtailor import __version__
+from llmtailor.compose.plan import Composition
+from llmtailor.engine.copy import FileResult
+from llmtailor.engine.recheck import SourceFile
+from llmtailor.formats.trainer import CARD
+from llmtailor.model.states import MODULE, WEIGHT, State
+from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
+from llmtailor.storage.stand_in import location_of
+
+SCHEMA_MANIFEST = "llmtailor.manifest/1"
+
+
+def make_manifest(
+    composition: Composition,
+    results: Sequence[FileResult],
+    digests: Mapping[SourceFile, str],
+    readme: bytes,
+    merge: str,
+    created: str,
+) -> dict[str, Any]:
+    """Return the content of ``llmtailor.json``.
+
+    ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
+    what was merged, to recognize the same merge.
+    """
+    # Skip ZeRO's rounded masters: a digest depends neither on the stage nor on names on disk.
+    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
+    crcs: dict[str, list[tuple[State, int, int]]] = defaultdict(list)
+    for state, num_bytes, crc in _state_crcs(results, rounded):
+        crcs[composition.structure.part_of[state.param]].append((state, num_bytes, crc))
+    digest_of = {part: part_digest(found) for part, found in crcs.items()}
+    report = composition.report
+    return {
+        "schema": SCHEMA_MANIFEST,
+        "llmtailor_version": __version__,
+        "merge": merge,
+        "created": created,
+        "base": report.base,
+        "global_step": report.global_step,
+        "world_size": report.world_size,
+        "recipe": {"name": report.recipe, "text": composition.recipe.text},
+        "sources": [
+            {
+                "name": index.name,
+                "path": location_of(index.root.absolute()),
+                "global_step": index.global_step,
+                "files": [
+                    {"path": path, "num_bytes": fact.num_bytes} | _digest(digests.get((number, path)))
+                    for path, fact in index.files.items()
+                ],
+            }
+            for number, index in enumerate(composition.indexes)
+        ],
+        "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
+        "optimizer_steps": [asdict(row) for row in report.steps],
+        "files": [
+            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)
+            for one in results
+        ],
+        "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
+        "notices": [notice.to_json() for notice in report.notices],
+    }
+
+
+def _state_crcs(results: Sequence[FileResult], left_out: Container[str]) -> Iterator[tuple[State, int, int]]:
+    """Yield the number of bytes and the CRC-32 of every state but those of some kinds, as written."""
+    runs: dict[State, array[int]] = defaultdict(lambda: array("Q"))  # millions, for a thousand ranks
+    for run in (run for result in results for run in result.runs()):
+        if run.state.kind not in left_out:
+            runs[run.state].extend((run.begin, run.num_bytes, run.crc))
+    for state, packed in runs.items():
+        # elements may be written more than once (a buffer on every rank): count them once, in order
+        written = dict(zip(packed[::3], zip(packed[1::3], packed[2::3], strict=True), strict=True))
+        total, crc = 0, 0
+        for begin in sorted(written):
+            num_bytes, own = written[begin]
+            total, crc = total + num_bytes, combine(crc, own, num_bytes)
+        yield state, total, crc
+
+
+def _digest(digest: str | None) -> dict[str, str]:
+    return {DIGEST: digest} if digest else {}

@@ -1,0 +1,258 @@
+"""The object trees of the files of one rank, of any ZeRO stage, with tensors bound to states.
+
+ZeRO-3 has a pair of files per rank, and every param cut on its own; ZeRO-1/2 have one vector per group, cut into equal
+partitions, and one model file. Tensors become plain tensors with their own storage; padding is zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Bytes, Piece, Slot, Zeros
+from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
+from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
+from llmtailor.formats.clients import CLIENTS, Client
+from llmtailor.formats.trainer import ADAPTER_CONFIG
+from llmtailor.formats.zero.engine_state import clipping_node, make_stage, scaling_nodes, unknown
+from llmtailor.formats.zero.files import UNIVERSAL
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_PADDING = "ZeRO-1/2 padding and alignment"
+_NOT_MOMENTS = (WEIGHT, MASTER, FROZEN, BUFFER)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroTarget:
+    """A ZeRO checkpoint to be written, modelled on a base."""
+
+    base: CheckpointIndex
+    layout: OptimizerLayout
+    precision: str
+    """Dtype of the weights in training"""
+    kinds: tuple[str, ...]
+    """Elementwise states of the optimizer; none in fp16 while every step so far has overflowed"""
+    client: Client
+    """Whose loader will look for the tag folder"""
+
+    @classmethod
+    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
+        trained = next((param for one in base.sub_groups for param in one.params), None)
+        kinds = (state.kind for state in base.held if state.param == trained and state.kind not in _NOT_MOMENTS)
+        return cls(base, layout, precision, tuple(kinds), CLIENTS[client])
+
+    @property
+    def tag(self) -> str:
+        return self.base.tag.removesuffix(UNIVERSAL) or self.client.default_tag.format(self.base.global_step)
+
+    @property
+    def num_models(self) -> int:
+        """The number of ``model_states`` files"""
+        return self.layout.world_size if self.layout.stage == 3 else 1
+
+    def numels(self, one: SubGroup) -> dict[str, int]:
+        return {param: self.base.params[param].numel for param in one.params}
+
+    def vector(self, one: SubGroup) -> Vector:
+        """Return the vector of a group under ZeRO-1/2."""
+        return lay_out_vector([*self.numels(one).values()], one.gaps, self.layout.world_size)
+
+    def dtype(self, state: State) -> str:
+        """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
+        if self.base.has_masters or state.kind == BUFFER:
+            return self.base.held[state].live_dtype
+        return self.precision if state.kind == FROZEN else "F32"
+
+    def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a ``ds_config`` with the target's stage, and the batch size of a step on its ranks."""
+        adapted = dict(config)
+        total = adapted.get("train_batch_size")
+        if type(total) is int and total % self.base.world_size == 0:
+            adapted["train_batch_size"] = total // self.base.world_size * self.layout.world_size
+        zero = adapted.get("zero_optimization")
+        if isinstance(zero, dict):
+            adapted["zero_optimization"] = {**zero, "stage": self.layout.stage}
+        return adapted
+
+    def excludes_frozen(self, model_states: Mapping[str, Any]) -> bool:
+        """Return whether the run saved without its frozen params, as the Trainer does with PEFT.
+
+        A resume needs every frozen param of the model if ``frozen_param_fragments`` exists, even empty, and loads
+        none if it is None. ZeRO-1 always has None.
+        """
+        lacks = self.base.stage > 1 and model_states.get("frozen_param_fragments") is None
+        return lacks or ADAPTER_CONFIG in self.base.files
+
+    def shapes_node(self, params: Iterable[str]) -> Ordered:
+        """Return ``param_shapes`` of some params."""
+        return Ordered((param, Call(Global("torch", "Size"), (self.base.params[param].shape,))) for param in params)
+
+
+def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of one rank's ``optim_states``; ``rest`` is the base's, whose unknown keys are kept.
+
+    That of ZeRO-1/2 is plain, or as BF16_Optimizer writes it.
+    """
+    base, layout, outer = target.base, target.layout, rest["optimizer_state_dict"]
+    cut, stage = layout.sub_groups, layout.stage
+
+    def flat(one: SubGroup, kind: str) -> Any:
+        if stage < 3:
+            return _partition(target, one, kind, rank, is_stripped=kind == MASTER and not is_bf16)
+        return _flat_tensor(target, [State(param, kind) for param in one.params], rank)
+
+    is_bf16 = base.settings.fp32_gradients and stage == 1
+    state = {
+        number: {"step": step_node(target, number), **{kind: flat(one, kind) for kind in target.kinds}}
+        for number, one in enumerate(cut)
+    }
+    masters = [flat(one, MASTER) for one in cut]
+    groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
+    optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
+    stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer)
+    around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
+    if "ds_config" in around:
+        around["ds_config"] = target.adapt_config(around["ds_config"] or {})
+    if stage == 3:
+        made = {
+            **stage_node,
+            **scaling,
+            "partition_count": layout.world_size,
+            "optimizer_state_dict": optimizer,
+            "fp32_flat_groups": masters,
+        }
+        return {**around, "optimizer_state_dict": {**unknown(outer, base.stage == 3), **made}}
+    vectors = [target.vector(one) for one in cut]
+    made = {
+        **({} if is_bf16 else scaling),
+        **clipping_node(base, rest),
+        "base_optimizer_state": optimizer,
+        "single_partition_of_fp32_groups": masters,
+        **({} if is_bf16 else stage_node),
+        "group_paddings": [vector.padding(rank) for vector in vectors],
+        "partition_count": [layout.world_size] * len(layout.groups),
+        "ds_version": rest.get("ds_version"),
+        "param_slice_mappings": [_mapping(target, one, rank) for one in cut],
+    }
+    made = {**unknown(outer, base.stage in (1, 2) and not is_bf16), **made}
+    if "param_alignment_paddings" in made or any(one.gaps for one in cut):
+        made["param_alignment_paddings"] = [list(one.gaps or (0,) * len(one.params)) for one in cut]
+    return {**around, "optimizer_state_dict": made}
+
+
+def step_node(target: ZeroTarget, number: int) -> Any:
+    """Return the step of a sub-group, in the form of torch's AdamW or of DeepSpeedCPUAdam."""
+    step = target.layout.sub_groups[number].step
+    if not target.base.train.step_is_tensor:
+        return int(step)
+    return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of sub-group {number}"),))
+
+
+def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of ``model_states``, one rank's or that of all; ``rest`` is the base's."""
+    base, stage = target.base, target.layout.stage
+    frozen = [param for param in base.params.values() if param.role == "frozen"]
+    fragments = Ordered()
+    if stage == 3:
+        module = Ordered(_placeholders(target, rank, rest["module"]))
+        for state in (State(param.name, FROZEN) for param in frozen):
+            if state in base.held:
+                fragments[state.param] = _flat_tensor(target, [state], rank)
+        has_frozen = bool(fragments or not frozen) and not target.excludes_frozen(rest)
+    else:
+        module = Ordered(_whole_params(target, rest["module"]))
+        has_frozen = stage == 2 and not target.excludes_frozen(rest)
+        fragments = Ordered((param.name, module[param.name]) for param in frozen if has_frozen)
+    module.attributes = rest["module"].attributes
+    return {
+        **rest,
+        "module": module,
+        "param_shapes": [target.shapes_node(one.params) for one in target.layout.sub_groups],
+        "frozen_param_shapes": target.shapes_node(param.name for param in frozen) if has_frozen else None,
+        "shared_params": dict(base.tied) if rank == 0 else {},
+        "frozen_param_fragments": fragments if has_frozen else None,
+        "dp_world_size": target.layout.world_size,
+    }
+
+
+def _placeholders(target: ZeroTarget, rank: int, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the module of ZeRO-3: buffers, and placeholders for params, which live in the optimizer's files."""
+    for name, node in names.items():
+        param = target.base.params.get(name)
+        if param is None and name not in target.base.tied:  # PEFT left out the param that this is another name of
+            continue
+        if param is None or param.role != "buffer":
+            yield name, make_tensor(target.precision, (0,), ())
+        else:
+            yield name, _whole(target, State(name, BUFFER), rank * param.numel) if param.numel else node
+
+
+def _whole_params(target: ZeroTarget, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the module of ZeRO-1/2: the rounded master weights, and everything else. Tied names share their tensors."""
+    made: dict[str, Any] = {}
+    for param in (target.base.params[name] for name in names if name in target.base.params):
+        state = State(param.name, {"buffer": BUFFER, "frozen": FROZEN}.get(param.role, MODULE))
+        is_kept = not param.numel and names[param.name]
+        made[param.name] = names[param.name] if is_kept else _whole(target, state, 0)
+    stored = {name: target.base.tied.get(name, name) for name in names}
+    yield from ((name, made[own]) for name, own in stored.items() if own in made)
+
+
+def _whole(target: ZeroTarget, state: State, begin: int) -> Any:
+    param = target.base.params[state.param]
+    dtype = target.precision if state.kind == MODULE else target.dtype(state)
+    slots = (Slot(state, dtype, begin, begin + param.numel),) if param.numel else ()
+    return make_tensor(dtype, param.shape if slots else (0,), slots)
+
+
+def _flat_tensor(target: ZeroTarget, states: Sequence[State], rank: int) -> Any:
+    """Return a flat tensor of ZeRO-3 on one rank: the slices of its params, one after the other."""
+    dtypes, world_size = [target.dtype(state) for state in states], target.layout.world_size
+    content = [
+        piece
+        for state, dtype in zip(states, dtypes, strict=True)
+        for piece in slice_of(state, dtype, target.base.held[state].numel, rank, world_size)
+    ]
+    return _tensor(dtypes[0] if dtypes else "F32", content)
+
+
+def _tensor(dtype: str, content: Sequence[Piece]) -> Any:
+    return make_tensor(dtype, (sum(piece.num_bytes for piece in content) // ITEMSIZE[dtype],), tuple(content))
+
+
+def slice_of(state: State, dtype: str, numel: int, rank: int, world_size: int) -> Iterator[Piece]:
+    """Yield one rank's slice of a state under ZeRO-3: its elements, then padding."""
+    part = part_size(numel, world_size)
+    begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
+    if begin < end:
+        yield Slot(state, dtype, begin, end)
+    if padding := part - (end - begin):
+        yield Zeros(padding * ITEMSIZE[dtype], "ZeRO-3 padding")
+
+
+def _partition(target: ZeroTarget, one: SubGroup, kind: str, rank: int, is_stripped: bool = False) -> Any:
+    """Return one rank's partition of a group's vector under ZeRO-1/2, without the padding at its end if stripped."""
+    dtype = next((target.dtype(State(param, kind)) for param in one.params), "F32")
+    vector, at = target.vector(one), 0
+    length = vector.partition - (vector.padding(rank) if is_stripped else 0)
+    content: list[Piece] = []
+    for param, begin, end, offset in vector.on_rank(target.numels(one), rank):
+        if at < offset:
+            content.append(Zeros((offset - at) * ITEMSIZE[dtype], _PADDING))
+        content.append(Slot(State(param, kind), dtype, begin, end))
+        at = offset + end - begin
+    if at < length:
+        content.append(Zeros((length - at) * ITEMSIZE[dtype], _PADDING))
+    return _tensor(dtype, content)
+
+
+def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
+    """Return the places of params in a rank's partition; right even with round_robin_gradients, unlike stock's."""
+    return Ordered(
+        (param, Call(_FRAGMENT, (), new=True, state={"numel": end - begin, "start": offset}, has_state=True))
+        for param, begin, end, offset in target.vector(one).on_rank(target.numels(one), rank)
+    )

@@ -1,0 +1,261 @@
+"""Reads what a report shows. Nothing in a run's folder can stop it: what can't be read becomes a problem to show."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmtailor.codes import Code
+from llmtailor.compare.diff import Compared, diff_parts
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.compose.report import Report
+from llmtailor.compose.write import settle_output
+from llmtailor.containers.json import read_json
+from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
+from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.attempt_mark import stated_attempt
+from llmtailor.formats.clients import TRAINER_STATE
+from llmtailor.formats.registry import display_name
+from llmtailor.recipe.strategies import StrategyOptions
+from llmtailor.runs.attempts import Judge
+from llmtailor.runs.folder import Kind, RunFolder
+from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
+from llmtailor.runs.scan import Scan, recipe_for_run, scan_run
+from llmtailor.verify.verdict import Damage, Verdict
+from llmtailor.verify.verify import verify_checkpoint
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+NEWEST = 3
+"""Checkpoints that are verified, besides the sources of the composite"""
+_VERIFIED = 12
+"""The most that are verified"""
+_ABANDONED = 16
+"""The most abandoned checkpoints of which losses are read"""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A start of the training."""
+
+    resumed_at: int
+    started: str
+    """ISO 8601, as the record says"""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses that a ``trainer_state.json`` logs."""
+
+    source: str
+    train: tuple[tuple[int, float], ...]
+    """(step, loss), by step"""
+    evaluation: tuple[tuple[int, float], ...]
+    is_abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """What ``merge --run`` would compose now."""
+
+    report: Report
+    there: str | None
+    """The complete checkpoint that makes a merge unnecessary, if any"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A checkpoint that was verified."""
+
+    verdict: Verdict
+    foreign: Code | None
+    """Why commands that choose checkpoints of the run skip it, whatever the verdict, see `runs.attempts.Judge`"""
+
+
+@dataclass(frozen=True, slots=True)
+class PartChange:
+    """How the newest state of a part differs from the one before."""
+
+    part: str
+    steps: tuple[int, int]
+    """At which the two were saved"""
+    states: tuple[Compared, ...]
+
+
+@dataclass
+class RunFacts:
+    """Everything that a report shows."""
+
+    run: str
+    made: datetime
+    log: SaveLog = field(default_factory=SaveLog)
+    abandoned: SaveLog = field(default_factory=SaveLog)
+    attempts: tuple[Attempt, ...] = ()
+    folders: tuple[tuple[str, str, int], ...] = ()
+    """Name, kind and step of what is in the folder, the newest first"""
+    composite: Composite | None = None
+    not_composed: tuple[Problem, ...] = ()
+    """Why nothing can be composed"""
+    checked: tuple[Checked, ...] = ()
+    losses: tuple[Losses, ...] = ()
+    """The run's own first, then those of abandoned attempts"""
+    changes: tuple[PartChange, ...] | None = None
+    """None if the values were not to be read"""
+    problems: list[Problem] = field(default_factory=list)
+    """What could not be read"""
+
+
+def gather(
+    run: Path, with_values: bool = False, on_progress: Callable[[int], None] = lambda num_bytes: None
+) -> RunFacts:
+    """Read the records of a run and the headers of its checkpoints; ``with_values`` also compares tensors.
+
+    Raises SourceError if the folder does not exist, and Interrupted.
+    """
+    folder = RunFolder(run)
+    folder.full()
+    facts = RunFacts(display_name(run), datetime.now(timezone.utc))
+    partial = f"{facts.run}/{folder.partial.name}"
+    with _noting(facts, f"{partial}/{LOG}"):
+        facts.log = read_log(folder.partial / LOG)
+        facts.abandoned = read_log(folder.partial / ABANDONED_LOG)
+    with _noting(facts, partial):
+        facts.attempts = tuple(Attempt(past.step, started) for past, started in folder.starts())
+    with _noting(facts, facts.run):
+        facts.folders = tuple(
+            (entry.path.name, entry.kind.value, entry.step)
+            for entry in sorted(folder.entries(*Kind), key=lambda entry: -entry.step)
+        )
+        facts.losses = tuple(_losses(folder))
+    sources: list[Path] = []
+    with _noting(facts, facts.run):
+        sources = _compose(run, facts)
+    with _noting(facts, facts.run):
+        facts.checked = tuple(_check(folder, sources, facts)) if facts.folders else ()
+    if with_values:
+        facts.changes = ()
+    if with_values and facts.composite is not None:
+        with _noting(facts, facts.run):
+            facts.changes = tuple(_changes(scan_run(run), on_progress))
+    return facts
+
+
+@contextmanager
+def _noting(facts: RunFacts, where: str) -> Any:
+    """Note why something can't be read, and go on."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except TailorError as error:
+        facts.problems += error.problems
+    except OSError as error:
+        facts.problems.append(Problem(where, f"it can't be read: {error.strerror}", "check the disk and permissions"))
+
+
+def _compose(run: Path, facts: RunFacts) -> list[Path]:
+    """Plan what ``merge --run`` would write, and return its sources."""
+    try:
+        recipe = recipe_for_run(run, None, StrategyOptions("latest"))
+        composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True)))
+    except Interrupted:
+        raise
+    except TailorError as error:
+        facts.not_composed = error.problems
+        return []
+    facts.composite = Composite(composition.report, there)
+    return [index.root for index in composition.indexes]
+
+
+def _verify(path: Path) -> Verdict:
+    try:
+        return verify_checkpoint(path)
+    except SourceError as error:  # not a checkpoint, or of an unsupported kind
+        findings = tuple(Finding.of(one, ERROR) for one in error.problems)
+        return Verdict(display_name(path), False, findings, Damage(), None)
+
+
+def _check(folder: RunFolder, sources: Sequence[Path], facts: RunFacts) -> Iterator[Checked]:
+    """Verify the newest checkpoints and those that a merge would read."""
+    judge = None
+    with suppress(SourceError):  # a damaged record of attempts, which is among the problems already
+        judge = Judge.of(folder, None)
+    steps = {path: step for step, path in folder.checkpoints()}
+    newest = [*steps][:NEWEST]
+    for path in [*dict.fromkeys([*newest, *sources])][:_VERIFIED]:
+        foreign = judge.why_not(path, steps[path]) if judge and path in steps else None
+        with _noting(facts, display_name(path)):  # transformers may not answer
+            yield Checked(_verify(path), foreign.code if foreign else None)
+
+
+def _losses(folder: RunFolder) -> list[Losses]:
+    """Return the losses of the newest checkpoint that has some, and of the newest one of each abandoned attempt."""
+    found = []
+    for _, path in folder.checkpoints():
+        with suppress(SourceError):
+            if (read := read_losses(path)).train:
+                found.append(read)
+                break
+    newest: dict[str, Path] = {}
+    for entry in sorted(folder.entries(Kind.ABANDONED), key=lambda entry: entry.path.name):
+        if (stated := stated_attempt(entry.path)) is not None:
+            newest[stated.lineage] = entry.path
+    for path in [*newest.values()][-_ABANDONED:]:
+        with suppress(SourceError):
+            found.append(_after_the_fork(found[0] if found else None, read_losses(path, is_abandoned=True)))
+    return found
+
+
+def _after_the_fork(own: Losses | None, abandoned: Losses) -> Losses:
+    """Return an abandoned attempt's losses from the last step on that it has in common with the run."""
+    common = {*own.train} & {*abandoned.train} if own else set()
+    fork = max((step for step, _ in common), default=0)
+    return replace(abandoned, train=tuple(point for point in abandoned.train if point[0] >= fork))
+
+
+def read_losses(checkpoint: Path, *, is_abandoned: bool = False) -> Losses:
+    """Return what the ``trainer_state.json`` of a checkpoint logs. Raises SourceError if it can't be read."""
+    name = display_name(checkpoint)
+    log = read_json(checkpoint / TRAINER_STATE, PathIn(name, TRAINER_STATE)).get("log_history")
+    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    return Losses(name, _series(entries, "loss"), _series(entries, "eval_loss"), is_abandoned)
+
+
+def _series(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[tuple[int, float], ...]:
+    found = {}
+    for entry in entries:
+        step: Any = entry.get("step")
+        value: Any = entry.get(key)
+        if type(step) is not int or not 0 <= step < 1 << 53 or type(value) is bool:
+            continue
+        if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 1e300:
+            found[step] = float(value)
+    return tuple(sorted(found.items()))
+
+
+def _changes(scan: Scan, on_progress: Callable[[int], None]) -> list[PartChange]:
+    """Compare the newest two states of each part; parts between the same two checkpoints are read together."""
+    pairs: dict[tuple[Path, Path], list[tuple[str, tuple[int, int]]]] = {}
+    for part in scan.structure.parts:
+        holders = {one.step_of(part): one.path for one in scan.usable if one.holds(part)}
+        if len(holders) > 1:
+            before, newest = sorted(holders)[-2:]
+            pairs.setdefault((holders[before], holders[newest]), []).append((part, (before, newest)))
+    found = []
+    for (before_path, newest_path), parts in pairs.items():
+        a, b = scan.indexes[before_path], scan.indexes[newest_path]
+        logger.info("comparing %d parts of %s and %s", len(parts), a.name, b.name)
+        compared = diff_parts(a, b, [part for part, _ in parts], on_progress)
+        found += [
+            PartChange(part, steps, states)
+            for part, steps in parts
+            if (states := tuple(one for one in compared if one.part == part))
+        ]
+    order = {part: number for number, part in enumerate(scan.structure.parts)}
+    return sorted(found, key=lambda change: order[change.part])

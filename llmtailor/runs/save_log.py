@@ -1,0 +1,117 @@
+"""The log of a run's saves, ``partial/saves.jsonl``, as data. Whatever a line holds, reading it raises nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOG = "saves.jsonl"
+"""In the folder of partial checkpoints: one JSON object per save, oldest first"""
+ABANDONED_LOG = "saves.abandoned.jsonl"
+"""The same, for saves of abandoned attempts"""
+_MAX_LINE = 16 << 20
+"""Bytes of a line that are read; a save of a model with a thousand parts has less than 100 kB"""
+_MAX_INT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSave:
+    """A published save. Times are in seconds from its start, those of the slowest rank, as in `saving.SaveReport`."""
+
+    step: int
+    parts: Mapping[str, str]
+    """Saved part -> reason"""
+    num_bytes: int
+    stall_s: float
+    copy_s: float
+    """0 without background saves"""
+    write_s: float
+    publish_s: float
+    drift: Mapping[str, float]
+    """Part -> relative change since it was last saved, if the policy needs it; may be infinite"""
+    steps_behind: Mapping[str, int]
+    """Part -> steps since its newest save, after this one"""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """A save that failed."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLog:
+    """The lines of a log."""
+
+    saves: tuple[LoggedSave, ...] = ()
+    """By ascending step"""
+    failed: tuple[FailedSave, ...] = ()
+    unreadable: int = 0
+    """Lines that are not valid; a kill may leave one"""
+
+
+def read_log(path: Path) -> SaveLog:
+    """Read a log; one that does not exist is empty. Raises OSError if the disk does not answer."""
+    saves: list[LoggedSave] = []
+    failed: list[FailedSave] = []
+    unreadable = 0
+    for line in _lines(path):
+        try:
+            content = json.loads(line)
+            step = _count(content["step"])
+            if "failed" in content:
+                failed.append(FailedSave(step, str(content["failed"])))
+            elif "num_bytes" in content:
+                saves.append(_save(step, content))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            unreadable += 1
+    return SaveLog(tuple(sorted(saves, key=lambda one: one.step)), tuple(failed), unreadable)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return
+    with file:
+        while line := file.readline(_MAX_LINE):
+            if line.strip():
+                yield line
+
+
+def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
+    return LoggedSave(
+        step,
+        {str(part): str(why) for part, why in content["parts"].items()},
+        _count(content["num_bytes"]),
+        _seconds(content.get("stall_s", 0.0)),
+        _seconds(content.get("copy_s", 0.0)),
+        _seconds(content.get("write_s", 0.0)),
+        _seconds(content.get("publish_s", 0.0)),
+        {str(part): _change(value) for part, value in content.get("drift", {}).items()},
+        {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_INT:
+        raise ValueError("not a count")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < _MAX_INT:
+        raise ValueError("not a number of seconds")
+    return float(value)
+
+
+def _change(value: Any) -> float:
+    if type(value) not in (int, float) or value < 0:
+        raise ValueError("not a relative change")
+    return math.inf if math.isnan(value) else float(value)

@@ -1,0 +1,97 @@
+"""The same with a real S3 server and s3fs, each command in a process of its own; and with a network that fails."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import make
+from helpers.s3 import Proxy, environment, s3_server, settings
+
+RECIPE = """\
+merge_method: passthrough
+base_model: s3://bucket/run/checkpoint-100
+parts:
+  - from: s3://bucket/run/checkpoint-90
+    select: [odd]
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A server with a run, and the run."""
+    with s3_server() as port:
+        import s3fs
+
+        root = tmp_path_factory.mktemp("s3") / "run"
+        for step in (90, 100):
+            make(root, step)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in settings(port).items():
+                patch.setenv(name, value)
+            store = s3fs.S3FileSystem(skip_instance_cache=True)
+            store.mkdir("bucket")
+            store.put(str(root), "bucket/run", recursive=True)
+        yield port, root
+
+
+def call(port: int, *words: object, code: int = 0) -> str:
+    command = [sys.executable, "-m", "llmtailor", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(port), check=False)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    names = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+    return {name: (checkpoint / name).read_bytes() for name in names - {"README.md", "llmtailor.json"}}
+
+
+def test_a_composite_from_s3_to_s3(served, tmp_path):
+    port, run = served
+    recipe, local = tmp_path / "recipe.yaml", tmp_path / "local.yaml"
+    recipe.write_text(RECIPE)
+    local.write_text(RECIPE.replace("s3://bucket/run", str(run)))
+    call(port, "merge", recipe, "s3://bucket/out/checkpoint-100", "--checksum")
+    call(port, "merge", local, tmp_path / "local")
+    call(port, "convert", "s3://bucket/out/checkpoint-100", tmp_path / "again")
+    assert tensors(tmp_path / "again") == tensors(tmp_path / "local")
+    assert call(port, "latest", "s3://bucket/out", "--deep") == "s3://bucket/out/checkpoint-100\n"
+
+
+@pytest.mark.parametrize("fault", [{"cut_every": 7}, pytest.param({"busy_every": 6}, marks=pytest.mark.long)])
+def test_a_network_that_fails_now_and_then(served, tmp_path, fault):
+    port, run = served
+    proxy = Proxy(port, **fault)
+    try:
+        call(proxy.port, "convert", "s3://bucket/run/checkpoint-100", tmp_path / "out", "--num-gpu", "3")
+    finally:
+        proxy.close()
+    assert proxy.cut + proxy.refused > 0
+    call(port, "convert", run / "checkpoint-100", tmp_path / "local", "--num-gpu", "3")
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "local")
+
+
+@pytest.mark.long
+def test_no_server(served, tmp_path, monkeypatch):
+    port, _ = served
+    proxy = Proxy(port, busy_every=1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    try:
+        call(proxy.port, "convert", "s3://bucket/run/checkpoint-100", tmp_path / "out", code=8)
+    finally:
+        proxy.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_stays_in_the_temporary_folder(served, tmp_path, monkeypatch):
+    port, _ = served
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    call(port, "verify", "s3://bucket/run/checkpoint-100", "--deep")
+    assert not list(tmp_path.iterdir())
+    shutil.rmtree(tmp_path)

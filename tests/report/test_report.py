@@ -1,0 +1,211 @@
+"""``llmtailor report``: what the page says is what the commands say, whatever the run's folder holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import llmtailor
+from attempts.world import PARTS, World
+from helpers.asking import answers_from_a_fork  # noqa: F401
+from helpers.commands import run_here
+from report.parsing import Page
+
+HOSTILE = '</style><script>alert("x")</script>\x1b[31m\x00\u202e&'
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A run that was resumed from step 30 after it had reached step 50, with losses."""
+    made = World(tmp_path_factory.mktemp("report") / "run", seed=1)
+    made.start(None, 0, None)
+    for _ in range(4):
+        made.train(10)
+        made.save()
+    made.save_full()
+    made.train(10)
+    made.save()
+    made.resume_from(made.compose(30), 30)
+    for _ in range(2):
+        made.train(10)
+        made.save()
+    made.stop()
+    for folder in [*made.run.glob("partial/step-*"), *made.run.glob("checkpoint-*")]:
+        path, is_old = folder / "trainer_state.json", folder.name.endswith("abandoned")
+        if path.exists():
+            state = json.loads(path.read_text())
+            state["log_history"] = [
+                {"step": step, "loss": 3 / step + (step > 30 and is_old)} for step in range(1, state["global_step"] + 1)
+            ]
+            path.unlink()  # may be a hard link
+            path.write_text(json.dumps(state))
+    return made
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(world.run, tmp_path / "run")
+
+
+def report(run: Path, *words: object) -> Page:
+    out = run.parent / "report.html"
+    done = run_here("report", run, "-o", out, "--force", *words)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+    return Page(out.read_text(encoding="utf-8"))
+
+
+def as_json(*words: object) -> dict:
+    done = run_here(*words, "--json")
+    return json.loads(done.stdout)
+
+
+def log_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
+
+
+def test_it_says_what_the_commands_say(world):
+    before = {path: path.stat().st_mtime_ns for path in world.run.rglob("*")}
+    page = report(world.run)
+    assert before == {path: path.stat().st_mtime_ns for path in world.run.rglob("*")}
+    plan = as_json("merge", "--run", world.run, "--dry-run")
+    sources = page.table("part", "source", "step")
+    assert sources.rows == [
+        [row["part"], row["source"], str(row["step"]), str(row["staleness"]), f"{row['num_bytes']} B"]
+        if row["num_bytes"] < 1000
+        else [row["part"], row["source"], str(row["step"]), str(row["staleness"]), f"{row['num_bytes'] / 1000:.1f} kB"]
+        for row in plan["parts"]
+    ]
+    verdicts = page.table("checkpoint", "verdict")
+    skipped = {one["name"] for one in as_json("latest", world.run)["passed_over"]}
+    for name, level, attempt, count in verdicts.rows:
+        assert attempt == ("abandoned" if name in skipped else "of the run")
+        found = as_json("verify", name)
+        assert level[2:] == found["verdict"]
+        assert (level[0] == "✓") == found["intact"]
+        assert int(count) == len(found["findings"])
+        assert all(finding["what"] in page.text for finding in found["findings"])
+    assert {attempt for _, _, attempt, _ in verdicts.rows} == {"abandoned", "of the run"}
+    saves = log_of(world.run)
+    logged = page.table("step", "parts", "bytes", "stall s")
+    assert logged.column("step") == [str(save["step"]) for save in reversed(saves)] == ["50", "40", "30", "20", "10"]
+    assert logged.column("published s") == [f"{save['publish_s']:.3g}" for save in reversed(saves)]
+    written = sum(save["num_bytes"] for save in saves)
+    assert f"{written / 1000:.1f} kB were written" in page.text
+    times = 5 * saves[0]["num_bytes"] / written
+    assert f": {times:.2f} times as much" in page.text
+    ages = page.table("part", "saves", "newest at step")
+    assert ages.column("part") == [*saves[0]["steps_behind"]]
+    assert set(ages.column("part")) == set(PARTS)
+    assert ages.column("steps behind") == [str(saves[-1]["steps_behind"][part]) for part in ages.column("part")]
+    attempts = json.loads((world.run / "partial" / "attempts.json").read_text())["attempts"]
+    shown = page.table("attempt", "started", "resumed at step")
+    assert shown.column("started") == [one["started"] for one in attempts]
+    assert shown.column("resumed at step") == ["from the beginning", "30"]
+    assert "resumed at 30" in page.text
+    assert "abandoned attempts (dotted)" in page.text
+    assert f"The last logged loss is {3 / 50:.4g}, at step 50." in page.text
+
+
+def test_values_are_those_of_diff(world):
+    page = report(world.run, "--values")
+    changes = page.table("part", "steps", "master")
+    assert changes.column("part") == [row["part"] for row in as_json("merge", "--run", world.run, "--dry-run")["parts"]]
+    for part, steps, *shown in changes.rows:
+        a, b = (world.run / "partial" / f"step-{int(step):08}" for step in steps.split(" → "))
+        kinds = llmtailor.diff(a, b).by(lambda one: one.part)[part]
+        assert shown == [f"{kinds[kind].relative:.1e}" for kind in ("master", "exp_avg", "exp_avg_sq")]
+    assert page.table("layer").column("layer") == ["layer 0", "layer 1", "layer 2"]
+
+
+def test_the_output(world, tmp_path):
+    out = tmp_path / "page.html"
+    assert run_here("report", world.run, "-o", out).returncode == 0
+    kept = out.read_bytes()
+    refused = run_here("report", world.run, "-o", out)
+    assert refused.returncode == 6
+    assert "--force" in refused.stderr
+    assert out.read_bytes() == kept
+    assert run_here("report", tmp_path / "absent", "-o", tmp_path / "other.html").returncode == 4
+    assert run_here("report", world.run, "-o", tmp_path / "no" / "folder.html").returncode == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_an_empty_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    page = report(tmp_path / "run", "--values")
+    assert "Nothing can be composed now" in page.text
+    assert "No save is logged" in page.text
+    assert "The folder holds no checkpoint." in page.text
+
+
+def test_a_damaged_run(run):
+    partial = run / "partial"
+    (partial / "step-00000050" / "manifest.json").write_bytes(b"{")
+    next((partial / "step-00000040").glob("rank-*")).write_bytes(b"torn")
+    (partial / "step-00000030" / "trainer_state.json").write_bytes(b"\xff")
+    (partial / "attempts.json").write_text('{"attempts": 3}')
+    with (partial / "saves.jsonl").open("ab") as file:
+        file.write(b'\x00\xff\n[]\n{"step": 1e999}\n{"step": 60, "num_bytes": -1, "parts": {}}\n{"step": 70')
+    page = report(run, "--values")
+    assert "the attempt record is damaged" in page.text
+    assert "Lines of saves.jsonl that are not valid: 5." in page.text
+    assert "Nothing can be composed now" in page.text
+    verdicts = page.table("checkpoint", "verdict")
+    names = [Path(name).name for name in verdicts.column("checkpoint")]
+    marks = dict(zip(names, verdicts.column("verdict"), strict=True))
+    assert marks["step-00000050"].startswith("✗")
+    assert marks["step-00000040"].startswith("✗")
+
+
+def test_names_and_numbers_of_any_kind(run):
+    """Whatever a log says is text, and does not make a page that can't be drawn."""
+    saves = log_of(run)
+    behind = {HOSTILE: 10, "x" * 5000: 0, "layer 0": (1 << 60) - 1}
+    parts = {"layer 0": HOSTILE, HOSTILE: "why"}
+    drift = {"layer 0": math.inf, HOSTILE: math.nan, "norm": 1e-300, "lm_head": 1e300}
+    hostile = saves[-1] | {"step": 60, "parts": parts, "steps_behind": behind, "drift": drift, "publish_s": 1e17}
+    failed = {"step": 70, "failed": HOSTILE}
+    text = "".join(json.dumps(line) + "\n" for line in (*saves, hostile, hostile | {"step": (1 << 60) - 1}, failed))
+    (run / "partial" / "saves.jsonl").write_text(text)
+    state = run / "partial" / "step-00000050" / "trainer_state.json"
+    history = [
+        {"step": 1, "loss": math.inf},
+        {"step": 2, "loss": 1e308},
+        {"step": 3, "loss": "3"},
+        {"step": 4, "loss": 1},
+    ]
+    content = json.loads((run / "checkpoint-40" / "trainer_state.json").read_text())
+    state.write_text(json.dumps(content | {"log_history": history, "global_step": 50}))
+    page = report(run)
+    assert "script" not in page.tags
+    assert '</style><script>alert("x")</script>\\x1b[31m\\x00\\u202e&' in page.text
+    assert "nan" not in page.text.lower().split()
+
+
+def test_two_thousand_saves(run):
+    parts = ["embed_tokens", *(f"layer {number}" for number in range(126)), "norm", "lm_head"]
+    last = dict.fromkeys(parts, 0)
+    with (run / "partial" / "saves.jsonl").open("w") as log:
+        for number in range(2000):
+            saved = [part for at, part in enumerate(parts) if number == 0 or (at + number) % 4 == 0]
+            last |= dict.fromkeys(saved, number)
+            behind = {part: 50 * (number - last[part]) for part in parts}
+            drift = {part: 1e-4 * (1 + number - last[part]) for part in parts}
+            line = {"step": 50 * number + 50, "parts": dict.fromkeys(saved, "x"), "num_bytes": len(saved) * 10**9}
+            line |= {"stall_s": 0.1, "publish_s": number / 100, "drift": drift, "steps_behind": behind}
+            log.write(json.dumps(line) + "\n")
+    page = report(run)
+    assert (run.parent / "report.html").stat().st_size < 2_000_000
+    assert page.table("part", "saves", "newest at step").column("part") == parts
+    assert "A bar stands for up to 20 saves" in page.text
+    assert "The newest 200 of 2,000 saves." in page.text
+    assert "at most 20 s" in page.text

@@ -1,0 +1,186 @@
+"""What a checkpoint costs does not grow with its ranks, as far as they are alike; and only what is alike is shared."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checkpoints import SMALL, edit, load, make, model_states, optim_states
+from helpers.render import render
+from llmtailor.checkpoint.layout import Copy, Sources
+from llmtailor.compose.fill import plan_composite
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.containers import torch_zip
+from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
+from llmtailor.formats.zero.rank_files import RankFiles, make_shards
+from llmtailor.formats.zero.rank_trees import ZeroTarget
+from llmtailor.model.states import BUFFER, FROZEN, State
+from llmtailor.recipe.recipe import Recipe
+from scripts.synthetic import SHAPES, lay_out, make_checkpoint
+
+WORLDS = (12, 48)
+LARGE = replace(SHAPES["1b"], num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of each number of ranks, full of holes."""
+    roots = {world: tmp_path_factory.mktemp("ranks") / "checkpoint-100" for world in WORLDS}
+    for world, root in roots.items():
+        make_checkpoint(root, LARGE, lay_out(LARGE, world), 100, sparse=True)
+    return roots
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("small"), 100, world_size=12, shape=replace(SMALL, tied=True))
+
+
+def test_alike_files_are_decoded_once(large, monkeypatch):
+    decoded = Counter()
+    real = torch_zip.read_pickle
+
+    def counted(data, where, *more):
+        decoded[str(where)] += 1
+        return real(data, where, *more)
+
+    monkeypatch.setattr(torch_zip, "read_pickle", counted)
+    counts = []
+    for world in WORLDS:
+        decoded.clear()
+        assert index_checkpoint(large[world]).world_size == world
+        counts.append(sum("_states.pt" in where for where in decoded))
+    # of both kinds of file one with a rank of one digit, and one of two; rank 0 alone has the tied names
+    assert counts == [5, 5]
+
+
+def test_a_file_takes_few_reads(large, monkeypatch):
+    reads = Counter()
+    real = os.pread
+
+    def counted(fd, size, at):
+        reads[str(Path(f"/proc/self/fd/{fd}").readlink())] += 1
+        return real(fd, size, at)
+
+    monkeypatch.setattr(os, "pread", counted)
+    index_checkpoint(large[48])
+    of_shards = sorted(count for path, count in reads.items() if "_states.pt" in path)
+    assert len(of_shards) == 2 * 48
+    assert of_shards[-1] <= 8
+    assert of_shards[47] <= 3, "model states are read as a whole, after their end"
+
+
+def copies_held(plan) -> int:
+    """Return how many copies are alive, and make all of the plan's once."""
+    gc.collect()
+    before = sum(type(one) is Copy for one in gc.get_objects())
+    made = sum(type(piece) is Copy for file in plan.files for piece in file.pieces)
+    gc.collect()
+    assert sum(type(one) is Copy for one in gc.get_objects()) == before, "the pieces of a file stay in memory"
+    assert made > before
+    return before
+
+
+def test_a_plan_holds_no_pieces_of_ranks(large, tmp_path):
+    held = []
+    for world in WORLDS:
+        recipe = Recipe("test", "", large[world], (), None, None)
+        composition = plan_merge(recipe, tmp_path / f"out-{world}", Options())
+        held.append(copies_held(composition.plan))
+        del composition
+    assert held[1] - held[0] <= 3 * (WORLDS[1] - WORLDS[0]), "one for the random states of a rank, and little more"
+
+
+@pytest.mark.parametrize("world", [1, 3, 40])
+def test_a_rank_gets_the_file_that_its_own_tree_makes(small, tmp_path, world):
+    base = index_checkpoint(small)
+    composition = plan_merge(Recipe("test", "", small, (), None, None), tmp_path / "out", Options(world_size=world))
+    target = ZeroTarget.of(base, composition.target, base.precision, base.client)
+    files = RankFiles(target, base.train)
+    alike = [*files.optim(target.tag), *files.model(target.tag)]
+    own = [lay_out_torch_file(path, tree) for _, path, tree in make_shards(target, base.train)]
+    sources = Sources(dict.fromkeys([*base.params, *base.tied], 0))
+    made, wanted = (plan_composite(layouts, [base], sources, 0).files for layouts in (alike, own))
+    assert [one.path for one in made] == [one.path for one in wanted]
+    for one, other in zip(made, wanted, strict=True):
+        assert render(one, base.root) == render(other, base.root), one.path
+        assert one.num_bytes == other.num_bytes
+
+
+def test_what_alike_ranks_hold_is_their_own(small):
+    """Every placement leads into the file of its own rank, at the place where the file itself says."""
+    index = index_checkpoint(small)
+    tree = {rank: load(optim_states(small, rank)) for rank in (0, 3, 11)}
+    for number, one in enumerate(index.sub_groups):
+        for rank, content in tree.items():
+            flat = content["optimizer_state_dict"]["optimizer_state_dict"]["state"][number]["exp_avg"]
+            held = index.held[State(one.params[0], "exp_avg")]
+            part = -(-held.numel // 12)
+            if rank * part >= held.numel:
+                continue
+            (fragment,) = held.place.cover(rank * part, min(held.numel, (rank + 1) * part))
+            data = (index.root / fragment.extent.path).read_bytes()[fragment.extent.start : fragment.extent.stop]
+            assert fragment.extent.path.endswith(optim_states(small, rank).name)
+            assert data == flat.numpy().tobytes()[: len(data)]
+
+
+def test_ranks_with_frozen_params_and_buffers_of_their_own(tmp_path):
+    root = make(tmp_path, 100, world_size=3)
+    for rank in range(3):
+        edit(model_states(root, rank), lambda tree: freeze(tree, rank))  # noqa: B023
+    index = index_checkpoint(root)
+    frozen, buffer = index.held[State("extra.weight", FROZEN)], index.held[State("extra.mean", BUFFER)]
+    found = [
+        (root / one.extent.path).read_bytes()[one.extent.start : one.extent.stop]
+        for held in (frozen, buffer)
+        for one in held.place.cover(0, held.numel)
+    ]
+    assert found == [bytes([rank]) * 4 for rank in range(3)] + [bytes([10 + rank]) * 8 for rank in range(3)]
+
+
+def freeze(tree, rank: int) -> None:
+    tree["module"]["extra.weight"] = torch.empty(0, dtype=torch.bfloat16)
+    tree["module"]["extra.mean"] = torch.full((8,), 10 + rank, dtype=torch.uint8)
+    tree["buffer_names"] = ["extra.mean"]
+    tree["frozen_param_shapes"]["extra.weight"] = torch.Size([6])
+    tree["frozen_param_fragments"]["extra.weight"] = torch.full((4,), rank, dtype=torch.uint8).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["step", "pickle"])
+def test_one_rank_that_is_not_alike_is_found(tmp_path, kind):
+    root = make(tmp_path, 100, world_size=12)
+
+    def change(tree):
+        inner = tree["optimizer_state_dict"]
+        if kind == "step":  # 4 bytes of a tensor: the pickle is the same
+            inner["optimizer_state_dict"]["state"][0]["step"] += 1
+        else:
+            inner["overflow"], inner["dynamic_loss_scale"] = True, True
+
+    edit(optim_states(root, 7), change)
+    problems = [one for error in survey_checkpoint(root).problems.errors for one in error.problems]
+    assert problems
+    assert {one.path.rpartition("/")[2] for one in problems} == {optim_states(root, 7).name}
+
+
+def test_an_alike_file_under_another_ranks_name_is_found(tmp_path):
+    root = make(tmp_path, 100, world_size=12)
+    model_states(root, 8).write_bytes(model_states(root, 7).read_bytes())
+    problems = [one for error in survey_checkpoint(root).problems.errors for one in error.problems]
+    assert [one.path.rpartition("/")[2] for one in problems] == [model_states(root, 8).name]
+    assert "rank_7_" in problems[0].what
+
+
+def test_a_finding_is_reported_for_every_rank(tmp_path):
+    root = make(tmp_path, 100, world_size=3)
+    for rank in range(3):
+        edit(model_states(root, rank), lambda tree: tree.update(global_samples=-1))
+    paths = [one.path for one in survey_checkpoint(root).index.findings if "global_samples" in one.what]
+    assert [path.rpartition("/")[2] for path in paths] == [model_states(root, rank).name for rank in range(3)]

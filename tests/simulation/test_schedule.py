@@ -1,0 +1,96 @@
+"""Simulated saves are those that a saver writes, deletes and reports; sizes are those of the models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtailor.errors import UsageError
+from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.model.parts import EMBED, HEAD, NORM
+from llmtailor.policies import make_policy
+from llmtailor.simulation.model import newest_of_run, size_of_checkpoint, size_of_config
+from llmtailor.simulation.schedule import PARTIAL_BYTES, simulate
+from saving.loop import Loop
+
+MODELS = Path(__file__).parents[2] / "scripts" / "models"
+PAPERS = {"Llama-3.1-8B": 4.28, "Qwen2.5-7B": 4.17}
+"""How many times smaller the paper's filter schedule made its checkpoints"""
+
+
+@pytest.fixture(scope="module", params=PAPERS)
+def model(request):
+    return size_of_config(MODELS / f"{request.param}.json")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return size_of_config(MODELS / "Llama-3.1-8B.json")
+
+
+def test_params_are_those_of_the_models(llama):
+    """As the model cards and ``model.num_parameters()`` give them."""
+    assert llama.total == 8_030_261_248
+    assert size_of_config(MODELS / "Qwen2.5-7B.json").total == 7_615_616_512
+    assert llama.numels[EMBED] == llama.numels[HEAD] == 525_336_576
+    assert llama.numels["layer 7"] == 218_112_000
+    assert llama.numels[NORM] == 4096
+
+
+def test_sizes(llama):
+    full = simulate(make_policy("full"), llama, 2, None, None)
+    assert full.mean == full.largest == llama.total * PARTIAL_BYTES
+    assert (full.oldest, full.mean_age) == (0, 0)
+    assert full.on_disk == 3 * full.largest  # the newest two, and the one before them until the new one is complete
+    parity = simulate(make_policy("parity"), llama, 2, None, None)
+    assert parity.mean == llama.total * PARTIAL_BYTES / 2
+    assert (parity.oldest, parity.mean_age) == (1, pytest.approx(0.5))
+    auxiliary = 2 * 525_336_576 + 4096
+    expected = 12 * (4 * 218_112_000 + 14 * 218_112_000 / 5 + auxiliary / 3)
+    found = simulate(make_policy("filter"), llama, 2, None, None)
+    assert found.mean == pytest.approx(expected)
+    assert found.largest == 12 * (18 * 218_112_000 + 525_336_576)
+    assert found.oldest == 9
+
+
+def test_the_default_of_filter_comes_nearest_to_the_paper(model):
+    def distance(aux_every: int) -> float:
+        found = simulate(make_policy({"name": "filter", "aux_every": aux_every}), model, 1, None, None)
+        return abs(model.total * PARTIAL_BYTES / found.mean - PAPERS[model.name])
+
+    assert min(range(2, 5), key=distance) == make_policy("filter").settings()["aux_every"]
+
+
+@pytest.mark.parametrize("spec", ["parity", "round_robin:3", "filter:first=1,last=1,every=2"])
+def test_a_saver_does_the_same(spec, tmp_path):
+    """What each save holds, and what is on disk at once with ``keep_composable``."""
+    loop = Loop(tmp_path / "run", policy=spec, keep_composable=2, background=False).start()
+    held: dict[int, int] = {}
+    sizes, most = [], 0
+    for _ in range(12):
+        loop.train()
+        loop.save().wait()  # type: ignore[union-attr]
+        model = size_of_checkpoint(newest_of_run(tmp_path / "run"))
+        manifest = read_manifest(loop.saver.folder.at(loop.step), "the newest")
+        sizes.append(sum(model.numels[part] * PARTIAL_BYTES for part in manifest.parts))
+        most = max(most, sum(held.values()) + sizes[-1])
+        held = {step: size for step, size in (held | {loop.step: sizes[-1]}).items() if step in loop.saves}
+    loop.saver.close()
+    found = simulate(make_policy(spec), model, 2, None, None)
+    assert sizes[0] == model.total * PARTIAL_BYTES
+    assert tuple(sizes[1:]) == found.num_bytes[:11]
+    assert most == found.on_disk
+
+
+def test_update_needs_to_know_the_changes(llama):
+    policy = make_policy("update:threshold=0.01")
+    with pytest.raises(UsageError, match="--drift"):
+        simulate(policy, llama, 2, None, None)
+    changes = dict.fromkeys(llama.parts, 0.0)
+    still = simulate(policy, llama, 2, 4, changes)
+    assert still.oldest == 4  # max_staleness saves what does not change
+    moving = simulate(policy, llama, 2, 4, changes | {"layer 3": 0.02})
+    assert min(moving.num_bytes) >= llama.numels["layer 3"] * PARTIAL_BYTES
+    faster = simulate(policy, llama, 2, 4, dict.fromkeys(llama.parts, 0.02))
+    assert faster.mean == llama.total * PARTIAL_BYTES
