@@ -22,7 +22,7 @@ from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.formats.field_tables import WAYS, Says, Table  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.rng import RNG_TABLE  # noqa: E402
+from llmtailor.formats.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
 from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.formats.trainer_checks import CONFIG_TABLE, SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.formats.zero.contradictions import CONTRADICTIONS  # noqa: E402
@@ -158,6 +158,7 @@ FIELD_TABLES = (
     TRAINER_STATE_TABLE,
     SCHEDULER_TABLE,
     RNG_TABLE,
+    ACCELERATE_TABLE,
     SCALER_TABLE,
     CONFIG_TABLE,
     OPTIMIZER_TABLE,
@@ -198,7 +199,6 @@ def contradictions() -> str:
 
 PAGES = {
     "docs/errors.md": errors_page,
-    "README.md": lambda: between_marks("README.md", exit_codes()),
     "docs/findings.md": lambda: between_marks("docs/findings.md", contradictions(), fields(), finding_codes()),
 }
 

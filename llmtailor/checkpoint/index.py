@@ -20,6 +20,8 @@ DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", 
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
 DeepSpeed and FSDP, its FSDP run, and any loop that saves with torch.distributed.checkpoint"""
 FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP)
+ACCELERATE = "accelerate"
+"""A client, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `formats.clients`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,9 @@ class CheckpointIndex:
     """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
     trained_with: str | None = None
     """The family of formats that the run's own checkpoints have, if this partial one says so"""
+    client: str = TRAINER
+    """Whose loader resumes from it, see `formats.clients`: ``trainer``, ``accelerate``, ``deepspeed`` for an engine in
+    a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
 
     @property

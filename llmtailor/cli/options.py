@@ -60,6 +60,13 @@ TRUST_UNRECORDED = click.option(
     is_flag=True,
     help="Also use full checkpoints that do not state their attempt of the run.",
 )
+FOR = click.option(
+    "--for",
+    "client",
+    type=click.Choice(["trainer", "accelerate", "deepspeed"]),
+    help="What will resume: the Trainer, accelerate's load_state, or a DeepSpeed engine in your own loop. Default: "
+    "what the files are for.",
+)
 CLONE = click.option(
     "--clone",
     type=click.Choice(["auto", "never", "require"]),

@@ -77,7 +77,8 @@ def inspection_text(content: Inspection) -> str:
     unsaved = "those of an adapter" if is_adapter else "not saved"
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
-        f"saved by {content['world_size']} ranks",
+        f"saved by {content['world_size']} ranks"
+        + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']} at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
         + (f", {content['skipped_steps']} steps skipped" if content["skipped_steps"] else ""),

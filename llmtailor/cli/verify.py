@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import AT, JSON, LOCATION, RUN, TRUST_UNRECORDED
+from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
 from llmtailor.errors import UsageError, VerificationError
 
 
@@ -19,8 +19,9 @@ from llmtailor.errors import UsageError, VerificationError
     }
 )
 @click.argument("checkpoint", type=LOCATION)
+@FOR
 @JSON
-def inspect(checkpoint: Path, as_json: bool) -> None:
+def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
     """Describe CHECKPOINT: format, world size, step, param groups, parts with their sizes, and anything unusual.
 
     Only headers are read; no tensor is loaded.
@@ -33,7 +34,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
     from llmtailor.cli.tables import inspection_text
     from llmtailor.verify.inspect import inspect_checkpoint
 
-    content = inspect_checkpoint(checkpoint)
+    content = inspect_checkpoint(checkpoint, client)
     click.echo(json.dumps(content, indent=2) if as_json else inspection_text(content))
 
 
@@ -48,10 +49,13 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
 @click.argument("checkpoint", type=LOCATION)
 @click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
+@FOR
 @JSON
 @click.pass_context
-def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, as_json: bool) -> None:
-    """Check whether an unmodified Trainer or DeepSpeed will resume from CHECKPOINT correctly.
+def verify(
+    ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, client: str | None, as_json: bool
+) -> None:
+    """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
 
     An error means that a resume fails or silently continues from a different state; a warning means that it loses
     something. Without --deep, only headers are read, which takes seconds for any size.
@@ -73,7 +77,7 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
-        verdict = verify_checkpoint(checkpoint, deep, on_progress)
+        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
     if resume_smoke and stand_in_of(checkpoint):
         raise UsageError.at("--resume-smoke", "it can't load a checkpoint from an object store", "copy it here first")
     if resume_smoke:
@@ -95,8 +99,9 @@ def verify(ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool,
 @AT
 @click.option("--deep", is_flag=True, help="Also read every tensor; see `llmtailor verify --help`.")
 @TRUST_UNRECORDED
+@FOR
 @JSON
-def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_json: bool) -> None:
+def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client: str | None, as_json: bool) -> None:
     """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
 
     Checkpoints of attempts abandoned by a resume from an earlier step are skipped.
@@ -112,7 +117,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, as_jso
     from llmtailor.verify.verdict import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
-        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded)
+        found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, client=client)
     for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:

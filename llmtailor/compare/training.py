@@ -13,8 +13,9 @@ from llmtailor.checkpoint.layout import Bytes, Copy
 from llmtailor.containers.json import read_json
 from llmtailor.containers.pickle_nodes import Call, Ordered, Storage, as_tensor
 from llmtailor.errors import PathIn
+from llmtailor.formats.clients import TRAINER_STATE, is_copied_unread
 from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import CONFIG, TRAINER_STATE, is_tokenizer_file
+from llmtailor.formats.trainer import CONFIG, is_tokenizer_file
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source, read_source
@@ -236,7 +237,7 @@ def _read(path: Path, where: str, start: int, stop: int) -> bytes:
 
 
 def _is_beside(path: str) -> bool:
-    return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path)
+    return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or is_copied_unread(path)
 
 
 def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:

@@ -23,6 +23,7 @@ from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.clients import choose_client, client_of
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.known_files import check_replaceable
@@ -37,7 +38,6 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import State
 from llmtailor.recipe.emit import write_normal_form
@@ -129,6 +129,8 @@ class Composition:
     report: Report
     family: str
     """The output's family of formats"""
+    client: str
+    """Whose loader will resume from the output, see `formats.clients`"""
     replaces: Entries | None = None
     """The existing content of the output folder, all replaceable; None if the output must not exist"""
 
@@ -136,11 +138,8 @@ class Composition:
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
         base, told = self.indexes[self.base], self.options
-        changed = (told.world_size or base.world_size, self.target.stage, self.family) != (
-            base.world_size,
-            base.stage,
-            base.family,
-        )
+        wanted = (told.world_size or base.world_size, self.target.stage, self.family, self.client)
+        changed = wanted != (base.world_size, base.stage, base.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
         return one_source and not base.is_partial and not changed and told.groups == "keep" and not self.recipe.dtype
 
@@ -175,7 +174,7 @@ def plan_merge(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
     family, stage = choose_format(reference, options.to, options.stage)
-    families = (family, reference.family)
+    families, client = (family, reference.family), choose_client(reference, family, options.to)
     _attempt(problems, lambda: _check_base(reference, family))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
     choice: Choice | None = _attempt(
@@ -214,7 +213,8 @@ def plan_merge(
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
-    wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, is_alone=len(indexes) == 1)
+    from_group = regrouping.from_group if regrouping else None
+    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client)
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
@@ -246,7 +246,8 @@ def plan_merge(
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    return Composition(recipe, out, options, indexes, base, structure, target, steps, plan, report, family, replaces)
+    found = (recipe, out, options, indexes, base, structure, target, steps, plan, report, family, client, replaces)
+    return Composition(*found)
 
 
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
@@ -310,10 +311,11 @@ def _check_base(base: CheckpointIndex, family: str) -> None:
             "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
-    if TRAINER_STATE not in base.files and DCP not in (family, base.family):
+    client = client_of(base)
+    if client.state and client.state not in base.files and family != DCP:
         raise SourceError.at(
-            PathIn(base.name, TRAINER_STATE),
-            "the file is missing, and the Trainer can't resume without it",
+            PathIn(base.name, client.state),
+            f"the file is missing, and {client.loader} can't resume without it",
             "copy it back, or use another base_model",
         )
 

@@ -22,9 +22,9 @@ from llmtailor.checkpoint.lineage import THINNED, Past, continued, is_one_attemp
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.read import is_partial
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 
 
@@ -91,10 +91,14 @@ def state_attempt(
         what = "its sources are of different attempts of the run, one of which was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
-    there = TRAINER_STATE in reference.files and any(layout.path == TRAINER_STATE for layout in layouts)
-    if attempt is None or not there:
+    there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
+    if attempt is None or there is None or TRAINER_STATE not in reference.files:
         return list(layouts), notices
-    content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
+    first = there.pieces[0] if there.pieces else None
+    if isinstance(first, Bytes):  # made for another loader than the base's
+        content = json.loads(first.data)
+    else:
+        content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
     if read_mark(content, attempt.step) == attempt:
         return list(layouts), notices
     data = json.dumps(with_mark(content, attempt), indent=2, sort_keys=True).encode() + b"\n"

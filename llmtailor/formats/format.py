@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Survey
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.torch_alike import open_torch_file
@@ -96,6 +96,8 @@ class Wanted:
     """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
     is_alone: bool = False
     """Whether the base is the only source"""
+    client: str = TRAINER
+    """Whose loader will resume from it; see `formats.clients`"""
 
 
 _Result = TypeVar("_Result")
@@ -117,8 +119,10 @@ class Reader(Protocol):
         """Return whether a folder is, or was, a checkpoint of this format; `survey` reports what is missing."""
         ...
 
-    def survey(self, root: Path, name: str) -> Survey:
+    def survey(self, root: Path, name: str, client: str | None = None) -> Survey:
         """Index what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
+
+        ``client`` is whose loader it is judged by; None for the one that its files say.
 
         Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
         """

@@ -22,6 +22,7 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import SourceError, TargetError, some
+from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.partial.manifest import is_tensor_file
 from llmtailor.formats.partial.read import looks_partial
@@ -35,7 +36,6 @@ from llmtailor.formats.trainer import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
-    TRAINER_STATE,
     is_weight_file,
 )
 from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, is_shard_name
@@ -62,7 +62,7 @@ _TOKENIZER = {
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _OF_RANK = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
-_TAG = re.compile(r"global_step[0-9]+(_universal)?")
+_TAG = re.compile(r"global_step[0-9]+(_universal)?|pytorch_model")
 _OF_UNIVERSAL = re.compile(r"zero/(optimizer_state\.pt|[^/]+/(\w+\.pt)?)?")
 _OF_TRAINING = (TRAINER_STATE, OPTIMIZER, "optimizer.bin", METADATA)
 _DCP_FOLDERS = ("pytorch_model_fsdp_0/", "optimizer_0/")
@@ -174,7 +174,7 @@ class _Recognizer:
         self.written = self._written()
 
     def file(self, path: str) -> bool:
-        if path in self.names or is_rng_file(path):
+        if path in self.names or is_rng_file(path) or is_accelerates(path):
             return True
         if path == METADATA or DATA_FILE.fullmatch(path):
             return METADATA in self.top
@@ -289,4 +289,4 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
         return path.endswith(".safetensors")
     if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path):
         return True
-    return "/" in path or path == OPTIMIZER or (is_weight_file(path) and not index.has_masters)
+    return "/" in path or path == client_of(index).optimizer or (is_weight_file(path) and not index.has_masters)

@@ -1,23 +1,25 @@
 """The Trainer's files of a base without a Trainer: a scheduler's state and a trainer_state.json, made from its steps.
 
-A folder of torch.distributed.checkpoint comes from any loop. If it holds the state of a scheduler under
-``lr_scheduler``, as torchtitan's do, that is used.
+A scheduler's state is taken from accelerate's ``scheduler.bin``, from DeepSpeed's model states, or from
+``lr_scheduler`` of a folder of torch.distributed.checkpoint, where torchtitan keeps it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, CheckpointIndex, DcpEntry
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import Problem, some
+from llmtailor.errors import PathIn, Problem, some
+from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
 from llmtailor.formats.format import Wanted
+from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.scheduler import read_scheduler, regroup_scheduler
-from llmtailor.formats.trainer import SCHEDULER, TRAINER_STATE
+from llmtailor.formats.trainer import SCHEDULER
 
 LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
@@ -34,9 +36,17 @@ def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
 
 
 def saved_scheduler(base: CheckpointIndex) -> Any:
-    """Return the scheduler's state that a base holds, for its own param groups; None if it holds none."""
-    if SCHEDULER in base.train.trees:
-        return base.train.trees[SCHEDULER]
+    """Return the scheduler's state that a base holds, for its own param groups; None if it holds none.
+
+    The Trainer steps it with each optimizer step, accelerate once per process and step, so its count is replaced.
+    """
+    tree = base.train.trees.get(client_of(base).scheduler)
+    if tree is not None:
+        if client_of(base).counts_steps or read_scheduler(tree).num_steps is None:
+            return tree
+        return {**tree, "last_epoch": base.global_step, "_step_count": base.global_step + 1}
+    if base.client == DEEPSPEED:
+        return next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
     found = {
         str(entry.path[1]): entry.content
         for entry in _others(base).values()
@@ -67,11 +77,15 @@ def rates(base: CheckpointIndex, wanted: Wanted) -> list[float]:
     return found
 
 
-def made_trainer_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
-    """Return ``scheduler.pt`` and ``trainer_state.json`` for a base that has no Trainer's files, and notices."""
-    if base.family != DCP:
-        return [], []
+def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the files of the wanted client that a base of another one lacks, and notices.
+
+    That client is the Trainer: these are its ``scheduler.pt`` and ``trainer_state.json``.
+    """
+    if wanted.client == base.client:
+        return [], [*_other_ranks(base, wanted.layout.world_size)]
     tree, notices = scheduler_tree(base, wanted.from_group), []
+    tree_of_base = tree
     if tree is None or not read_scheduler(tree).lengths:
         groups, step = wanted.layout.groups, base.global_step
         tree = {
@@ -83,12 +97,15 @@ def made_trainer_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[File
             "_last_lr": [group.hyper.get("lr", 0.0) for group in groups],
             "lr_lambdas": [None] * len(groups),
         }
-        what = f"it holds no scheduler state; {SCHEDULER} is made for step {step}, from the rates in the param groups"
+        lacks = "it holds no scheduler state" if tree_of_base is None else "its scheduler's state is not torch's"
+        what = f"{lacks}; {SCHEDULER} is made for step {step}, from the rates in the param groups"
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
         notices.append(Problem(base.name, what, fix))
     what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
-    if lost := sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"}):
-        text = f"its values under {some(lost)} have no counterpart, and are left out"
+    if lost := [*_without_counterpart(base)]:
+        text = f"its {some(lost)} have no counterpart, and are left out"
+        if base.client == DCP:
+            text = f"its values under {some(lost)} have no counterpart, and are left out"
         notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
     fix = (
         "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes them "
@@ -98,6 +115,35 @@ def made_trainer_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[File
     data = json.dumps(_trainer_state(base.global_step), indent=2, sort_keys=True).encode() + b"\n"
     made = [lay_out_torch_file(SCHEDULER, tree), FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),))]
     return made, notices
+
+
+def _without_counterpart(base: CheckpointIndex) -> list[str]:
+    """Return the values of a base's client that the Trainer has no place for."""
+    if base.client == ACCELERATE:
+        known = {client_of(base).scheduler, client_of(base).optimizer}
+        return [path for path in base.files if is_accelerates(path) and not is_rng_file(path) and path not in known]
+    return sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"})
+
+
+def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
+    """Yield notices on what accelerate saves for a number of processes."""
+    if base.client != ACCELERATE or ranks == base.world_size:
+        return
+    where, client = PathIn(base.name, client_of(base).scheduler), client_of(base)
+    counted = read_scheduler(base.train.trees.get(client.scheduler)).num_steps
+    if counted not in (None, base.global_step):
+        what = (
+            f"the schedule is at {counted} for step {base.global_step}, because accelerate steps it once per process; "
+            f"it will move by {ranks} with each step"
+        )
+        fix = (
+            "nothing, if the batch of each process stays the same, as the schedule then counts batches; with the same "
+            f"global batch, set last_epoch of the scheduler to {base.global_step * ranks} after load_state"
+        )
+        yield Problem(where, what, fix)
+    if ranks > base.world_size and any(map(is_rng_file, base.files)):
+        what = f"it has random states of {base.world_size} processes, which the others repeat"
+        yield Problem(base.name, what, "seed each process after load_state, if they must draw different numbers")
 
 
 def _trainer_state(step: int) -> dict[str, Any]:

@@ -78,16 +78,18 @@ def find_model_order(index: CheckpointIndex) -> list[str]:
     return list(index.train.model_order or describe_model(index.root, index.name).params)
 
 
-def index_checkpoint(root: Path, name: str | None = None) -> CheckpointIndex:
-    """Index the checkpoint in a folder; messages call it ``name``.
+def index_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> CheckpointIndex:
+    """Index the checkpoint in a folder; messages call it ``name``. See `survey_checkpoint` on ``client``.
 
     Raises SourceError if it is missing or damaged, UnsupportedCheckpoint for a kind that can't be read.
     """
-    return survey_checkpoint(root, name).sound_index()
+    return survey_checkpoint(root, name, client).sound_index()
 
 
-def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
+def survey_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> Survey:
     """Index what is left of a checkpoint, damaged or not, and report all damage.
+
+    ``client`` is whose loader it is judged by, see `formats.clients`; None for the one that its files say.
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """
@@ -97,7 +99,7 @@ def survey_checkpoint(root: Path, name: str | None = None) -> Survey:
             what = "its upload was cut off: it is incomplete"
             raise damaged(name, what, Code.FILE_MISSING)
         reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
-        survey = reader.survey(root, name)
+        survey = reader.survey(root, name, client)
         steps = attempt(lambda: read_part_steps(root, name), survey.problems)
         if survey.index is None:
             logger.info("%s can't be indexed", name)

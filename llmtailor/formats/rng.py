@@ -1,25 +1,31 @@
-"""``rng_state.pth``, a rank's random number states: what a resume reads of them (transformers 5.23, torch 2.13)."""
+"""A rank's random number states: what a resume reads of them (transformers 5.23, accelerate 1.15, torch 2.13).
+
+The Trainer keeps them in ``rng_state.pth``, accelerate under other keys in ``random_states_N.pkl``.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import struct
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import ACCELERATE, TRAINER
 from llmtailor.codes import Code
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.clients import Client
 from llmtailor.formats.field_tables import FAILS, Kind, Table, field, warns
 from llmtailor.formats.trainer_checks import check_file
 from llmtailor.storage.local import open_source
 
-RNG_FILE = re.compile(r"rng_state(?:_([0-9]{1,5}))?\.pth")
-"""The regex group is the rank"""
+RNG_FILE = re.compile(r"(?:rng_state(?:_([0-9]{1,5}))?\.pth|random_states_([0-9]{1,5})\.pkl)")
+"""The regex groups are the rank"""
 _OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
 """The numpy names that the Trainer allows in files with random number states"""
 _NUM_WORDS = 624
@@ -130,11 +136,32 @@ RNG_TABLE = Table(
 )
 
 
-def rng_file(rank: int, world_size: int) -> str:
-    """Return the name of a rank's random number states: one process has ``rng_state.pth``, several have one file each.
+ACCELERATE_KEYS = {
+    "python": "random_state",
+    "numpy": "numpy_random_seed",
+    "cpu": "torch_manual_seed",
+    "cuda": "torch_cuda_manual_seed",
+}
+"""The Trainer's keys -> accelerate's; it loads all of them or, with a line in the log, none"""
+_NOT_LOADED = warns("a resume works, and draws other random numbers", read=True)
+ACCELERATE_TABLE = Table(
+    "random_states_N.pkl (accelerate)",
+    "random_states_0.pkl",
+    tuple(
+        field(ACCELERATE_KEYS[key], kind, "load_accelerator_state", _NOT_LOADED, _NOT_LOADED, _NOT_LOADED)
+        for key, kind in (("python", PYTHON), ("numpy", NUMPY), ("cpu", TORCH))
+    ),
+    (("step", "the Accelerator's own count of micro-batches"), ("torch_cuda_manual_seed", "read on GPUs only")),
+)
 
-    As ``Trainer._save_rng_state`` of transformers.
+
+def rng_file(rank: int, world_size: int, client: str = TRAINER) -> str:
+    """Return the name of a rank's random number states. The Trainer's one process has ``rng_state.pth``.
+
+    As ``Trainer._save_rng_state`` of transformers, and ``save_accelerator_state`` of accelerate.
     """
+    if client == ACCELERATE:
+        return f"random_states_{rank}.pkl"
     return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
 
 
@@ -143,18 +170,44 @@ def is_rng_file(path: str) -> bool:
     return bool(RNG_FILE.fullmatch(path))
 
 
+def rank_of(path: str) -> int | None:
+    """Return the rank whose random number states a file holds; None for another file."""
+    match = RNG_FILE.fullmatch(path)
+    return int(match[1] or match[2] or 0) if match else None
+
+
+def as_trainers(tree: Any) -> dict[str, Any]:
+    """Return accelerate's random number states in the Trainer's form."""
+    own = tree if isinstance(tree, dict) else {}
+    return {key: own[other] for key, other in ACCELERATE_KEYS.items() if other in own}
+
+
 def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
     """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
     yield from check_file(tree, RNG_TABLE, "random states", where, _OF_ARRAYS)
-    view = as_tensor(tree.get("cpu")) if isinstance(tree, dict) else None
-    if view is None or not _is_torch_state(tree["cpu"]):
-        return
-    extent = extent_of(view, "cpu", where)
-    with open_source(root / extent.path, where) as file:
-        state = file.read(extent.start, extent.stop)
-    if not _is_valid(state):
+    if isinstance(tree, dict) and not _holds_valid(root, tree.get("cpu"), "cpu", where):
         fix = f"a resume fails, or reads out of bounds; {COPY_FILE}"
         yield Finding(where, "cpu does not hold a state of torch's generator", fix, Code.FIELD_RANGE, ERROR)
+
+
+def check_random_states(root: Path, tree: Any, where: str) -> Iterator[Finding]:
+    """Yield findings on accelerate's states; without them, a resume draws other numbers."""
+    for one in check_file(tree, ACCELERATE_TABLE, "random states", where, _OF_ARRAYS):
+        yield replace(one, severity=WARNING)
+    key = ACCELERATE_KEYS["cpu"]
+    if isinstance(tree, dict) and not _holds_valid(root, tree.get(key), key, where):
+        fix = f"a resume works, and draws other random numbers; {COPY_FILE}"
+        yield Finding(where, f"{key} does not hold a state of torch's generator", fix, Code.FIELD_RANGE, WARNING)
+
+
+def _holds_valid(root: Path, node: Any, key: str, where: str) -> bool:
+    """Return whether torch accepts a tensor as a state of its generator; True for anything else."""
+    view = as_tensor(node)
+    if view is None or not _is_torch_state(node):
+        return True
+    extent = extent_of(view, key, where)
+    with open_source(root / extent.path, where) as file:
+        return _is_valid(file.read(extent.start, extent.stop))
 
 
 def _is_valid(state: bytes) -> bool:
@@ -180,9 +233,12 @@ def find_swapped(saved_as: Mapping[str, str], name: str, may_repeat: bool) -> It
             yield Finding(PathIn(name, path), what, fix, Code.RNG_SWAPPED, WARNING)
 
 
-def find_lost_rng(there: Container[str], world_size: int, name: str) -> list[Finding]:
+def find_lost_rng(there: Collection[str], world_size: int, name: str, client: Client) -> list[Finding]:
     """Return findings on ranks without a random number state; ``there`` are the files that exist."""
-    lost = [file for rank in range(world_size) if (file := rng_file(rank, world_size)) not in there]
+    files = [rng_file(rank, world_size, client.name) for rank in range(world_size)]
+    if not client.saves_rng and not set(files) & set(there):
+        return []
+    lost = [file for file in files if file not in there]
     where: list[str] = [PathIn(name, file) for file in lost]
     what = "the RNG state of this rank is missing"
     if len(lost) == world_size:

@@ -1,4 +1,7 @@
-"""The Hugging Face Trainer's folder around the shards: weights, scheduler, RNG, trainer state, config, tokenizer."""
+"""A checkpoint's folder around the shards: weights, scheduler, RNG, trainer state, config, tokenizer.
+
+Its files are those of the Hugging Face Trainer, or of another client; see `formats.clients`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -25,11 +28,12 @@ from llmtailor.containers.safetensors import (
     survey_weights,
 )
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problems, SourceError, TailorError, damaged
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.format import Trees, Wanted
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, Client, detect_client, is_accelerates, is_second_models
+from llmtailor.formats.format import Trees, Wanted, attempt
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
-from llmtailor.formats.rng import check_rng, find_swapped, is_rng_file, rng_file
+from llmtailor.formats.rng import as_trainers, check_random_states, check_rng, find_swapped, is_rng_file, rng_file
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
     TRAINING_ARGS,
@@ -48,7 +52,6 @@ from llmtailor.storage.local import check_regular
 
 MANIFEST = "llmtailor.json"
 CARD = "README.md"
-TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
 OPTIMIZER = "optimizer.pt"
@@ -61,7 +64,7 @@ _TOKENIZER = re.compile(
     r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
 )
 """The names under which transformers' tokenizers save"""
-_OPENED = (TRAINER_STATE, SCHEDULER, SCALER, CONFIG)
+_OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in CLIENTS.values()))
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -70,6 +73,8 @@ _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 class TrainerFiles:
     """The content of the files in the checkpoint's root."""
 
+    client: Client
+    """Whose loader resumes from the checkpoint"""
     files: Mapping[str, FileFact]
     """Every regular file in the root"""
     inside: frozenset[str]
@@ -80,7 +85,7 @@ class TrainerFiles:
     global_step: int | None
     """From trainer_state.json; None without the file"""
     scheduler: SchedulerFacts | None
-    """The content of scheduler.pt; None without the file"""
+    """The content of the client's scheduler file; None without it"""
     facts: RunFacts
     """The content of training_args.bin"""
     findings: tuple[Finding, ...]
@@ -88,8 +93,14 @@ class TrainerFiles:
     """Whether every weight file is intact"""
 
 
-def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFiles:
-    """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings."""
+def read_trainer_files(
+    trees: Trees, name: str, problems: Problems, client: str | None = None, *, is_engines: bool = False
+) -> TrainerFiles:
+    """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
+
+    ``client`` is whose loader they are judged by; None for the one that they are detected to be for, see
+    `clients.detect_client`. Raises UnsupportedCheckpoint for several models of accelerate.
+    """
     root, inside = trees.root, trees.inside
     found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
     files = {path: fact for path, fact in found if fact is not None}
@@ -100,42 +111,60 @@ def read_trainer_files(trees: Trees, name: str, problems: Problems) -> TrainerFi
     for file in survey_weights(root, name, problems):
         weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})
     has_all_weights = len(problems.errors) == sound
-    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files:
-        findings.append(_no_weights(files, name))
     facts = read_run_facts(root, PathIn(name, TRAINING_ARGS))
-    global_step, scheduler, is_the_trainers = None, None, True
+    where = PathIn(name, TRAINER_STATE)
+    content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
+    is_the_trainers = content is None or is_trainers(content)
+    entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
+    if client is None:
+        below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
+        is_trainers_state = is_the_trainers if TRAINER_STATE in files else None
+        for_whom = detect_client([*entries, *below], is_trainers_state, is_engines)
+    else:
+        for_whom = CLIENTS[client]
+    if for_whom.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
+        what = f"accelerate has saved several models or optimizers: {some(others)}"
+        fix = "leave it out; checkpoints of one model and one optimizer can be composed"
+        raise UnsupportedCheckpoint.at(name, what, fix)
+    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and for_whom.saves_model:
+        findings.append(_no_weights(files, name))
+    global_step, scheduler = None, None
+    if TRAINER_STATE in files and content is not None:
+        global_step = attempt(lambda: read_global_step(content, where), problems)
+        if global_step is not None:
+            findings += check_trainer_state(content, facts, where)
     saved_as: dict[str, str] = {}
     known: dict[str, Any] = {}
-    in_root = [path for path in inside if "/" not in path and path != OPTIMIZER]
-    for path in sorted((*files, *in_root), key=lambda path: path != TRAINER_STATE):  # the others depend on it
+    in_root = [path for path in inside if "/" not in path and path != for_whom.optimizer]
+    for path in (*files, *in_root):
         where, is_rng = PathIn(name, path), is_rng_file(path)
         try:
             if path == CONFIG:
                 read_json(root / path, where)
-            elif path == TRAINER_STATE:
-                content = read_json(root / path, where)
-                is_the_trainers = is_trainers(content)
-                global_step = read_global_step(content, where)
-                findings += check_trainer_state(content, facts, where)
-            elif path in inside or is_rng or path in (SCHEDULER, SCALER):
+            elif path in inside or is_rng or path in (for_whom.scheduler, SCALER):
                 decoded = trees.read(path, where)
                 known[path] = decoded.tree
                 if is_rng and decoded.archive is not None:
-                    saved_as[path] = f"{decoded.archive}.pth"
-                if is_rng and is_the_trainers:
+                    saved_as[path] = f"{decoded.archive}{Path(path).suffix}"
+                if is_rng and path.endswith(".pkl"):
+                    findings += check_random_states(root, decoded.tree, where)
+                elif is_rng and is_the_trainers:
                     findings += check_rng(root, decoded.tree, where)
-                elif path == SCHEDULER:
+                elif path == for_whom.scheduler:
                     findings += check_scheduler(decoded.tree, where)
                     scheduler = _check_rates(decoded.tree, where)
+                    if not for_whom.counts_steps:
+                        scheduler = replace(scheduler, num_steps=None)
                 elif path == SCALER:
                     findings += check_scaler(decoded.tree, facts, where)
         except TailorError as error:
             problems.add(error)
-    if TRAINER_STATE not in files:
-        fix = "copy it back; the Trainer can't resume without it"
-        findings.append(Finding(PathIn(name, TRAINER_STATE), "the file is missing", fix, Code.FILE_MISSING, ERROR))
+    if for_whom.state and for_whom.state not in files:
+        fix = f"copy it back; {for_whom.loader} can't resume without it"
+        findings.append(Finding(PathIn(name, for_whom.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
     findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
     return TrainerFiles(
+        for_whom,
         files,
         frozenset(inside),
         known,
@@ -207,18 +236,20 @@ def lay_out_trainer_files(
     weights are among them; ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``leave_out``
     names files of the base that have no place in the format. The tokenizer's files are left to `formats.tokenizer`.
     """
-    made = list(made)
-    if wanted.from_group is not None and base.offers(SCHEDULER):
-        where = PathIn(base.name, SCHEDULER)
-        made.append(lay_out_scheduler(base.train.trees[SCHEDULER], where, len(base.groups), wanted.from_group))
+    made, scheduler = list(made), CLIENTS[base.client].scheduler
+    is_same_client = wanted.client == base.client
+    if wanted.from_group is not None and is_same_client and base.offers(scheduler):
+        where = PathIn(base.name, scheduler)
+        made.append(lay_out_scheduler(base.train.trees[scheduler], where, len(base.groups), wanted.from_group))
     paths = {layout.path for layout in made}
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path)
-        return "/" in path or is_ours or is_laid_out or is_tokenizer_file(path) or path in leave_out
+        is_others = not is_same_client and is_accelerates(path)
+        return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
-    layouts = _lay_out_rng(base, base.world_size, wanted.layout.world_size)
+    layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
     layouts += [lay_out_torch_file(path, base.train.trees[path]) for path in base.inside if not is_left(path)]
     for path, fact in base.files.items():
         if not is_left(path):
@@ -271,13 +302,17 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
     }
 
 
-def _lay_out_rng(base: CheckpointIndex, old: int, new: int) -> list[FileLayout]:
+def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
     """Return layouts of random number states, one per rank; with more ranks than the base, they repeat in turn."""
-    layouts = []
+    layouts: list[FileLayout] = []
+    old = base.world_size
     for rank in range(new):
-        source = rng_file(rank % old, old)
-        path = rng_file(rank, new)
-        if source in base.files:
+        source = rng_file(rank % old, old, base.client)
+        path = rng_file(rank, new, client)
+        if base.client == ACCELERATE != client:
+            if source in base.train.trees:
+                layouts.append(lay_out_torch_file(path, as_trainers(base.train.trees[source])))
+        elif source in base.files:
             layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
         elif source in base.inside:
             layouts.append(lay_out_torch_file(path, base.train.trees[source]))

@@ -20,8 +20,8 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.attempt_mark import stated_attempt
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.registry import display_name
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import Kind, RunFolder

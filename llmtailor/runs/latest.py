@@ -36,6 +36,7 @@ def find_latest(
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     *,
     trust_unrecorded: bool = False,
+    client: str | None = None,
 ) -> Latest:
     """Find the newest ``checkpoint-N`` of a run that `verify_checkpoint` finds resumable.
 
@@ -47,6 +48,7 @@ def find_latest(
         deep: also read every tensor.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         trust_unrecorded: also consider checkpoints that do not state their attempt.
+        client: what will resume, see `verify_checkpoint`.
 
     Raises:
         SourceError: the folder does not exist.
@@ -58,7 +60,7 @@ def find_latest(
     verdicts: list[Verdict] = []
     for step, path in reversed(folder.full().items()):
         if at is None or step <= at:
-            verdicts.append(_verify(path, step, deep, on_progress, judge))
+            verdicts.append(_verify(path, step, deep, on_progress, judge, client))
             if verdicts[-1].is_resumable:
                 found = path
                 break
@@ -72,11 +74,13 @@ def find_latest(
     return Latest(found, verdict, tuple(verdicts), next(newer_partial, None))
 
 
-def _verify(path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: Judge) -> Verdict:
+def _verify(
+    path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: Judge, client: str | None
+) -> Verdict:
     problem = judge.why_not(path, step)
     if problem is None:
         try:
-            return verify_checkpoint(path, deep, on_progress)
+            return verify_checkpoint(path, deep, on_progress, client=client)
         except SourceError as error:  # not a checkpoint, or of an unsupported kind
             problems = error.problems
     else:

@@ -25,10 +25,11 @@ from llmtailor.checkpoint.lineage import (
 )
 from llmtailor.containers.json import read_json
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
+from llmtailor.formats.clients import TRAINER_STATE, client_of
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.partial.write import check_can_be_partial
-from llmtailor.formats.trainer import ADAPTER, MANIFEST, TRAINER_STATE
+from llmtailor.formats.trainer import ADAPTER, MANIFEST
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import WEIGHT
 from llmtailor.policies import Policy, Situation, choose, make_policy, named_policy
@@ -323,8 +324,9 @@ def _why_untouchable(index: CheckpointIndex) -> str:
 
 
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
-    if TRAINER_STATE not in index.files:
-        return f"{TRAINER_STATE} is missing, so nothing can resume from it"
+    state = client_of(index).state
+    if state and state not in index.files:
+        return f"{state} is missing, so nothing can resume from it"
     if target.exists() and target not in usable:
         what = "is of another model or damaged" if is_partial(target) else "is unfinished; llmtailor gc removes it"
         return f"{target.parent.name}/{target.name} exists and {what}"

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from llmtailor.checkpoint.index import DCP, CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
 from llmtailor.compose.plan import output_in
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR
+from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, index_checkpoint
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
@@ -193,7 +193,8 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
     parts = frozenset(structure.parts) - absent if absent else None
-    is_resumable = TRAINER_STATE in index.files or index.family == DCP
+    state = client_of(index).state
+    is_resumable = not state or state in index.files
     return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
 
 

@@ -30,6 +30,7 @@ from llmtailor.compose.plan import plan_merge
 from llmtailor.containers.safetensors import read_weights
 from llmtailor.engine.pool import stoppable
 from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
+from llmtailor.formats.clients import is_accelerates
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import index_checkpoint
@@ -248,7 +249,7 @@ def is_kept(path: str) -> bool:
     return (
         "/" not in path
         and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER)
-        and not (is_rng_file(path) or _SCRIPT.fullmatch(path))
+        and not (is_rng_file(path) or is_accelerates(path) or _SCRIPT.fullmatch(path))
     )
 
 

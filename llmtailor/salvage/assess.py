@@ -14,9 +14,14 @@ from llmtailor.checkpoint.placement import Extent, Runs
 from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError
 from llmtailor.findings import ERROR, NOTE, Finding
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import MANIFEST, SCALER, SCHEDULER, TRAINER_STATE, is_weight_file
+from llmtailor.formats.trainer import (
+    MANIFEST,
+    SCALER,
+    is_weight_file,
+)
 from llmtailor.formats.zero.files import LATEST
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.verify.verify import verify_checkpoint
@@ -24,7 +29,7 @@ from llmtailor.verify.verify import verify_checkpoint
 if TYPE_CHECKING:
     from llmtailor.verify.deep import Deep
 
-_OF_THE_BASE = (SCHEDULER, TRAINER_STATE, SCALER)
+_OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in CLIENTS.values()))
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
 

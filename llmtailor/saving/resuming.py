@@ -12,8 +12,9 @@ from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
 from llmtailor.formats.attempt_mark import read_mark, stated_attempt
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.trainer import MANIFEST, TRAINER_STATE
+from llmtailor.formats.trainer import MANIFEST
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.report import abandon_after
 from llmtailor.saving.training import Training
@@ -52,7 +53,10 @@ def resume(
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
     if step == 0 and (there := folder.complete()):
         what = f"another run has saved here, up to step {max(there)}"
-        fix = "resume from it (llmtailor merge --run), use another output_dir for this run, or remove the folder"
+        fix = (
+            'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
+            "this run, or remove the folder"
+        )
         raise TargetError.at(folder.partial, what, fix)
     resumed = _find(folder, training, step, lineage, trainer_state)
     folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))

@@ -24,6 +24,7 @@ from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.streams import Store
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
 from llmtailor.formats.attempt_mark import read_mark, with_mark
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
     SCHEMA_BUNDLE,
@@ -35,7 +36,6 @@ from llmtailor.formats.partial.manifest import (
 )
 from llmtailor.formats.partial.trees import encode, placeholder, stored
 from llmtailor.formats.partial.write import Bundle, Entry, lay_out_tensors, to_text
-from llmtailor.formats.trainer import TRAINER_STATE
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of

@@ -55,6 +55,8 @@ class Inspection(TypedDict):
     world_size: int
     global_step: int
     skipped_steps: int
+    client: str
+    """What resumes from it: ``trainer``, ``accelerate``, ``deepspeed`` (an engine in a loop) or ``dcp``"""
     tag: str
     """DeepSpeed's name of the folder with the shards"""
     precision: str
@@ -74,12 +76,12 @@ class Inspection(TypedDict):
     findings: list[dict[str, str | None]]
 
 
-def inspect_checkpoint(root: Path) -> Inspection:
-    """Describe a checkpoint without loading a tensor.
+def inspect_checkpoint(root: Path, client: str | None = None) -> Inspection:
+    """Describe a checkpoint without loading a tensor. ``client`` is what will resume from it; None if its files say.
 
     Raises SourceError with everything damaged or missing, or UnsupportedCheckpoint.
     """
-    return describe(index_checkpoint(root))
+    return describe(index_checkpoint(root, client=client))
 
 
 def describe(index: CheckpointIndex) -> Inspection:
@@ -101,6 +103,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         "world_size": index.world_size,
         "global_step": index.global_step,
         "skipped_steps": index.skipped_steps,
+        "client": index.client,
         "tag": index.tag,
         "precision": index.precision,
         "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),

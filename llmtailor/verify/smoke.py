@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import llmtailor
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import Interrupted, Problem, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
+from llmtailor.formats.clients import client_of
 from llmtailor.formats.trainer import CONFIG
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
@@ -164,7 +165,7 @@ def check_possible(index: CheckpointIndex) -> None:
     if lacking:
         what = f"it needs {', '.join(lacking)}, which is not installed"
         problems.append((what, "pip install 'llmtailor[train]', or verify without it"))
-    if index.family in (UNIVERSAL, FSDP, DCP):
+    if index.family in (UNIVERSAL, FSDP, DCP) or (index.client == ACCELERATE and not index.stage):
         what = "a trial resume is made with ZeRO checkpoints and the plain Trainer's only"
         problems.append((what, "verify with --deep, or resume with the script that trained"))
     elif CONFIG not in index.files:  # as in every checkpoint of an adapter
@@ -235,7 +236,11 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
         kind = "deepspeed"
     else:
         kind = "trainer" if tree.get("lr_scheduler") is None else "handed to deepspeed"
-    return {"config": config, "scheduler": kind}
+    client = client_of(index)
+    if kind == "trainer" and not client.needs_scheduler:
+        kind = "none"
+    tag = None if client.name == DEEPSPEED else index.tag
+    return {"config": config, "scheduler": kind, "is_trainers": client.name == TRAINER, "tag": tag}
 
 
 def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[str, Any]], str]:

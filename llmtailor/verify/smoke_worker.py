@@ -117,7 +117,7 @@ def vectors(zero: Any, module: Any, names: dict[int, str], rank: int) -> Iterato
 
 
 def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
-    """Resume with DeepSpeed's own engine, as the Trainer does."""
+    """Resume with DeepSpeed's own engine, as the Trainer does, or accelerate, or a loop."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from transformers.integrations.deepspeed import deepspeed_load_checkpoint
@@ -129,7 +129,11 @@ def resume_deepspeed(task: dict[str, Any]) -> dict[str, Any]:
     scheduler = None if task["scheduler"] == "deepspeed" else constant_rate(optimizer, task)
     handed = scheduler if task["scheduler"] == "handed to deepspeed" else None
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=task["config"], lr_scheduler=handed)
-    deepspeed_load_checkpoint(engine, task["root"])
+    if task["is_trainers"]:
+        deepspeed_load_checkpoint(engine, task["root"])
+    else:
+        path, _ = engine.load_checkpoint(task["root"], task["tag"])
+        assert path is not None, "the engine finds no checkpoint"
     if task["scheduler"] == "trainer":
         assert scheduler is not None
         scheduler.load_state_dict(torch.load(Path(task["root"], "scheduler.pt"), weights_only=True))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtailor.checkpoint.index import DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.clients import client_of
 from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST
@@ -26,16 +27,19 @@ _ON_PURPOSE = "none needed if you changed it yourself"
 
 def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return the problems in the states of a full checkpoint that could be indexed."""
-    fix = "rename the folder: scripts and the Trainer's rotation rely on its name"
-    step = check_step(index, step_of(index.root), fix)
+    fix, severity = "rename the folder: scripts and the Trainer's rotation rely on its name", WARNING
+    if index.client in (ACCELERATE, DEEPSPEED):  # a loop may count batches, epochs or saves
+        fix = "nothing, if the loop counts something else; merge --run and thin rely on the name"
+        severity = NOTE
+    step = check_step(index, step_of(index.root), fix, severity)
     return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *step]
 
 
-def check_step(index: CheckpointIndex, step: int | None, fix: str) -> Iterator[Finding]:
+def check_step(index: CheckpointIndex, step: int | None, fix: str, severity: str = WARNING) -> Iterator[Finding]:
     """Compare the step in the folder's name, if any, with the content."""
     if step not in (None, index.global_step):
         what = f"its name says step {step}, but its content is of step {index.global_step}"
-        yield Finding(index.name, what, fix, Code.FOLDER_STEP, WARNING)
+        yield Finding(index.name, what, fix, Code.FOLDER_STEP, severity)
 
 
 def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[Finding]:
@@ -126,6 +130,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
-    if index.family in (DEEPSPEED, UNIVERSAL, TRAINER) and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
+    is_whole = index.family in (DEEPSPEED, UNIVERSAL, TRAINER)
+    if is_whole and client_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)

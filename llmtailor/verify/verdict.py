@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DCP, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.errors import some
 from llmtailor.findings import ERROR, SEVERITIES, WARNING, Finding
+from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.formats.registry import display_name
 from llmtailor.model.states import State
@@ -116,7 +117,8 @@ def to_text(verdict: Verdict) -> str:
     lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
     if (index := verdict.index) is not None:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
-        lines.append(f"{index.format}, step {index.global_step}, for {index.world_size} ranks; {read}")
+        by = "" if index.client in (TRAINER, DCP) else f", resumed by {client_of(index).loader}"
+        lines.append(f"{index.format}, step {index.global_step}, for {index.world_size} ranks{by}; {read}")
         if verdict.holding is not None:
             lines.append(_what_it_holds(verdict.holding, index, verdict.is_intact))
     lines += [f"{finding.severity}: {finding}" for finding in verdict.findings]

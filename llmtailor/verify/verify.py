@@ -15,6 +15,7 @@ from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.clients import TRAINER_STATE, client_of
 from llmtailor.formats.dcp.folder import is_of_fsdp
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
@@ -29,7 +30,6 @@ from llmtailor.formats.trainer import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
-    TRAINER_STATE,
     is_weight_file,
 )
 from llmtailor.storage.local import read_source
@@ -38,7 +38,7 @@ from llmtailor.verify.elements import join, lost_elements
 from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
 
-_READ = {SCHEDULER, SCALER, OPTIMIZER, TRAINER_STATE, CONFIG, MANIFEST}
+_READ = {SCALER, TRAINER_STATE, CONFIG, MANIFEST}
 """Files that the index has already decoded"""
 _FIX = "a resume does not read it; copy it again if you need it"
 
@@ -53,9 +53,10 @@ def check_file(root: Path, path: str, where: str) -> None:
 
 def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
     """Report damaged tokenizer files, configs and other JSON and torch files in the checkpoint's root."""
+    own = {*_READ, SCHEDULER, OPTIMIZER, client_of(index).scheduler, client_of(index).optimizer}
     for path in index.files:
         where = PathIn(index.name, path)
-        if "/" in path or path in _READ or is_rng_file(path):
+        if "/" in path or path in own or is_rng_file(path):
             continue
         try:
             check_file(index.root, path, where)
@@ -93,8 +94,9 @@ def verify_checkpoint(
     deep: bool = False,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
+    client: str | None = None,
 ) -> Verdict:
-    """Check whether an unmodified Trainer or DeepSpeed resumes from a checkpoint correctly, and find what is damaged.
+    """Check whether the unmodified Trainer, accelerate or DeepSpeed resumes from a checkpoint correctly; find damage.
 
     A partial checkpoint is checked for whether composites can be made from it.
 
@@ -103,6 +105,8 @@ def verify_checkpoint(
         deep: read every tensor, in parallel. Otherwise only headers and pickles are read, in seconds for any size.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         name: the checkpoint's name in messages; None for its path.
+        client: what will resume from it: ``trainer``, ``accelerate`` or ``deepspeed`` (an engine in a loop); None for
+            the one whose files it has.
 
     Raises:
         UnsupportedCheckpoint: an unsupported kind of checkpoint.
@@ -110,7 +114,7 @@ def verify_checkpoint(
         Interrupted: Ctrl-C or SIGTERM.
     """
     root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
-    survey = survey_checkpoint(root, name)
+    survey = survey_checkpoint(root, name, client)
     if not looks_partial(root):  # partial ones are of a supported kind or damaged
         _refuse_unsupported(survey)
     findings = [

@@ -25,7 +25,8 @@ MANIFEST_KEYS = {
     *("optimizer_steps", "files", "card", "merge", "notices"),
 }
 INSPECT_KEYS = {
-    *("schema", "name", "format", "zero_stage", "world_size", "global_step", "skipped_steps", "tag", "precision"),
+    *("schema", "name", "format", "zero_stage", "world_size", "global_step", "skipped_steps", "client", "tag"),
+    *("precision",),
     *("weights_dtype", "optimizer", "num_layers", "tied", "num_params", "num_trainable_params", "num_tensors"),
     *("param_groups", "optimizer_steps", "parts", "num_bytes", "files", "findings"),
 }

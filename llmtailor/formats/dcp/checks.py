@@ -10,8 +10,9 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.keys import Optimizer
-from llmtailor.formats.trainer import MANIFEST, SCHEDULER, TRAINER_STATE, TrainerFiles
+from llmtailor.formats.trainer import MANIFEST, TrainerFiles
 from llmtailor.model.states import EXP_AVG, ITEMSIZE, MASTER, State
 
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
@@ -41,9 +42,9 @@ def compare_steps(
         what = f"Adam's step of {some(lagging)} is below {newest:g}"
         yield Finding(name, what, "nothing, if it had no gradients in some steps", Code.STEPS_DIFFER, WARNING)
     counted = trainer.scheduler.num_steps if trainer and trainer.scheduler else None
-    if counted is not None and counted != newest:
+    if trainer and counted is not None and counted != newest:
         what = f"the schedule is at step {counted}, the optimizer's states are from step {newest:g}"
-        yield Finding(PathIn(name, SCHEDULER), what, _MIXED, Code.STEPS_DIFFER, ERROR)
+        yield Finding(PathIn(name, trainer.client.scheduler), what, _MIXED, Code.STEPS_DIFFER, ERROR)
     if trainer and trainer.global_step is not None and trainer.global_step != newest:
         what = f"global_step is {trainer.global_step}, but the optimizer's states are from step {newest:g}"
         is_sure = newest > trainer.global_step or step_of(root) == newest

@@ -57,7 +57,6 @@ from llmtailor.formats.rng import find_lost_rng, is_rng_file
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     OPTIMIZER,
-    SCHEDULER,
     TrainerFiles,
     file_fact,
     read_trainer_files,
@@ -88,7 +87,7 @@ def _is_whole(root: Path) -> bool:
     return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
 
 
-def survey(root: Path, name: str) -> Survey:
+def survey(root: Path, name: str, client: str | None = None) -> Survey:
     """Index a checkpoint with DCP folders; of its tensors only the 4 bytes of each ``step`` are read, and samples of
     tensors that may be tied.
 
@@ -105,7 +104,7 @@ def survey(root: Path, name: str) -> Survey:
         folders = _read_trainers(root, name, problems) if is_trainers else _read_bare(root, name, problems)
     if folders is None or not all(folder.has_all_objects for folder in folders.all):  # the param groups, for one
         return Survey(None, problems)
-    trainer = read_trainer_files(FileTrees(root), name, problems) if is_trainers else None
+    trainer = read_trainer_files(FileTrees(root), name, problems, client) if is_trainers else None
     index = attempt(lambda: _Indexing(root, name, folders, trainer, problems).index(), problems)
     return Survey(index, problems, folders.unreadable)
 
@@ -202,6 +201,7 @@ class _Indexing:
             variant="plain",
             files=self._files(),
             unreadable=self.folders.unreadable,
+            client=self.trainer.client.name if self.trainer else DCP,
             train=TrainState(
                 all("step" in optimizer.tensors.get(param, {}) for param in trained),
                 tuple(weights),
@@ -353,14 +353,15 @@ class _Indexing:
             yield from folder.findings
         hyper = [group.hyper for group in optimizer.groups]
         if self.trainer:
+            there, client = {*self.trainer.files, *self.trainer.inside}, self.trainer.client
             yield from (one for one in self.trainer.findings if one.code is not Code.WEIGHTS_MISSING)
-            yield from find_lost_rng({*self.trainer.files, *self.trainer.inside}, self._world_size(), self.name)
-            if SCHEDULER not in self.trainer.files:
+            yield from find_lost_rng(there, self._world_size(), self.name, client)
+            if client.needs_scheduler and client.scheduler not in self.trainer.files:
                 what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
                 fix = "copy it back, or leave this checkpoint out"
-                yield Finding(PathIn(self.name, SCHEDULER), what, fix, Code.SCHEDULER_MISSING, ERROR)
+                yield Finding(PathIn(self.name, client.scheduler), what, fix, Code.SCHEDULER_MISSING, ERROR)
             if self.trainer.scheduler is not None:
-                yield from compare_scheduler(self.trainer.scheduler, PathIn(self.name, SCHEDULER), hyper, None)
+                yield from compare_scheduler(self.trainer.scheduler, PathIn(self.name, client.scheduler), hyper, None)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"

@@ -26,13 +26,14 @@ from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
 from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
 from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import LR_SCHEDULER, made_trainer_files, of_others, rates, scheduler_tree
+from llmtailor.formats.made import LR_SCHEDULER, made_client_files, of_others, rates, scheduler_tree
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.plain.write import check as check_masters
 from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights
@@ -41,7 +42,6 @@ from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
     OPTIMIZER,
     SCALER,
-    TRAINER_STATE,
     lay_out_trainer_files,
 )
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
@@ -91,7 +91,7 @@ class DcpWriter:
 
     def _lay_out_trainers(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
         base, wanted = target.base, target.wanted
-        made, notices = made_trainer_files(base, wanted)
+        made, notices = made_client_files(base, wanted)
         dtype = "F32" if base.has_masters else None
         leave_out = _NOT_HERE | of_others(base)
         laid_out = [*made, *(target.whole() if target.style.form == WHOLE else target.folders())]

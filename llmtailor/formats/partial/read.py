@@ -34,7 +34,7 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.trees import decode
 from llmtailor.formats.plain.optimizer import read_optimizer
 from llmtailor.formats.plain.read import compare_schedule, make_index
-from llmtailor.formats.trainer import OPTIMIZER, read_trainer_files
+from llmtailor.formats.trainer import read_trainer_files
 from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.formats.zero.read import survey_shards
 from llmtailor.model.parts import Param
@@ -179,17 +179,17 @@ def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> 
     return joined
 
 
-def survey(root: Path, name: str) -> Survey:
+def survey(root: Path, name: str, client: str | None = None) -> Survey:
     """Index a partial checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems = Problems()
-    return Survey(attempt(lambda: _index(root, name), problems), problems)
+    return Survey(attempt(lambda: _index(root, name, client), problems), problems)
 
 
-def _index(root: Path, name: str) -> CheckpointIndex:
+def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
     """Return the index. Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
-    index = _index_zero(partial) if manifest.stage else _index_plain(partial)
+    index = _index_zero(partial, client) if manifest.stage else _index_plain(partial, client)
     stated = (index.stage, index.global_step, index.world_size, index.precision)
     if stated != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
         what = "the step, stage, world size or precision of its object trees differs from manifest.json"
@@ -248,19 +248,19 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
     return placed
 
 
-def _index_zero(partial: Partial) -> CheckpointIndex:
+def _index_zero(partial: Partial, client: str | None) -> CheckpointIndex:
     """Index a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
     shards, manifest = partial.manifest.shards, partial.manifest
     optim, model = tuple(shards["optim"]), tuple(shards["model"])
     files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
-    return survey_shards(partial, files, partial.name, Problems()).sound_index()
+    return survey_shards(partial, files, partial.name, Problems(), client).sound_index()
 
 
-def _index_plain(partial: Partial) -> CheckpointIndex:
+def _index_plain(partial: Partial, client: str | None) -> CheckpointIndex:
     """Index a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
     manifest, name, problems = partial.manifest, partial.name, Problems()
-    optimizer = read_optimizer(partial, PathIn(name, OPTIMIZER))
-    trainer = read_trainer_files(partial, name, problems)
+    trainer = read_trainer_files(partial, name, problems, client)
+    optimizer = read_optimizer(partial, PathIn(name, trainer.client.optimizer))
     problems.raise_if_any()
     groups = tuple(group.names or () for group in optimizer.groups)
     params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}

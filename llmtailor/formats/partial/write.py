@@ -18,6 +18,7 @@ from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
 from llmtailor.containers.safetensors import lay_out_header
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
+from llmtailor.formats.clients import Client, client_of
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
     SCHEMA_BUNDLE,
@@ -33,9 +34,7 @@ from llmtailor.formats.plain.write import optimizer_tree
 from llmtailor.formats.rng import is_rng_file, rng_file
 from llmtailor.formats.trainer import (
     CARD,
-    OPTIMIZER,
     SCALER,
-    SCHEDULER,
     carry,
     is_weight_file,
     read_config,
@@ -161,7 +160,7 @@ def lay_out_partial(index: CheckpointIndex, params: Collection[str], save_id: st
     return PartialLayout(
         bundles=tuple(bundle.lay_out({**facts, "rank": str(rank)}) for rank, bundle in enumerate(bundles)),
         frozen=tuple(_lay_out_frozen(index)),
-        carried=tuple(carry(path, fact) for path, fact in index.files.items() if _is_carried(path)),
+        carried=tuple(carry(path, fact) for path, fact in index.files.items() if _is_carried(path, client_of(index))),
     )
 
 
@@ -223,8 +222,8 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     return index.held[State(param.name, kind)].dtype
 
 
-def _is_carried(path: str) -> bool:
-    made = {LATEST, CARD, MANIFEST, OPTIMIZER, SCHEDULER, SCALER}
+def _is_carried(path: str, client: Client) -> bool:
+    made = {LATEST, CARD, MANIFEST, client.optimizer, client.scheduler, SCALER}
     return "/" not in path and path not in made and not is_weight_file(path) and not is_rng_file(path)
 
 
@@ -279,15 +278,17 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
         bundles[rank].add_tree(path, tree, PathIn(index.name, path))
 
     if index.has_masters:
-        for rank, path, tree in make_shards(ZeroTarget.of(index, index.layout, index.precision), index.train):
+        for rank, path, tree in make_shards(
+            ZeroTarget.of(index, index.layout, index.precision, index.client), index.train
+        ):
             outer = tree.get("optimizer_state_dict")
             if outer is not None:  # it follows from the layout
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
-        add(0, OPTIMIZER, optimizer_tree(index, index.layout))
-    owners = {SCHEDULER: 0, **({} if index.has_masters else {SCALER: 0})}
-    owners |= {rng_file(rank, index.world_size): rank for rank in range(index.world_size)}
+        add(0, client_of(index).optimizer, optimizer_tree(index, index.layout))
+    owners = {client_of(index).scheduler: 0, **({} if index.has_masters else {SCALER: 0})}
+    owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
         if path in index.train.trees:
             add(rank, path, index.train.trees[path])

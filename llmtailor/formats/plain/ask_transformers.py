@@ -30,7 +30,8 @@ _IRRELEVANT = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|aut
 loaded from the Hub, and ``auto_map`` code."""
 MAX_DATA_BYTES = 4 << 30
 """Memory limit of the process; a model without its tensors' data takes a few hundred MB."""
-_FIX = "install a transformers that knows this model, or train with the params' names in the param groups (lt_params)"
+_NAME_THEM = "train with the params' names in the param groups (lt_params)"
+_FIX = f"install a transformers that knows this model, or {_NAME_THEM}"
 
 _PROGRAM = r"""
 import resource, sys
@@ -43,6 +44,8 @@ folder = sys.argv[1]
 config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 names = getattr(config, "architectures", None) or []
 kinds = [getattr(transformers, name, None) for name in names]
+if not names and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # of a model that was never saved or loaded
+    kinds = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]]
 kinds = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
 if not kinds:
     raise ValueError(f"this transformers ({transformers.__version__}) has no model class {', '.join(names) or '?'}")
@@ -91,9 +94,9 @@ def describe_model(root: Path, where: str) -> ModelFacts:
     Neither says anything about the checkpoint.
     """
     if not (root / CONFIG).exists():
-        raise UnsupportedCheckpoint.at(
-            PathIn(where, CONFIG), "the file is missing; nothing else states the params' order", "copy it back"
-        )
+        what = "the file is missing; nothing else states the params' order"
+        fix = "copy it back, or put it there with model.config.save_pretrained()"
+        raise UnsupportedCheckpoint.at(PathIn(where, CONFIG), what, f"{fix}; or {_NAME_THEM}")
     return describe_config(read_json(root / CONFIG, PathIn(where, CONFIG)), PathIn(where, CONFIG))
 
 

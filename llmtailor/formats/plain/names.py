@@ -1,7 +1,8 @@
 """The names of params behind the ids of ``optimizer.pt``, and whether optimizer, weights and model fit.
 
-If the param groups list names, these are used. Otherwise the groups must be the Trainer's own two: params with weight
-decay, then those without, each in the order of the model, frozen ones left out. Shapes are compared id by id.
+If the param groups list names, these are used. Otherwise the params of each group must be in the order of the model,
+frozen ones left out, in one group (``AdamW(model.parameters())``) or in the Trainer's own two: params with weight
+decay, then those without. Shapes are compared id by id.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from llmtailor.containers.fields import FLOATING
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.optimizer import SavedOptimizer
-from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.model.parts import Param
 
 _OTHER_RUN = "use the optimizer.pt and the config.json of the same save"
 _NAME_THEM = (
-    "train with the params' names in the param groups (a key lt_params beside params); a checkpoint without them can "
-    "be read only if it has the Trainer's own two groups"
+    "train with the params' names in the param groups (a key lt_params beside params, or model.named_parameters() for "
+    "the optimizer); a checkpoint without them can be read only if it has one group, or the Trainer's own two"
 )
 _SHOWN = 5
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -44,18 +44,19 @@ def listed_names(saved: SavedOptimizer, where: str) -> tuple[tuple[str, ...], ..
 
 
 def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the params of each group by the Trainer's rule.
+    """Return the names of the params of each group by the order of the model, and the Trainer's rule for two groups.
 
     Raises SourceError for every shape that does not fit, and UnsupportedCheckpoint if the names are ambiguous: for
-    groups that are not the Trainer's, or if frozen params allow more than one way to name the ids.
+    other groups, or if frozen params allow more than one way to name the ids.
     """
-    if len(saved.groups) != 2 or saved.groups[1].hyper.get("weight_decay") != 0:
+    is_one = len(saved.groups) == 1
+    if not is_one and (len(saved.groups) != 2 or saved.groups[1].hyper.get("weight_decay") != 0):
         what = f"it has {len(saved.groups)} param groups without names, and they are not the Trainer's two"
         raise UnsupportedCheckpoint.at(where, what, _NAME_THEM)
     problems: list[Problem] = []
     groups = []
     for number, group in enumerate(saved.groups):
-        names = [name for name in model.params if (name in model.decaying) == (number == 0)]
+        names = [name for name in model.params if is_one or (name in model.decaying) == (number == 0)]
         shapes = [saved.shape(param) for param in group.ids]
         if len(shapes) > len(names):
             what = f"group {number} has {len(shapes)} ids, but the model has {len(names)} such params"
@@ -133,13 +134,14 @@ def fit(
     weights_held: Mapping[str, TensorEntry],
     model: ModelFacts | None,
     listed: Collection[str],
-    name: str,
+    where: PathIn,
 ) -> Fitted:
-    """Return the params with their roles; ``listed`` are the buffers that the weight files list.
+    """Return the params with their roles; ``listed`` are the buffers that the weight files list, ``where`` is the
+    optimizer's file.
 
     Raises SourceError if optimizer, weights and model do not fit together.
     """
-    trainable = {param: None for group in groups for param in group}
+    name, trainable = where.checkpoint, {param: None for group in groups for param in group}
     ids = [number for group in optimizer.groups for number in group.ids]
     shapes = [optimizer.shape(number) for number in ids]
     weights = {weight: held.shape for weight, held in weights_held.items()}
@@ -152,14 +154,23 @@ def fit(
         wanted = {**dict(zip(trainable, shapes, strict=True)), **{other: weights[other] for other in others}}
         buffers = {other for other in others if weights_held[other].dtype not in FLOATING} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
-    problems = compare_shapes(ids, shapes, list(trainable), wanted, PathIn(name, OPTIMIZER))
+    problems = compare_shapes(ids, shapes, list(trainable), wanted, where)
     problems += [
-        Problem(name, f"the weight {param} has shape {list(weights[param])} instead of {list(shape)}", COPY_CHECKPOINT)
+        Problem(
+            where.checkpoint,
+            f"the weight {param} has shape {list(weights[param])} instead of {list(shape)}",
+            COPY_CHECKPOINT,
+        )
         for param, shape in wanted.items()
         if weights.get(param, shape) != shape
     ]
     problems += [
-        Problem(name, f"the weight {param} is {held.dtype}, not floating-point", COPY_CHECKPOINT, Code.WEIGHTS_DTYPE)
+        Problem(
+            where.checkpoint,
+            f"the weight {param} is {held.dtype}, not floating-point",
+            COPY_CHECKPOINT,
+            Code.WEIGHTS_DTYPE,
+        )
         for param, held in weights_held.items()
         if param in trainable and held.dtype not in FLOATING
     ]

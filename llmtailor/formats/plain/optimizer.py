@@ -24,7 +24,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
-from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.field_tables import (
     EACH,
@@ -42,7 +42,6 @@ from llmtailor.formats.field_tables import (
     optimizer_fields,
 )
 from llmtailor.formats.format import Trees
-from llmtailor.formats.trainer import OPTIMIZER
 from llmtailor.formats.trainer_checks import find_refused
 
 _STEP, _ADAM = "torch.optim.AdamW.step", "Adam and its variants"
@@ -144,15 +143,16 @@ def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
 
 
-def read_optimizer(trees: Trees, where: str) -> SavedOptimizer:
-    """Decode ``optimizer.pt``; no tensor byte is read except the 4 bytes of each ``step``.
+def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
+    """Decode ``optimizer.pt``, or accelerate's ``optimizer.bin``; of its tensors only the 4 bytes of each ``step`` are
+    read.
 
     Raises SourceError, or UnsupportedCheckpoint for an optimizer whose state is not elementwise.
     """
-    if OPTIMIZER not in trees.inside and not (trees.root / OPTIMIZER).exists():
-        fix = "copy it back; without it a resume silently loads neither the optimizer nor the schedule"
+    if where.path not in trees.inside and not (trees.root / where.path).exists():
+        fix = "copy it back; without it a resume fails, or silently loads neither the optimizer nor the schedule"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
-    tree = trees.read(OPTIMIZER, where).tree
+    tree = trees.read(where.path, where).tree
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
     try:
         saved = _read(trees.root, tree, where)

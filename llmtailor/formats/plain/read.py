@@ -1,4 +1,4 @@
-"""From a Trainer checkpoint without DeepSpeed to a `CheckpointIndex`.
+"""From a checkpoint without DeepSpeed, of the Trainer or of accelerate, to a `CheckpointIndex`.
 
 There are no separate master weights: the weights are what the optimizer updates, so the same bytes are held under
 both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
 from llmtailor.codes import Code
@@ -21,12 +21,13 @@ from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
 from llmtailor.formats.field_tables import check_fields
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.rng import RNG_FILE, find_lost_rng
+from llmtailor.formats.rng import find_lost_rng, rank_of
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
@@ -35,7 +36,6 @@ from llmtailor.formats.trainer import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
-    TRAINER_STATE,
     TrainerFiles,
     read_trainer_files,
 )
@@ -47,27 +47,29 @@ from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, Sta
 OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
-_NOT_PLAIN = ("latest", "zero_to_fp32.py", "optimizer.bin", "optimizer_0", "pytorch_model_fsdp.bin")
+_NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files of a DeepSpeed or FSDP checkpoint"""
+_PLAIN = (OPTIMIZER, SCHEDULER, *(CLIENTS[ACCELERATE].optimizer, CLIENTS[ACCELERATE].scheduler, "random_states_0.pkl"))
 
 
 def detects(root: Path) -> bool:
-    """Return whether this is, or was, a Trainer checkpoint without DeepSpeed or FSDP; `survey` reports gaps."""
+    """Return whether this is, or was, a checkpoint without DeepSpeed or FSDP; `survey` reports gaps."""
     if not root.is_dir() or any((root / name).exists() for name in _NOT_PLAIN) or any(root.glob("global_step*")):
         return False
-    return any((root / name).exists() for name in (OPTIMIZER, SCHEDULER))
+    return any((root / name).exists() for name in _PLAIN)
 
 
-def survey(root: Path, name: str) -> Survey:
-    """Index a Trainer checkpoint without DeepSpeed; no tensor byte is read except the 4 bytes of each ``step``.
+def survey(root: Path, name: str, client: str | None = None) -> Survey:
+    """Index a checkpoint without DeepSpeed; no tensor byte is read except the 4 bytes of each ``step``.
 
     Raises UnsupportedCheckpoint for a PEFT run whose param groups don't list names.
     """
     problems, trees = Problems(), FileTrees(root)
-    trainer = read_trainer_files(trees, name, problems)
-    optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, OPTIMIZER)), problems)
+    trainer = read_trainer_files(trees, name, problems, client)
+    optimizer = attempt(lambda: read_optimizer(trees, PathIn(name, trainer.client.optimizer)), problems)
     if optimizer and ADAPTER_CONFIG in trainer.files and not has_names(optimizer):
-        what = "this is a PEFT run without DeepSpeed, and its optimizer.pt does not state which params it holds"
+        file = trainer.client.optimizer
+        what = f"this is a PEFT run without DeepSpeed, and its {file} does not state which params it holds"
         fix = "leave it out; the partial checkpoints of such a run can be composed, and full ones with DeepSpeed"
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
@@ -120,7 +122,7 @@ def _index(
     problems: Problems,
 ) -> CheckpointIndex:
     """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
-    where = PathIn(name, OPTIMIZER)
+    where = PathIn(name, trainer.client.optimizer)
     findings = list(trainer.findings)
     model = _ask_model(root, name, optimizer, trainer, findings)
     if has_names(optimizer):
@@ -129,7 +131,7 @@ def _index(
         assert model is not None
         groups = derived_names(optimizer, model, where)
     weights = {state.param: held for state, held in stored.items()}
-    known = fit(groups, optimizer, weights, model, listed_buffers(root, name), name)
+    known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
     index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
     frozen = [param.name for param in known.params.values() if param.role == "frozen"]
     if frozen and not has_names(optimizer):
@@ -146,7 +148,7 @@ def _index(
     findings += attempt(lambda: [*_check_steps(index, trainer)], problems) or ()
     findings += compare_schedule(optimizer, trainer, name)
     world_size = _world_size(trainer.files)
-    findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name)
+    findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name, trainer.client)
     dtypes = Counter(weight.dtype for weight in stored.values())
     return replace(
         index,
@@ -159,8 +161,8 @@ def _index(
 
 
 def compare_schedule(optimizer: SavedOptimizer, trainer: TrainerFiles, name: str) -> list[Finding]:
-    """Return findings on a scheduler.pt that does not fit the optimizer's groups."""
-    hyper, where = [group.hyper for group in optimizer.groups], PathIn(name, SCHEDULER)
+    """Return findings on a scheduler's state that does not fit the optimizer's groups."""
+    hyper, where = [group.hyper for group in optimizer.groups], PathIn(name, trainer.client.scheduler)
     return compare_scheduler(trainer.scheduler, where, hyper, None) if trainer.scheduler else []
 
 
@@ -182,7 +184,7 @@ def make_index(
     return CheckpointIndex(
         root=root,
         name=name,
-        format="trainer",
+        format=ACCELERATE if trainer.client.name == ACCELERATE else TRAINER,
         stage=0,
         world_size=1,
         global_step=int(max(optimizer.steps.values())),
@@ -202,6 +204,7 @@ def make_index(
         settings=ZeroSettings(),
         variant="plain",
         files=trainer.files,
+        client=trainer.client.name,
         train=TrainState(optimizer.step_is_tensor, trees=trainer.trees),
     )
 
@@ -209,7 +212,7 @@ def make_index(
 def _check_complete(trainer: TrainerFiles, weights: Mapping[State, TensorEntry] | None, name: str) -> None:
     """Raise SourceError for missing files without which a resume fails or silently drops the optimizer."""
     problems = []
-    if SCHEDULER not in trainer.files:
+    if trainer.client.needs_scheduler and trainer.client.scheduler not in trainer.files:
         what = "the file is missing; without it a resume silently loads neither the schedule nor the optimizer"
         fix = "copy it back, or leave this checkpoint out"
         problems.append(Problem(PathIn(name, SCHEDULER), what, fix, Code.FILE_MISSING))
@@ -263,12 +266,16 @@ def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Find
     SourceError if no state is of the schedule's step.
     """
     counted, name = trainer.scheduler.num_steps if trainer.scheduler is not None else None, index.name
+    if not trainer.client.counts_steps:
+        counted = index.global_step
     if counted is None or MANIFEST in trainer.files:
         return
     of_step: dict[float, list[str]] = {}
     for param, step in index.steps().items():
         of_step.setdefault(step, []).append(param)
-    where, fix = PathIn(name, OPTIMIZER), "copy optimizer.pt and scheduler.pt again; they come from different saves"
+    client = trainer.client
+    where = PathIn(name, client.optimizer)
+    fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
     if counted not in of_step:
         what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
         raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
@@ -288,7 +295,7 @@ def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Find
 
 
 def _world_size(files: Iterable[str]) -> int:
-    return max((int(match[1] or 0) + 1 for path in files if (match := RNG_FILE.fullmatch(path))), default=1)
+    return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
 
 
 def listed_buffers(root: Path, name: str) -> set[str]:

@@ -16,18 +16,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_trainer_files, of_others
+from llmtailor.formats.made import made_client_files, of_others
 from llmtailor.formats.plain.optimizer import NAME_KEYS, without_names
 from llmtailor.formats.plain.read import BUFFERS_KEY
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, SCHEDULER, lay_out_trainer_files
+from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCHEDULER, lay_out_trainer_files
 from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
@@ -53,10 +54,10 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
 
     Raises SourceError for a base that lacks something that a resume needs.
     """
-    _check_base(base)
-    trainers, notices = made_trainer_files(base, wanted)
+    _check_base(base, wanted.client)
+    trainers, notices = made_client_files(base, wanted)
     made = [
-        lay_out_torch_file(OPTIMIZER, optimizer_tree(base, wanted.layout)),
+        lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout)),
         *lay_out_master_weights(base),
         *trainers,
     ]
@@ -65,9 +66,9 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     return lay_out_trainer_files(base, wanted, made, dtype, leave_out, has_weights=True), notices
 
 
-def _check_base(base: CheckpointIndex) -> None:
+def _check_base(base: CheckpointIndex, client: str) -> None:
     problems = []
-    if not base.offers(SCHEDULER) and base.family != DCP:
+    if base.client == client and CLIENTS[client].needs_scheduler and not base.offers(SCHEDULER):
         what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
         problems.append(
             Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")

@@ -140,14 +140,14 @@ class StoredParam:
     step_is_tensor: bool
 
 
-def survey(root: Path, name: str) -> Survey:
+def survey(root: Path, name: str, client: str | None = None) -> Survey:
     """Index a universal checkpoint; no tensor byte is read except those of each ``step``.
 
     Raises UnsupportedCheckpoint for tensors of another parallelism than ZeRO's; the survey reports damage.
     """
     problems, trees = Problems(), FileTrees(root)
     tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
-    trainer = read_trainer_files(trees, name, problems)
+    trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if tag is None:
         return Survey(None, problems)
     facts = dict(_files_in(root, f"{tag}/"))
@@ -225,7 +225,9 @@ class _Reader:
                 "scheduler" in shards.ds_config,
             ),
             *check_global_step(index, self.trainer),
-            *find_lost_rng({*self.trainer.files, *self.trainer.inside}, index.world_size, self.name),
+            *find_lost_rng(
+                {*self.trainer.files, *self.trainer.inside}, index.world_size, self.name, self.trainer.client
+            ),
         )
         return Survey(replace(index, findings=findings), self.problems, index.unreadable)
 
@@ -368,6 +370,7 @@ class _Reader:
             variant=known.variant,
             files={**self.trainer.files, **self.facts},
             unreadable=frozenset(unreadable),
+            client=self.trainer.client.name,
             train=TrainState(
                 step_is_tensor,
                 tuple(usual.rest["module"]),

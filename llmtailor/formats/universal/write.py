@@ -61,6 +61,8 @@ def _is_folder_name(param: str) -> bool:
 
 def _lay_out_states(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
     tag = f"{target.tag}{UNIVERSAL}"
+    if target.client.finds(target.tag) and not target.client.finds(tag):
+        tag = target.tag
     yield FileLayout(LATEST_UNIVERSAL, (Bytes(tag.encode(), "the tag"),))
     models = RankFiles(target, train).model(tag)
     yield next(models)

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import ACCELERATE
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.formats.clients import CLIENTS
 from llmtailor.storage.local import read_source
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -31,7 +33,7 @@ _WHOLE_MODEL = re.compile(r"mp_rank_([0-9]{2,5})_model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
 WHOLE_MODEL = "mp_rank_00_model_states.pt"
-_COPY_BACK = "copy the file back, or leave this checkpoint out of the recipe"
+_COPY_BACK = "copy the file back, or use another checkpoint"
 _SHOWN = 8
 _RANKS_PER_FILE = 64
 _MAX_TAG_BYTES = 4096
@@ -57,7 +59,7 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
     None if nothing can be found out. Raises SourceError or UnsupportedCheckpoint for other kinds of folder.
     """
     _check_is_checkpoint(root, where)
-    tags = [path.name for path in root.glob("global_step*") if path.is_dir()]
+    tags = [path.name for path in root.iterdir() if path.is_dir() and _is_tag(path)]
     if not tags and not (root / LATEST).exists():
         problems.add(_no_shards(root, where))
         return None
@@ -203,9 +205,11 @@ def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Probl
     folders ``tags``, if any."""
     tags = sorted(tags, key=lambda tag: (len(tag), tag))
     latest = root / file
+    if not latest.exists() and (named := CLIENTS[ACCELERATE].tag) in tags:  # accelerate does not look for the file
+        return named
     if not latest.exists() and tags:
         what, fix = "the file is missing, so DeepSpeed will not find the tag folder", "write the tag into it"
-        command = f"printf %s {shlex.quote(tags[-1])} > {shlex.quote(str(latest))}"
+        command = write_latest(latest, tags[-1])
         problems.add(SourceError.at(PathIn(where, file), what, f"{fix}: {command}", Code.FILE_NAME))
         return tags[-1]
     try:
@@ -222,6 +226,16 @@ def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Probl
     fix = f"{found}; write the right one into {file}, or copy the folder back"
     problems.add(SourceError.at(PathIn(where, file), what, fix, Code.FILE_NAME))
     return tags[-1] if tags else None
+
+
+def write_latest(latest: Path, tag: str) -> str:
+    """Return a command that writes the tag into the file."""
+    return f"printf %s {shlex.quote(tag)} > {shlex.quote(str(latest))}"
+
+
+def _is_tag(folder: Path) -> bool:
+    """Return whether a folder is a tag folder, by its name or its files."""
+    return folder.name.startswith("global_step") or any(is_shard_name(path.name) for path in folder.iterdir())
 
 
 def _no_shards(root: Path, where: str) -> SourceError:

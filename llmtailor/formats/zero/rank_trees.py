@@ -15,6 +15,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
+from llmtailor.formats.clients import CLIENTS, Client
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.engine_state import clipping_node, make_stage, scaling_nodes, unknown
 from llmtailor.formats.zero.files import UNIVERSAL
@@ -35,16 +36,18 @@ class ZeroTarget:
     """Dtype of the weights in training"""
     kinds: tuple[str, ...]
     """Elementwise states of the optimizer; none in fp16 while every step so far has overflowed"""
+    client: Client
+    """Whose loader will look for the tag folder"""
 
     @classmethod
-    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str) -> ZeroTarget:
+    def of(cls, base: CheckpointIndex, layout: OptimizerLayout, precision: str, client: str) -> ZeroTarget:
         trained = next((param for one in base.sub_groups for param in one.params), None)
         kinds = (state.kind for state in base.held if state.param == trained and state.kind not in _NOT_MOMENTS)
-        return cls(base, layout, precision, tuple(kinds))
+        return cls(base, layout, precision, tuple(kinds), CLIENTS[client])
 
     @property
     def tag(self) -> str:
-        return self.base.tag.removesuffix(UNIVERSAL) or f"global_step{self.base.global_step}"
+        return self.base.tag.removesuffix(UNIVERSAL) or self.client.default_tag.format(self.base.global_step)
 
     @property
     def num_models(self) -> int:

@@ -17,20 +17,26 @@ from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, r
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.format import FileTrees, Trees, attempt
 from llmtailor.formats.rng import find_lost_rng
 from llmtailor.formats.scheduler import SchedulerFacts, compare_scheduler
 from llmtailor.formats.trainer import (
     MANIFEST,
     SCALER,
-    SCHEDULER,
-    TRAINER_STATE,
     TrainerFiles,
     file_fact,
     read_trainer_files,
 )
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
-from llmtailor.formats.zero.files import LATEST, UNIVERSAL, ShardFiles, survey_shard_files
+from llmtailor.formats.zero.files import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    UNIVERSAL,
+    ShardFiles,
+    survey_shard_files,
+    write_latest,
+)
 from llmtailor.formats.zero.ranks import Ranks, is_dealt_out, read_ranks
 from llmtailor.formats.zero.shards import section
 
@@ -42,20 +48,22 @@ def detects(root: Path) -> bool:
     return (root / LATEST).exists() or any(root.glob("global_step*"))
 
 
-def survey(root: Path, name: str) -> Survey:
-    """Index a Trainer checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
+def survey(root: Path, name: str, client: str | None = None) -> Survey:
+    """Index a checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
 
     Raises SourceError or UnsupportedCheckpoint for any other folder; the survey reports damage.
     """
     problems = Problems()
     files = survey_shard_files(root, name, problems)
-    return survey_shards(FileTrees(root), files, name, problems)
+    return survey_shards(FileTrees(root), files, name, problems, client)
 
 
-def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: Problems) -> Survey:
+def survey_shards(
+    trees: Trees, files: ShardFiles | None, name: str, problems: Problems, client: str | None = None
+) -> Survey:
     """Index shards, wherever they are; ``files`` is None if nothing is known of them."""
     root = trees.root
-    trainer = read_trainer_files(trees, name, problems)
+    trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
         return Survey(None, problems)
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
@@ -87,6 +95,7 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
         files={**trainer.files, **facts},
         module=ranks.hold_module(),
         unreadable=ranks.unreadable,
+        client=trainer.client.name,
         train=TrainState(
             optim.step_is_tensor,
             tuple(model.rest["module"]),
@@ -106,7 +115,7 @@ def survey_shards(trees: Trees, files: ShardFiles | None, name: str, problems: P
         *check_folder(index, files, trainer, config),
         *check_schedulers(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
         *check_global_step(index, trainer),
-        *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name),
+        *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name, trainer.client),
     )
     return Survey(replace(index, findings=findings), problems, ranks.unreadable)
 
@@ -215,11 +224,17 @@ def find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
 def check_folder(
     index: CheckpointIndex, files: ShardFiles, trainer: TrainerFiles, config: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    place = PathIn(index.name, files.tag)
-    if (index.root / files.tag).is_dir() and not any(index.root.glob("global_step*")):
-        what = f"the tag folder is {files.tag}, but the Trainer looks for one whose name begins with global_step"
-        fix = f"rename it to global_step{index.global_step}, and write that into latest"
+    place, client = PathIn(index.name, files.tag), trainer.client
+    is_there = (index.root / files.tag).is_dir()
+    if is_there and not any(client.finds(path.name) for path in index.root.iterdir()):
+        begins = "whose name begins with" if client.tag.endswith("*") else "with the name"
+        what = f"the tag folder is {files.tag}, but {client.loader} looks for one {begins} {client.tag.rstrip('*')}"
+        fix = f"rename it to {client.default_tag.format(index.global_step)}, and write that into latest"
         yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
+    if is_there and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys() and files.tag == client.tag:
+        what = f"the file is missing; {client.loader} does not need it, but DeepSpeed's tools do"
+        fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
+        yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)
     if SCALER in trainer.files:
         what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails if it finds this file; remove it"
         yield Finding(PathIn(index.name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
@@ -234,8 +249,9 @@ def check_folder(
 def check_schedulers(
     index: CheckpointIndex, trainer: TrainerFiles, inside: PathIn, engines: SchedulerFacts | None, is_set: bool
 ) -> Iterator[Finding]:
-    """Yield findings on the scheduler. The Trainer keeps it in scheduler.pt, DeepSpeed in the model states."""
-    where, groups = PathIn(index.name, SCHEDULER), [group.hyper for group in index.groups]
+    """Yield findings on the scheduler. The client keeps it in a file of its own, DeepSpeed in the model states."""
+    client = trainer.client
+    where, groups = PathIn(index.name, client.scheduler), [group.hyper for group in index.groups]
     expected = index.global_step - index.skipped_steps
     if trainer.scheduler is not None:
         yield from compare_scheduler(trainer.scheduler, where, groups, expected)
@@ -244,7 +260,7 @@ def check_schedulers(
     elif is_set:
         what = "the run had a DeepSpeed scheduler, but the model states hold none"
         yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)
-    elif trainer.scheduler is None and not any(SCHEDULER in names for names in (trainer.files, trainer.inside)):
+    elif client.needs_scheduler and client.scheduler not in {*trainer.files, *trainer.inside}:
         fix = "a resume with a Trainer scheduler will fail; copy the file back"
         yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
 

@@ -20,7 +20,7 @@ from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_trainer_files, of_others
+from llmtailor.formats.made import made_client_files, of_others
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -53,7 +53,7 @@ def lay_out_engine(
         precision = dtype = wanted.dtype or base.precision
         leave_out = frozenset((OPTIMIZER, SCALER, LATEST)) | of_others(base)
         _check_plain_base(base, precision)
-    target, train = ZeroTarget.of(base, wanted.layout, precision), base.train
+    target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
     if not train.optim:
         train = new_engine(base, target.layout.stage, precision)
     if wanted.from_group is not None:
@@ -63,8 +63,11 @@ def lay_out_engine(
         }
         train = replace(train, model=tuple(adapted.get(id(tree)) for tree in train.model))
     states = [*lay_out_states(target, train)]
-    weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
-    made, about = made_trainer_files(base, wanted)
+    weights: list[FileLayout] = []
+    notices: list[Problem] = []
+    if target.client.saves_model or base.is_partial:
+        weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+    made, about = made_client_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
     if base.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"

@@ -1,0 +1,21 @@
+"""The trainings that the tests stand on."""
+
+from __future__ import annotations
+
+from clients.spec import Spec
+
+TWO_RANKS = {
+    spec.name: spec
+    for spec in (
+        Spec("engine-1", stage=1, scheduler=""),
+        Spec("engine-2", stage=2, scheduler="deepspeed", tag="checkpoint"),
+        Spec("engine-3", stage=3),
+        Spec("accelerate-2", "accelerate", stage=2, objects=True),
+        Spec("accelerate-3", "accelerate", stage=3, scheduler=""),
+        Spec("accelerate-ddp", "accelerate", stage=0, dtype="fp32", objects=True),
+        Spec("accelerate-fsdp", "accelerate", stage=0, fsdp=True, dtype="fp32"),
+        Spec("accelerate-named", "accelerate", stage=0, dtype="fp32", scheduler="", named=True),
+    )
+}
+SAVER = Spec("engine-saver", stage=2, scheduler="", saver=True)
+ALL = {**TWO_RANKS, SAVER.name: SAVER}

@@ -1,0 +1,228 @@
+"""Composites of checkpoints without a Trainer: every state is bit for bit that of its source."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from click.testing import CliRunner  # noqa: E402
+from transformers import Trainer  # noqa: E402
+
+import llmtailor  # noqa: E402
+from clients.conftest import Loops  # noqa: E402
+from clients.runs import TWO_RANKS  # noqa: E402
+from clients.test_resume import convert  # noqa: E402
+from dcp.holding import read, same  # noqa: E402
+from llmtailor.cli.main import cli  # noqa: E402
+from llmtailor.errors import UnsafePickle  # noqa: E402
+from llmtailor.formats.clients import TRAINER_STATE  # noqa: E402
+from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
+from llmtailor.model.states import MASTER, WEIGHT  # noqa: E402
+from llmtailor.runs.latest import find_latest  # noqa: E402
+from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from plain import training as plain  # noqa: E402
+from thin.scene import call, contents, copy_of, folders  # noqa: E402
+from thin.scene import compose as compose_run  # noqa: E402
+
+pytestmark = pytest.mark.real
+RECIPE = """
+merge_method: passthrough
+base_model: {base}
+parts:
+  - from: {older}
+    select: [odd]
+"""
+FILES = {
+    "deepspeed": set(),
+    "accelerate": {"random_states_0.pkl", "random_states_1.pkl"},
+    "trainer": {"trainer_state.json", "scheduler.pt"},
+}
+
+
+def compose(loops: Loops, name: str, folder: Path, **options: object) -> Path:
+    text = RECIPE.format(base=loops.checkpoint(name, 4), older=loops.checkpoint(name, 2))
+    (folder / "recipe.yaml").write_text(text)
+    llmtailor.merge(folder / "recipe.yaml", folder / "checkpoint-4", llmtailor.Options(**options))
+    return folder / "checkpoint-4"
+
+
+def assert_composed(out: Path, loops: Loops, name: str) -> None:
+    made, structure = index_checkpoint(out), find_structure(index_checkpoint(out))
+    sources = {step: index_checkpoint(loops.checkpoint(name, step)) for step in (2, 4)}
+    for state in sources[4].held:
+        if state.kind == WEIGHT and not made.weights_are_states:
+            continue
+        source = sources[2 if structure.part_of[state.param] == "layer 1" else 4]
+        assert same(read(out, made.held[state]), read(source.root, source.held[state])), state
+    assert made.global_step == 4
+    some = next(state for state in made.held if state.kind == MASTER)
+    assert not same(read(sources[2].root, sources[2].held[some]), read(sources[4].root, sources[4].held[some]))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_composite_holds_the_states_of_its_sources(name: str, ranks: int, loops: Loops, tmp_path: Path) -> None:
+    out = compose(loops, name, tmp_path, world_size=ranks)
+    assert_composed(out, loops, name)
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.is_resumable and not verdict.findings
+    assert verdict.index is not None and verdict.index.client == TWO_RANKS[name].client
+
+
+SHORT = [
+    *("engine-2 trainer", "engine-3 dcp", "engine-2 universal", "accelerate-2 trainer", "accelerate-2 universal"),
+    *("accelerate-2 fsdp", "accelerate-ddp deepspeed", "accelerate-ddp trainer", "accelerate-fsdp deepspeed"),
+]
+LONG = [
+    f"{name} {to}"
+    for name in ("engine-2", "engine-3", "accelerate-2", "accelerate-ddp", "accelerate-fsdp")
+    for to in ("trainer", "fsdp", "dcp", "universal", "deepspeed")
+]
+PAIRS = [*SHORT, *(pytest.param(pair, marks=pytest.mark.long) for pair in LONG if pair not in SHORT)]
+THINNED = [
+    pytest.param(name, marks=() if name in ("engine-2", "accelerate-2", "accelerate-ddp") else pytest.mark.long)
+    for name in TWO_RANKS
+    if "fsdp" not in name
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_any_format_can_be_made_of_them(pair: str, loops: Loops, tmp_path: Path) -> None:
+    name, to = pair.split()
+    stage = {"stage": 2} if to in ("universal", "deepspeed") else {}
+    out = compose(loops, name, tmp_path, to=to, **stage)
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.is_resumable, verdict.findings
+    index = verdict.index
+    assert index is not None
+    own = TWO_RANKS[name].client
+    client = {"trainer": "trainer", "dcp": "dcp", "fsdp": "trainer" if own == "deepspeed" else own}.get(to, own)
+    assert (index.client, index.family) == (client, to)
+    assert FILES.get(client, set()) <= index.files.keys()
+    masters = [state for state in index.held if state.kind == MASTER]
+    base = index_checkpoint(loops.checkpoint(name, 4))
+    older = [state for state in masters if ".layers.1." in state.param]
+    assert older and all(same(read(out, index.held[s]), read(base.root, base.held[s])) != (s in older) for s in masters)
+
+
+def test_the_schedule_of_accelerate_is_counted_in_steps_for_the_trainer(loops: Loops, tmp_path: Path) -> None:
+    out = convert(loops.checkpoint("accelerate-2"), tmp_path / "checkpoint-2", to="trainer")
+    before = torch.load(loops.checkpoint("accelerate-2") / "scheduler.bin")
+    after = torch.load(out / "scheduler.pt")
+    assert (before["last_epoch"], after["last_epoch"], after["_step_count"]) == (4, 2, 3)
+    assert after["_last_lr"] == before["_last_lr"]
+    states = torch.load(loops.checkpoint("accelerate-2") / "random_states_1.pkl", weights_only=False)
+    trainers = torch.load(out / "rng_state_1.pth", weights_only=False)
+    assert trainers["python"] == states["random_state"]
+    assert torch.equal(trainers["cpu"], states["torch_manual_seed"])
+    assert not (out / "custom_checkpoint_0.pkl").exists() and not (out / "scheduler.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["engine-2", "accelerate-3"])
+def test_the_trainer_resumes_from_what_is_made_for_it(name: str, loops: Loops, tmp_path: Path) -> None:
+    """It holds the masters and moments of the loop, bit for bit, and goes on at its step with its learning rate."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    class Watching(Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, param in model.named_parameters() if not found else ():
+                states = {kind: value.clone() for kind, value in self.optimizer.state[param].items()}
+                found[name] = {MASTER: param.detach().clone(), **states}
+            return super().training_step(model, *args, **kwargs)
+
+    source = loops.checkpoint(name)
+    out = convert(source, tmp_path / "out" / "checkpoint-2", to="trainer", groups="default")
+    state = json.loads((out / TRAINER_STATE).read_text()) | {"logging_steps": 1, "save_steps": 2}  # as a note says
+    (out / TRAINER_STATE).write_text(json.dumps(state))
+    run = plain.train(tmp_path / "run", layers=3, kind=Watching, resume_from=out)
+    assert run.losses.keys() == {3, 4}
+    index = index_checkpoint(source)
+    for state_of, held in index.held.items():
+        if state_of.kind != WEIGHT and state_of.kind in found[state_of.param]:
+            assert same(found[state_of.param][state_of.kind], read(source, held)), state_of
+    assert found.keys() == index.steps().keys() and {float(one["step"]) for one in found.values()} == {2.0}
+    assert verify_checkpoint(run.checkpoint(4), deep=True).level == RESUMABLE
+
+
+def test_what_the_client_has_registered_is_copied_unread(loops: Loops, tmp_path: Path) -> None:
+    out = compose(loops, "accelerate-ddp", tmp_path, world_size=3)
+    for path in ("custom_checkpoint_0.pkl", "random_states_0.pkl", "random_states_1.pkl"):
+        assert (out / path).read_bytes() == (loops.checkpoint("accelerate-ddp", 4) / path).read_bytes()
+    assert (out / "random_states_2.pkl").read_bytes() == (out / "random_states_0.pkl").read_bytes()
+
+
+def test_code_in_a_file_that_is_copied_is_never_run(loops: Loops, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    for path in ("custom_checkpoint_0.pkl", "sampler.bin", "random_states_0.pkl", "scheduler.bin", "optimizer.bin"):
+        root = tmp_path / path / "checkpoint-2"
+        shutil.copytree(loops.checkpoint("accelerate-ddp"), root)
+        torch.save({"x": Harm()}, root / path)
+        if path in ("custom_checkpoint_0.pkl", "sampler.bin"):
+            out = convert(root, tmp_path / path / "out", world_size=3)
+            assert (out / path).read_bytes() == (root / path).read_bytes()
+            assert verify_checkpoint(out, deep=True).is_resumable
+        else:
+            with pytest.raises(UnsafePickle):
+                convert(root, tmp_path / path / "out", world_size=3)
+            assert path in {one.path for one in verify_checkpoint(root).findings}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_diff_sees_what_accelerate_saves_beside_the_states(loops: Loops, tmp_path: Path) -> None:
+    source = loops.checkpoint("accelerate-ddp")
+    out = convert(source, tmp_path / "checkpoint-2", world_size=2)
+    assert "equal: all" in CliRunner().invoke(cli, ["diff", str(source), str(out)]).stdout
+    for path in ("custom_checkpoint_0.pkl", "random_states_1.pkl", "scheduler.bin"):
+        shutil.copy(loops.checkpoint("accelerate-ddp", 4) / path, out / path)
+        result = CliRunner().invoke(cli, ["diff", str(source), str(out)])
+        assert path in result.stdout
+        shutil.copy(source / path, out / path)
+
+
+def test_client_state_of_an_engine_is_kept(loops: Loops, tmp_path: Path) -> None:
+    out = compose(loops, "engine-2", tmp_path, world_size=3)
+    model = torch.load(out / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert (model["epoch"], model["global_steps"], (out / "latest").read_text()) == (4, 4, "checkpoint")
+
+
+@pytest.mark.parametrize("name", THINNED)  # FSDP has no partial form
+def test_merge_run_composes_what_thin_leaves(name: str, loops: Loops, tmp_path: Path) -> None:
+    """``thin`` makes older checkpoints partial, and a composite of these is the copy that the full one would give."""
+    run = copy_of(loops[name].folder, tmp_path / "run", (2, 4))
+    told = call("thin", run, "--strategy", "full", "--keep-full-last", "1", "--yes")
+    assert told["composable_after"] == [2, 4]
+    assert folders(run) == ["checkpoint-4", "partial/step-00000002"]
+    assert index_checkpoint(run / "partial/step-00000002").client == TWO_RANKS[name].client
+    made = compose_run(run, 2, tmp_path / "checkpoint-2")
+    wanted = convert(loops.checkpoint(name), tmp_path / "wanted" / "checkpoint-2")
+    known = {*contents(wanted)} - {path for path in contents(wanted) if path.startswith("zero_to_")}
+    assert known <= {*contents(made)}
+    verdict = verify_checkpoint(made, deep=True)
+    assert verdict.is_resumable and not verdict.findings and verdict.index is not None
+    before = index_checkpoint(wanted)
+    assert (verdict.index.client, verdict.index.tag) == (before.client, before.tag)
+    for state, held in before.held.items():
+        assert same(read(made, verdict.index.held[state]), read(wanted, held)), state
+
+
+def test_a_run_is_recovered_without_a_trainer_state(loops: Loops, tmp_path: Path) -> None:
+    run = copy_of(loops["accelerate-3"].folder, tmp_path / "run", (2, 4))
+    torn = run / "checkpoint-4" / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    torn.write_bytes(torn.read_bytes()[:100])
+    assert find_latest(run).path == run / "checkpoint-2"
+    call("salvage", run)
+    (out,) = run.glob("salvaged-checkpoint-*")
+    verdict = verify_checkpoint(out)
+    assert verdict.is_resumable and verdict.index is not None and verdict.index.client == "accelerate"

@@ -1,0 +1,160 @@
+"""The client's own loader, unpatched, resumes from what llmtailor writes for it, and training goes on.
+
+From a copy the losses are those of the straight run, to the last digit; on other ranks the same batch is summed up in
+another order. accelerate's loops draw their data from the random states, so they compare on the same ranks only.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+import llmtailor  # noqa: E402
+from clients.conftest import Loops  # noqa: E402
+from clients.runs import SAVER, TWO_RANKS  # noqa: E402
+from clients.spec import Spec  # noqa: E402
+from llmtailor.findings import WARNING  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from real.harness import train  # noqa: E402
+from thin.scene import compose  # noqa: E402
+
+pytestmark = pytest.mark.real
+STEP = 2
+RELATIVE = 2e-4
+"""Of the loss in bf16, summed up in another order"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversion, and the run that resumes from it."""
+
+    source: str
+    ranks: int = 2
+    stage: int | None = None
+    """Of the output; None keeps the source's"""
+    lost: str = ""
+    """A file that is removed from it"""
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else f"-stage-{self.stage}"
+        return f"{self.source}-to-{self.ranks}{stage}{self.lost and f'-without-{self.lost}'}"
+
+    @property
+    def is_exact(self) -> bool:
+        return self.ranks == 2 and self.stage is None and self.lost in ("", "latest")
+
+    def spec(self, out: Path) -> Spec:
+        changes: dict[str, Any] = {"per_device_batch": 6 // self.ranks, "save_steps": 2}
+        if self.stage is not None:
+            changes |= {"stage": self.stage}
+        return TWO_RANKS[self.source].resumed(out, str(self), **changes)
+
+
+SHORT = [
+    *(Case(name) for name in TWO_RANKS),
+    Case("engine-1", 3),
+    Case("engine-2", 1),
+    Case("engine-3", 3),
+    Case("accelerate-ddp", 1),
+    Case("accelerate-fsdp", 3),
+    Case("accelerate-2", 2, 3),
+    Case("accelerate-2", 2, 0),
+]
+LOST = [Case("accelerate-3", lost="latest"), Case("accelerate-ddp", lost="random_states_0.pkl")]
+LONG = [case for name in TWO_RANKS for ranks in (1, 3) if (case := Case(name, ranks)) not in SHORT]
+CASES = [pytest.param(case, id=str(case)) for case in SHORT]
+CASES += [pytest.param(case, id=str(case), marks=pytest.mark.long) for case in LONG]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def copy_of_partial(run: Path, folder: Path) -> Path:
+    shutil.copytree(run / "partial", folder / "partial")
+    return folder
+
+
+def convert(source: Path, out: Path, **options: Any) -> Path:
+    llmtailor.merge(Recipe("convert", "", source, (), None, None), out, llmtailor.Options(**options))
+    return out
+
+
+@pytest.fixture(scope="module")
+def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Convert what the tests of this session ask for, and resume from it in one set of ranks for each number."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    folder = tmp_path_factory.mktemp("converted")
+    batches: dict[int, list[Spec]] = {}
+    wanted = [item.callspec.params["case"] for item in items]
+    for case in dict.fromkeys([*wanted, *LOST]):
+        out = folder / str(case) / f"checkpoint-{STEP}"
+        convert(loops.checkpoint(case.source), out, world_size=case.ranks, stage=case.stage)
+        if case.lost:
+            (out / case.lost).unlink()
+        batches.setdefault(case.ranks, []).append(case.spec(out))
+    run = copy_of_partial(loops[SAVER.name].folder, folder / "run")
+    out = compose(run, STEP, folder / SAVER.name / f"checkpoint-{STEP}")
+    batches.setdefault(2, []).append(SAVER.resumed(out, SAVER.name, saver=False))
+    found: dict[str, Any] = {}
+    for ranks, specs in batches.items():
+        found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program="clients.train")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on(case: Case, loops: Loops, resumed: dict[str, Any]) -> None:
+    run = resumed[str(case)]
+    wanted = {step: loss for step, loss in loops[case.source].losses.items() if step > STEP}
+    assert run.losses.keys() == wanted.keys()
+    if case.is_exact:
+        assert run.losses == wanted
+    elif case.source.startswith("engine") or case.ranks == 2:
+        assert run.losses == pytest.approx(wanted, rel=RELATIVE)
+    saved = verify_checkpoint(run.checkpoint(4), deep=True)  # what the client has saved back
+    assert saved.level == RESUMABLE and not saved.findings
+    assert saved.index is not None and saved.index.client == TWO_RANKS[case.source].client
+
+
+def test_an_engine_resumes_from_partial_checkpoints_of_a_loop(loops: Loops, resumed: dict[str, Any]) -> None:
+    run = resumed[SAVER.name]
+    assert run.losses == {step: loss for step, loss in loops[SAVER.name].losses.items() if step > STEP}
+    for partial in sorted(loops[SAVER.name].folder.glob("partial/step-*")):
+        assert not verify_checkpoint(partial).findings
+    verdict = verify_checkpoint(Path(run.spec.resume_from), deep=True)
+    assert verdict.level == RESUMABLE and not verdict.findings
+    assert verdict.index is not None and verdict.index.client == "deepspeed"
+
+
+def test_a_file_is_missed_as_verify_says(loops: Loops, resumed: dict[str, Any]) -> None:
+    """accelerate does not ask for ``latest``, and goes on without random states, with other numbers."""
+    for case in LOST:
+        wanted = {step: loss for step, loss in loops[case.source].losses.items() if step > STEP}
+        assert (resumed[str(case)].losses == wanted) == case.is_exact
+        verdict = verify_checkpoint(Path(resumed[str(case)].spec.resume_from))
+        assert verdict.is_resumable and {one.path for one in verdict.of_severity(WARNING)} >= {case.lost}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_output_is_the_clients_own(case: Case, loops: Loops, resumed: dict[str, Any]) -> None:
+    """It has the files that the client would have saved on that many ranks, and a verdict without findings."""
+    out = Path(resumed[str(case)].spec.resume_from)
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.level == RESUMABLE and not verdict.findings
+    saved = {path.replace("global_step4", "global_step2") for path in files_in(resumed[str(case)].checkpoint(4))}
+    assert {path for path in files_in(out) ^ saved if not path.startswith("zero_to_")} == {
+        "README.md",
+        "llmtailor.json",
+    }
+    source, index = index_checkpoint(loops.checkpoint(case.source)), index_checkpoint(out)
+    assert (index.client, index.world_size, index.global_step) == (source.client, case.ranks, STEP)
