@@ -239,7 +239,7 @@ def run(request: Request) -> None:
 def ours() -> list[str]:
     """Return all modules that a command may import, whatever they are called; those for trainings import torch."""
     found = [module.name for module in pkgutil.walk_packages(llmtailor.__path__, "llmtailor.")]
-    apart = ("saving", "training", "__main__")
+    apart = ("saving", "training", "integrations", "__main__")
     return [name for name in found if name.split(".")[1] not in apart and not name.endswith("worker")]
 
 
