@@ -179,10 +179,10 @@ class RemoteFolder:
                 return call()
             except FileNotFoundError as error:
                 raise FileNotFoundError(errno.ENOENT, "the object is gone") from error
-            except PermissionError as error:
-                fix = "renew the credentials, and run the same command again"
-                raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
             except Exception as error:
+                if _is_refused(error):
+                    fix = "set or renew the credentials, and run the same command again"
+                    raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
                 if attempt == ATTEMPTS:
                     fix = "check the connection, and run the same command again"
                     raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
@@ -265,6 +265,11 @@ def _version(info: dict[str, Any]) -> str:
         if info.get(key):
             return str(info[key])
     return ""
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether a store has no use for these credentials, or misses some, so that asking again is pointless."""
+    return isinstance(error, PermissionError) or "Credentials" in type(error).__name__
 
 
 def _is_safe(name: str) -> bool:

@@ -14,6 +14,11 @@ from helpers.commands import run_here
 from helpers.faulty import FaultyFileSystem, failing
 from llmtailor.storage import remote, stand_in
 
+
+class NoCredentialsError(Exception):
+    """botocore's has this name"""
+
+
 RECIPE = """\
 merge_method: passthrough
 base_model: {base}/checkpoint-100
@@ -184,7 +189,11 @@ def test_a_connection_that_is_cut_is_made_again(url, tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "fix"),
-    [(PermissionError("The provided token has expired."), "renew the credentials"), (OSError("gone"), "connection")],
+    [
+        (PermissionError("The provided token has expired."), "renew the credentials"),
+        (NoCredentialsError("Unable to locate credentials"), "set or renew the credentials"),
+        (OSError("gone"), "connection"),
+    ],
 )
 def test_a_store_that_does_not_answer_leaves_nothing_behind(url, tmp_path, error, fix):
     turns = itertools.count()
