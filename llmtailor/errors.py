@@ -12,7 +12,7 @@
     ├── TargetError                  6  the output exists, is in use, has another unfinished merge, or overlaps a source
     ├── VerificationError            7  a checkpoint is not resumable, or the output does not read back as planned
     ├── StorageError                 8  no space, or the operating system refused to read or write
-    ├── Unanswered                   9  a helper process did not answer in time, or at all
+    ├── Unanswered                   9  a helper process or another rank did not answer in time, or at all
     └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
 An error carries *problems*, in the plural: all problems are reported together. Each says where it is, what it is, and
@@ -110,6 +110,8 @@ class TailorError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.came_late = False
         """Whether the command had already written or removed something permanently"""
+        self.is_reported = False
+        """Whether another process tells the user"""
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
@@ -188,10 +190,10 @@ class Unanswered(TailorError):
     """Not a SourceError, because it must not make a command use an older checkpoint."""
 
     exit_code = 9
-    meaning = "a helper process did not answer in time, or at all"
+    meaning = "a helper process or another rank did not answer in time, or at all"
     afterwards = (
         "This says nothing about the checkpoint, so no older one was used instead. Rerun the same command when the "
-        "machine is less busy, or with a higher limit: `LLMTAILOR_TIMEOUT`, in seconds."
+        "machine is less busy, or with a higher limit: `LLMTAILOR_TIMEOUT`, in seconds. A merge then resumes."
     )
 
 

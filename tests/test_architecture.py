@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
     "cli": {
         *BASE,
-        *("containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"),
+        *("containers", "formats", "engine", "recipe", "verify", "compare", "compose", "runs", "salvage"),
         *("charts", "simulation", "report", "saving"),
     },
     "codes": set(),

@@ -198,3 +198,37 @@ def test_a_job_does_not_resume_when_there_is_nothing_to_resume_from(tmp_path):
     assert result.returncode == 4
     assert "not resuming" in result.stderr
     assert calls == [f"train.py --output_dir {tmp_path}/empty"]
+
+
+SRUN = """
+import os, subprocess, sys
+from pathlib import Path
+
+def start(rank):
+    return subprocess.Popen(sys.argv[1:], env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"})
+
+ranks, first = [start(0), start(1)], Path("attempted")
+if not first.exists():
+    first.touch()
+    ranks[1].kill()
+codes = [rank.wait() for rank in ranks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+
+
+def test_a_job_merges_on_two_nodes_of_which_one_dies(run, tmp_path, monkeypatch):
+    """What stands for srun starts two ranks, kills one of them the first time, and ends like srun."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "srun.py").write_text(SRUN)
+    words = ["convert", run / "checkpoint-30", tmp_path / "out", "--num-gpu", "3"]
+    variables = {"LAUNCH": f"{sys.executable} srun.py", "LLMTAILOR_TIMEOUT": "3", "ATTEMPTS": "2"}
+    result = start("slurm_merge.sh", *map(str, words), **variables)
+    assert result.returncode == 0, result.stderr
+    assert "rank 1: no sign of it" in result.stderr
+    assert "attempt 1 ended with 137" in result.stderr
+    assert result.stdout.count("wrote ") == 1
+    assert json.loads((tmp_path / "out" / "llmtailor.json").read_text())["world_size"] == 3
+
+
+def test_a_job_without_output(tmp_path):
+    assert start("slurm_merge.sh", "merge", "recipe.yaml").returncode == 2

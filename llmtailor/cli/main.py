@@ -122,6 +122,8 @@ def _fail(error: TailorError) -> None:
         import traceback
 
         traceback.print_exc()
+    if error.is_reported:
+        sys.exit(error.exit_code)
     for problem in error.problems:
         click.echo(f"error: {with_urls(str(problem))}", err=True)
     if len(error.problems) > 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +13,11 @@ import click
 
 from llmtailor.cli.command import command, notify, progress_bar, say_cloned
 from llmtailor.cli.options import CHOOSING, LOCATION, PATH, STAGES, choose, choosing_options, given, target_options
+from llmtailor.cli.sharing import is_for_rank_0, shared
 from llmtailor.errors import TargetError, UsageError
 
 if TYPE_CHECKING:
+    from llmtailor.engine.job import Job
     from llmtailor.recipe.recipe import Recipe
 
 
@@ -51,13 +55,14 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
     if run is not None:
         if out is not None:
             raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
-        _run_merge(choose(run, choosing), config, allow_split=allow_split, reuse=config is None, **options)
+        chosen = partial(choose, run, choosing)
+        _run_merge(chosen, config, allow_split=allow_split, reuse=config is None, **options)
         return
     if config is None:
         raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
     if foreign := given(choosing):
         raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
-    _run_merge(config, out, allow_split=allow_split, **options)
+    _run_merge(lambda: config, out, allow_split=allow_split, **options)
 
 
 @command(
@@ -94,12 +99,24 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
     weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
-    _run_merge(Recipe(f"convert {location_of(checkpoint)}", "", base, (), weights, None), out, **options)
+    recipe = Recipe(f"convert {location_of(checkpoint)}", "", base, (), weights, None)
+    _run_merge(lambda: recipe, out, **options)
 
 
 def _run_merge(
+    recipe: Callable[[], Recipe | Path], out: Path | None, *, distributed: bool, dry_run: bool, **options: Any
+) -> None:
+    """Do what `_merge` does, alone or with other ranks."""
+    if dry_run and is_for_rank_0(distributed):
+        return
+    with shared(distributed and not dry_run, out) as job:
+        _merge(recipe(), out, job, dry_run=dry_run, **options)
+
+
+def _merge(
     recipe: Recipe | Path,
     out: Path | None,
+    job: Job | None,
     *,
     stage: str,
     force: bool,
@@ -144,7 +161,7 @@ def _run_merge(
         click.echo("dry run: nothing was written", err=True)
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
-            moved = write(composition, on_progress, notify)
+            moved = write(composition, on_progress, notify, job)
         say_cloned(moved.cloned_bytes, moved.copied_bytes, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:

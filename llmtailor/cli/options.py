@@ -75,6 +75,12 @@ CLONE = click.option(
     help="Whether OUT shares blocks with the checkpoints it is made from. auto: where the file system can (reflinks of "
     "XFS and Btrfs). never: write every byte. require: fail where it can't.",
 )
+DISTRIBUTED = click.option(
+    "--distributed",
+    is_flag=True,
+    help="Share the work among the processes that torchrun, srun or mpirun has started with this command; see "
+    "docs/scale.md.",
+)
 _CHOOSING = [
     click.option(
         "--at",
@@ -162,6 +168,7 @@ _TARGET = [
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
     CLONE,
+    DISTRIBUTED,
     DRY_RUN,
     JSON,
     QUIET,

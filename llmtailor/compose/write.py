@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -13,23 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.manifest import make_manifest
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
-from llmtailor.containers.dcp import METADATA, list_data_records
-from llmtailor.containers.torch_zip import list_records
-from llmtailor.containers.zip import Record
+from llmtailor.compose.share import gather, leading, read_together, write_share, write_together
+from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
+from llmtailor.engine.job import Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, Stated, read_again
+from llmtailor.engine.recheck import SourceFile, read_again
 from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
 from llmtailor.engine.upload import clear, is_unfinished, upload
-from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, StorageError, TargetError, VerificationError
+from llmtailor.errors import (
+    Interrupted,
+    PathIn,
+    Problem,
+    SourceError,
+    StorageError,
+    TargetError,
+    Unanswered,
+    VerificationError,
+)
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.known_files import is_resumed_from
-from llmtailor.formats.manifest import read_manifest, read_merge
+from llmtailor.formats.manifest import read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
@@ -74,6 +80,7 @@ def write(
     composition: Composition,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     notify: Callable[[str], None] = lambda text: None,
+    job: Job | None = None,
 ) -> Moved:
     """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
 
@@ -84,19 +91,29 @@ def write(
         composition: from `plan_merge`.
         on_progress: called with a number of bytes moved, from several threads.
         notify: called with sentences for the user.
+        job: the ranks that share the merge, each of which calls this function. Rank 0 publishes; what it returns
+            counts all ranks, and what another one returns its own share.
 
     Raises:
         TargetError: another process writes the output, or it holds an unfinished merge of another recipe.
         StorageError: there is not enough space, or the operating system refused to read or write.
         SourceError: a source is damaged, or changed in the meantime.
         VerificationError: what was written does not read back as planned.
+        Unanswered: a rank died or hangs.
+        UsageError: the ranks have planned different merges.
         Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
+    if job is not None and not job.is_first:
+        with stoppable() as stop:
+            return write_share(composition, identity, job, stop)
     if is_unfinished(composition.out):
         clear(composition.out)
-    with stoppable() as stop, Staging(composition.out, composition.replaces) as staging:
+    lock = job.lock if job is not None else None
+    with stoppable() as stop, Staging(composition.out, composition.replaces, lock) as staging, leading(job, stop):
         try:
+            if job is not None:
+                gather(job, composition, identity)
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
@@ -105,9 +122,12 @@ def write(
                 facts, kept, on_progress, staging.journal.add, digest=told.checksum, stop=stop, clone=told.clone
             )
             logger.info("writing in %s", staging.path)
-            results = execute(composition.plan, staging.path, context)
+            if job is None:
+                results = execute(composition.plan, staging.path, context)
+            else:
+                results = write_together(job, composition, staging.path, context, on_progress)
             logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
-            digests = _check_sources(composition, results, before, on_progress, stop)
+            digests = _check_sources(composition, results, before, on_progress, stop, job)
             logger.info("checked that the sources are unchanged, in %s", watch.lap())
             readme = card(composition.report, __version__, composition.family).encode()
             content = make_manifest(composition, results, digests, readme, identity.digest(), now())
@@ -122,7 +142,7 @@ def write(
                 crcs = {one.path: one.crc for one in results} | {CARD: crc32(readme), MANIFEST: crc32(manifest)}
                 upload(composition.out, crcs, on_progress, stop)
             logger.info("published %s in %s", display_name(composition.out), watch.lap())
-        except (Interrupted, StorageError) as error:
+        except (Interrupted, StorageError, Unanswered) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
@@ -135,6 +155,7 @@ def _check_sources(
     before: Mapping[str, FileFact],
     on_progress: Callable[[int], None],
     stop: Stop,
+    job: Job | None,
 ) -> dict[SourceFile, str]:
     """Check that no source has changed since ``before``; return the digests of the files read, if requested.
 
@@ -161,35 +182,11 @@ def _check_sources(
         raise SourceError(changed)
     wanted = composition.plan.summary.read
     if composition.options.checksum:
-        return read_again(composition.plan, results, wanted, on_progress, stop, _stated(composition, wanted))
+        if job is not None:
+            return read_together(job, composition, results, on_progress, stop)
+        return read_again(composition.plan, results, wanted, on_progress, stop, stated_checksums(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}
-
-
-def _stated(composition: Composition, files: Sequence[SourceFile]) -> dict[SourceFile, list[Stated]]:
-    """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
-    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
-    of_dcp = [_data_records(index) for index in composition.indexes]
-    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
-    for number, path in files:
-        index, about = composition.indexes[number], manifests[number]
-        records = of_dcp[number].get(path, ())
-        if path.endswith((".pt", ".pth", ".bin")):
-            records = list_records(index.root, path, PathIn(index.name, path))
-        for record in records:
-            if record.crc is not None:
-                stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
-        if about is not None and path in about.files and is_resumed_from(path, index):
-            num_bytes, crc = about.files[path]
-            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
-    return stated
-
-
-def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
-    """Return the records of the data files of a source's DCP folders."""
-    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
-    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
-    return {path: records for each in found for path, records in each.items()}
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:
@@ -323,8 +320,8 @@ def _judge(unfinished: Unfinished, identity: Identity, composition: Composition)
 
 
 def with_what_is_kept(
-    error: Interrupted | StorageError, composition: Composition, staging: Staging
-) -> Interrupted | StorageError:
+    error: Interrupted | StorageError | Unanswered, composition: Composition, staging: Staging
+) -> Interrupted | StorageError | Unanswered:
     """Return the error with the bytes that a resume will keep."""
     if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error

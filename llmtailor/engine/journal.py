@@ -3,6 +3,9 @@
 The journal is a file of JSON lines in the staging folder. The first line identifies the merge; each of the others
 records up to which byte a file is durable, with the CRC-32 so far. A merge that resumes reads those bytes again and
 compares, so a torn, lost or wrong line costs only time.
+
+If several ranks share a merge, each of them but rank 0 has a journal of its own, with its marks. The next merge enters
+them into the first one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,6 +98,15 @@ class Unfinished:
     marks: Mapping[str, tuple[Mark, ...]]
     """By relative path, ascending"""
 
+    def with_marks_of(self, others: Iterable[Unfinished | None]) -> Unfinished:
+        """Return it with the marks in the journals of other ranks, if they are of the same merge."""
+        found = dict(self.marks)
+        for one in others:
+            for path, marks in one.marks.items() if one and one.identity.digest() == self.identity.digest() else ():
+                before = (mark for mark in found.get(path, ()) if mark.num_bytes < marks[0].num_bytes)
+                found[path] = (*before, *marks)
+        return Unfinished(self.identity, found)
+
     @property
     def num_bytes(self) -> int:
         return sum(marks[-1].num_bytes for marks in self.marks.values())
@@ -109,10 +121,6 @@ class Journal:
         """Durable bytes by path"""
         self._lock = threading.Lock()
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.reached.values())
-
     def begin(self, identity: Identity) -> None:
         """Start the empty journal of this merge. Raises OSError."""
         facts = {path: asdict(fact) for path, fact in identity.sources.items()}
@@ -121,8 +129,15 @@ class Journal:
     def add(self, path: str, mark: Mark) -> None:
         """Durably record how far a file is. Raises OSError."""
         with self._lock:
-            self._append({"path": path, "num_bytes": mark.num_bytes, "crc32": f"{mark.crc:08x}"})
+            self._append(_line(path, mark))
             self.reached[path] = mark.num_bytes
+
+    def take_in(self, marks: Mapping[str, Sequence[Mark]]) -> None:
+        """Durably record what the journals of other ranks have. Raises OSError."""
+        lines = [_line(path, mark) for path, several in marks.items() for mark in several]
+        if lines:
+            self._append(*lines)
+            self.reached |= {path: several[-1].num_bytes for path, several in marks.items()}
 
     def clear(self) -> None:
         """Durably delete all content. Raises OSError."""
@@ -130,11 +145,15 @@ class Journal:
         os.fsync(self.fd)
         self.reached = {}
 
-    def _append(self, content: dict[str, Any]) -> None:
+    def _append(self, *contents: dict[str, Any]) -> None:
         os.lseek(self.fd, 0, os.SEEK_END)
         # the leading line feed ends a torn line
-        write_all(self.fd, b"\n" + json.dumps(content).encode())
+        write_all(self.fd, b"".join(b"\n" + json.dumps(content).encode() for content in contents))
         os.fsync(self.fd)
+
+
+def _line(path: str, mark: Mark) -> dict[str, Any]:
+    return {"path": path, "num_bytes": mark.num_bytes, "crc32": f"{mark.crc:08x}"}
 
 
 def read_journal(fd: int) -> Unfinished | None:

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,9 +26,11 @@ from llmtailor.storage.lock import Held, Lock
 from llmtailor.storage.stand_in import stand_in_of
 
 logger = logging.getLogger(__name__)
-JOURNAL, OWNER, OLD = "journal", "owner", "old"
+JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
 _ATTEMPTS = 100
 """Attempts to lock a staging folder that other processes keep removing"""
+_LEAVING_S, _RETRY_S = 10.0, 0.1
+"""How long the ranks of an earlier merge may take to notice that it has ended, and the time between two looks"""
 
 
 def check_target(out: Path, sources: list[Path], replace: bool) -> None:
@@ -72,15 +75,30 @@ def peek(out: Path) -> Unfinished | None:
     """Return what an earlier merge into ``out`` left, without locking. Raises StorageError."""
     path = staging_folder(out) / JOURNAL
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return read_journal(fd)
-        finally:
-            os.close(fd)
+        found = _read(path)
+        return found and found.with_marks_of(map(_read, rank_journals(path.parent)))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StorageError.at(path, f"can't read: {error.strerror}", "check its permissions") from error
+
+
+def rank_journal(folder: Path, rank: int) -> Path:
+    """Return the path of the journal of a rank other than 0, in a staging folder."""
+    return folder / f"{JOURNAL}-{rank}"
+
+
+def rank_journals(folder: Path) -> list[Path]:
+    """Return the journals of ranks other than 0 in a staging folder."""
+    return sorted(folder.glob(f"{JOURNAL}-*"))
+
+
+def _read(journal: Path) -> Unfinished | None:
+    fd = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_journal(fd)
+    finally:
+        os.close(fd)
 
 
 def occupied_bytes(out: Path) -> int:
@@ -113,6 +131,52 @@ def free_bytes(out: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def lock_of(out: Path) -> Lock:
+    """Return the lock of an output, not yet acquired."""
+    folder = staging_folder(out)
+    return Lock(folder / JOURNAL, folder / OWNER)
+
+
+def acquire(lock: Lock, out: Path, until: float = 0.0) -> None:
+    """Make the staging folder of an output, and lock it; keep trying until this monotonic time.
+
+    Raises TargetError if another process has the lock, or OSError.
+    """
+    folder, attempts = staging_folder(out), 0
+    while True:
+        make_folder(folder)
+        try:
+            return lock.acquire()
+        except FileNotFoundError:  # its last owner has just removed the folder, or the journal that is now locked
+            attempts += 1
+            if attempts == _ATTEMPTS:
+                raise _held(out, "") from None
+        except Held as held:
+            if time.monotonic() >= until:
+                raise _held(out, str(held)) from None
+            time.sleep(_RETRY_S)
+
+
+def release(lock: Lock, out: Path) -> None:
+    """Release the lock of an output, and remove its staging folder unless there is something to resume."""
+    folder = staging_folder(out)
+    with suppress(OSError):  # removed already
+        journal = (folder / JOURNAL).stat()
+        if not journal.st_size and os.path.samestat(journal, os.fstat(lock.fd)):
+            (folder / JOURNAL).unlink()
+    lock.release()
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _held(out: Path, holder: str) -> TargetError:
+    what, fix = "another llmtailor is writing this output", "wait until it is done"
+    if holder:
+        what = f"{holder} was writing this output; this file system has no locks to show whether it still is"
+        fix += f"; if it is dead, remove {staging_folder(out) / OWNER} and run this again"
+    return TargetError.at(out, what, fix)
+
+
 class Staging:
     """A locked folder beside ``out`` with a journal, and `path`, which `publish` renames to ``out``.
 
@@ -120,6 +184,8 @@ class Staging:
 
         .OUT.llmtailor-staging/
           journal       what is being written, and how far it is; this file is locked
+          journal-N     the same of rank N, if several ranks share the merge; locked by that rank
+          ranks/        what these ranks tell each other, see `engine.job`
           out/          becomes OUT
           old/          the old OUT during a replacement, where the file system can't exchange folders
 
@@ -127,22 +193,22 @@ class Staging:
     Otherwise it is removed.
     """
 
-    def __init__(self, out: Path, replaces: Entries | None = None):
-        """``replaces`` is everything that an existing ``out`` may hold; None: it must not exist."""
+    def __init__(self, out: Path, replaces: Entries | None = None, lock: Lock | None = None):
+        """Take what an existing ``out`` may hold (None: it must not exist), and the lock, if it is already held."""
         self.out = out.absolute()
         self.replaces = replaces
         self.folder = staging_folder(self.out)
         self.path = self.folder / "out"
         self.unfinished: Unfinished | None = None
         """What an earlier merge left"""
-        self._lock = Lock(self.folder / JOURNAL, self.folder / OWNER)
+        self._lock, self._is_shared = lock or lock_of(self.out), lock is not None
         self._is_empty = False
         self._is_published = False
 
     def __enter__(self) -> Staging:
         try:
             with self._faults("can't make the staging folder", "choose an output where you may write"):
-                self._acquire()
+                acquire(self._lock, self.out)
                 self.journal = Journal(self._lock.fd)
                 self._recover()
         except BaseException:
@@ -152,28 +218,11 @@ class Staging:
             raise
         return self
 
-    def _acquire(self) -> None:
-        for _ in range(_ATTEMPTS):
-            make_folder(self.folder)
-            try:
-                return self._lock.acquire()
-            except FileNotFoundError:  # its last owner has just removed the folder, or the journal that is now locked
-                continue
-            except Held as held:
-                raise self._held(str(held)) from None
-        raise self._held("")
-
-    def _held(self, holder: str) -> TargetError:
-        what, fix = "another llmtailor is writing this output", "wait until it is done"
-        if holder:
-            what = f"{holder} was writing this output; this file system has no locks to show whether it still is"
-            fix += f"; if it is dead, remove {self.folder / OWNER} and run this again"
-        return TargetError.at(self.out, what, fix)
-
     def _recover(self) -> None:
         """Restore the state after an earlier merge, now that no other process changes it."""
         self.unfinished = read_journal(self._lock.fd)
         self._is_empty = self.unfinished is None
+        self._take_in_other_ranks()
         if self.unfinished:
             self.journal.reached = {path: marks[-1].num_bytes for path, marks in self.unfinished.marks.items()}
         old = self.folder / OLD
@@ -186,10 +235,40 @@ class Staging:
                 raise already_there(self.out)
             check_old(self.out, self.out, self.replaces)
 
+    def _take_in_other_ranks(self) -> None:
+        """Enter the marks of an earlier merge's other ranks into the journal, once none of them writes any more."""
+        until = time.monotonic() + _LEAVING_S
+        for path in rank_journals(self.folder):
+            lock = Lock(path)
+            while True:
+                try:
+                    lock.acquire(create=False)
+                    break
+                except Held:
+                    if time.monotonic() > until:
+                        what = f"rank {path.name.rpartition('-')[2]} of an earlier merge is still writing this output"
+                        raise TargetError.at(self.out, what, f"end that process: it has locked {path}") from None
+                    time.sleep(_RETRY_S)
+            try:
+                found = read_journal(lock.fd)
+                if self.unfinished and found and found.identity.digest() == self.unfinished.identity.digest():
+                    self.journal.take_in(found.marks)
+                    self.unfinished = self.unfinished.with_marks_of([found])
+                path.unlink()
+            finally:
+                lock.release()
+
     @property
     def kept_bytes(self) -> int:
         """The durable bytes that the next merge can keep if this one ends now"""
-        return 0 if self._is_published else self.journal.num_bytes
+        if self._is_published:
+            return 0
+        reached = dict(self.journal.reached)
+        for path in rank_journals(self.folder):
+            with suppress(OSError):
+                found = _read(path)
+                reached |= {name: marks[-1].num_bytes for name, marks in found.marks.items()} if found else {}
+        return sum(reached.values())
 
     def reset(self, identity: Identity) -> None:
         """Discard what an earlier merge left, and start this one's journal. Raises StorageError."""
@@ -255,6 +334,10 @@ class Staging:
             self.journal.clear()  # before the files it lists
             shutil.rmtree(self.path, ignore_errors=True)  # after a replacement it is the old output
             self._remove_old()
+            for journal in rank_journals(self.folder):
+                journal.unlink()
+            if not self._is_shared:  # else other ranks still read there
+                shutil.rmtree(self.folder / RANKS, ignore_errors=True)
             (self.folder / JOURNAL).unlink()
         except OSError:
             pass  # the next merge into this output removes the rest
@@ -286,7 +369,7 @@ def left_over(out: Path) -> Iterator[bool]:
     if (folder / OLD).exists() and not out.exists():
         yield False
         return
-    lock, is_unused = Lock(folder / JOURNAL, folder / OWNER), True
+    lock, is_unused = lock_of(out), True
     try:
         lock.acquire(create=False)
     except FileNotFoundError:  # killed before it began, unless another one is just starting

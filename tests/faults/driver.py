@@ -37,8 +37,8 @@ class Request:
     arguments: list[str]
     cwd: str
     fault: str = ""
-    """``kill``, ``SIGTERM``, ``SIGINT``, or the name of an errno. Without ``at``: ``short`` (reads and writes),
-    ``EINTR`` (a storm of signals), ``trace`` and ``count`` (into ``record``)."""
+    """``kill``, ``SIGTERM``, ``SIGINT``, ``SIGSTOP``, or the name of an errno. Without ``at``: ``short`` (reads
+    and writes), ``EINTR`` (a storm of signals), ``trace`` and ``count`` (into ``record``)."""
     at: int = 0
     """At which operation, from 1 on."""
     lasting: bool = False
@@ -96,7 +96,7 @@ class Injector:
         if name not in request.only or not path.startswith(request.under):
             return
         self.count += 1
-        if request.fault in ("SIGTERM", "SIGINT") and self.count == request.at:
+        if request.fault in ("SIGTERM", "SIGINT", "SIGSTOP") and self.count == request.at:
             os.kill(os.getpid(), getattr(signal, request.fault))
         elif self.count == request.at or (request.lasting and self.count > request.at):
             if request.fault == "kill":
@@ -239,14 +239,18 @@ def run(request: Request) -> None:
 def ours() -> list[str]:
     """Return all modules that a command may import, whatever they are called; those for trainings import torch."""
     found = [module.name for module in pkgutil.walk_packages(llmtailor.__path__, "llmtailor.")]
-    apart = ("saving", "training", "__main__")
+    apart = ("saving", "training", "integrations", "__main__")
     return [name for name in found if name.split(".")[1] not in apart and not name.endswith("worker")]
 
 
-def serve() -> None:
-    # whatever a command needs is loaded once, and no thread is started
+def load() -> None:
+    """Load whatever a command needs, once; no thread is started."""
     for name in ("isal.isal_zlib", "numpy", "xxhash", "yaml", *ours()):
         importlib.import_module(name)
+
+
+def serve() -> None:
+    load()
     for line in sys.stdin:
         request = Request(**json.loads(line))
         child = os.fork()

@@ -1,0 +1,321 @@
+"""Ranks that share a merge write what one process writes, and whatever happens to one of them ends it on all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from faults.driver import Server
+from faults.scene import RECIPE, Scene, contents
+from helpers.commands import run_here
+from llmtailor.engine.staging import acquire, lock_of, release
+from llmtailor.storage.lock import Lock
+from nodes.ranks import Ranks
+
+MERGE = ["merge", "recipe.yaml", "out", "--quiet", "--distributed"]
+DEAD = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    with Server() as server:
+        yield Scene(server, tmp_path_factory.mktemp("run"), "merge")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def begin(scene):
+    scene.reset()
+
+
+def said(scene: Scene, rank: int = 0) -> str:
+    return (scene.root / f"said-{rank}").read_text()
+
+
+def nothing_is_left(scene: Scene) -> bool:
+    return not scene.staging.exists()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_output_is_the_same(scene, ranks, world_size):
+    assert ranks.run(scene.root, MERGE, world_size) == [0] * world_size
+    assert scene.state() == "complete"
+    assert nothing_is_left(scene)
+    assert f"wrote {Path('out')}" in said(scene)
+    assert not any(said(scene, rank) for rank in range(1, world_size))
+
+
+def test_convert_with_checksums_and_an_old_output(scene, ranks):
+    command = ["convert", "checkpoint-200", "out", "--num-gpu", "3", "--checksum", "--quiet"]
+    assert ranks.run(scene.root, command, 1) == [0]
+    wanted = contents(scene.out)
+    assert ranks.run(scene.root, [*command, "--distributed", "--force"], 3) == [0] * 3
+    assert contents(scene.out) == wanted
+    assert nothing_is_left(scene)
+
+
+def test_a_source_whose_checksum_is_wrong(scene, ranks):
+    """Whichever rank reads the file again says so."""
+    damaged = next(scene.root.glob("checkpoint-100/global_step*/*rank_1*optim_states.pt"))
+    data, at = damaged.read_bytes(), damaged.stat()
+    changed = bytearray(data)
+    changed[len(data) // 2] ^= 1
+    try:
+        damaged.write_bytes(changed)
+        os.utime(damaged, ns=(at.st_atime_ns, at.st_mtime_ns))
+        assert ranks.run(scene.root, [*MERGE, "--checksum"], 3) == [4, 4, 4]
+        assert "does not match its checksum" in said(scene)
+    finally:
+        damaged.write_bytes(data)
+        os.utime(damaged, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert nothing_is_left(scene)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_is_killed_while_sources_are_read_again(scene, ranks, rank):
+    command, fault = [*MERGE, "--checksum"], {"fault": "count", "only": ("preadv", "readv")}
+    assert ranks.run(scene.root, command, 2, {rank: fault}) == [0, 0]
+    at = pickle.loads((scene.root / f"record-{rank}").read_bytes()) - 3
+    scene.reset()
+    codes = ranks.run(scene.root, command, 2, {rank: {**fault, "fault": "kill", "at": at}}, limit_s=2.5)
+    assert (codes[rank], codes[1 - rank]) == (DEAD, 9)
+    assert ranks.run(scene.root, command, 3) == [0, 0, 0]
+    assert "resuming the merge" in said(scene)
+
+
+def operations(scene: Scene, ranks: Ranks, world_size: int) -> list[int]:
+    """How many operations on the disk each rank does, if nothing happens."""
+    faults = {rank: {"fault": "count"} for rank in range(world_size)}
+    assert ranks.run(scene.root, MERGE, world_size, faults) == [0] * world_size
+    scene.reset()
+    return [pickle.loads((scene.root / f"record-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def kill_one(scene: Scene, ranks: Ranks, world_size: int, rank: int, at: int, next_size: int) -> str:
+    """Kill a rank at an operation, and run the command again on another number of ranks."""
+    codes = ranks.run(scene.root, MERGE, world_size, {rank: {"fault": "kill", "at": at}}, limit_s=2.5)
+    state, others = scene.state(), {code for number, code in enumerate(codes) if number != rank}
+    if codes[rank] == 0:  # it had less to do this time
+        assert codes == [0] * world_size
+    else:
+        assert codes[rank] == DEAD, codes
+        # a rank may go once it has written its share, and rank 0 once it has published and said so
+        assert others == {9} or (others == {0} and state == "complete"), (codes, said(scene))
+        witness = said(scene, 1 if rank == 0 else 0)
+        assert others == {0} or f"rank {rank}" in witness, witness
+        assert "Traceback" not in witness
+    if state == "complete":
+        scene.reset()
+        return f"rank {'0' if rank == 0 else 'N'}, complete"
+    codes = ranks.run(scene.root, MERGE, next_size)
+    assert codes == [0] * next_size, (codes, said(scene))
+    assert scene.state() == "complete"
+    assert nothing_is_left(scene)
+    went_on = "resuming the merge" in said(scene)
+    scene.reset()
+    return f"rank {'0' if rank == 0 else 'N'}, {'resumed' if went_on else 'started over'}"
+
+
+def test_one_is_killed(scene, ranks):
+    counts = operations(scene, ranks, 3)
+    outcomes = [
+        kill_one(scene, ranks, 3, 0, counts[0] // 2, 2),
+        kill_one(scene, ranks, 3, 0, counts[0] - 6, 4),
+        kill_one(scene, ranks, 3, 1, counts[1] // 2, 1),
+        kill_one(scene, ranks, 3, 2, counts[2] * 3 // 4, 2),
+        kill_one(scene, ranks, 3, 2, 2, 2),
+    ]
+    assert any("resumed" in outcome for outcome in outcomes), outcomes
+
+
+@pytest.mark.long
+def test_kills_at_any_moment(scene, ranks):
+    chance, outcomes = random.Random(7), Counter()
+    counts = operations(scene, ranks, 3)
+    last = [(0, at) for at in range(counts[0] - 12, counts[0] + 1)]  # where the output is published
+    for trial in range(72):
+        rank = trial % 3
+        rank, at = last[trial // 5 % len(last)] if trial % 5 == 0 else (rank, chance.randint(1, counts[rank]))
+        outcomes[kill_one(scene, ranks, 3, rank, at, chance.randint(1, 4))] += 1
+    print(dict(outcomes))
+    assert outcomes["rank 0, resumed"] and outcomes["rank N, resumed"], outcomes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_hangs(scene, ranks, rank):
+    at = operations(scene, ranks, 2)[rank] // 2
+    codes = ranks.run(scene.root, MERGE, 2, {rank: {"fault": "SIGSTOP", "at": at}}, limit_s=2.5)
+    assert codes[rank] == -signal.SIGSTOP
+    assert codes[1 - rank] == 9
+    assert f"rank {rank} (process " in said(scene, 1 - rank)
+    assert scene.state() == "absent"
+    assert ranks.run(scene.root, MERGE, 3) == [0] * 3, said(scene)
+    assert scene.state() == "complete"
+
+
+def test_one_never_comes(scene, ranks):
+    codes = ranks.run(scene.root, MERGE, 3, others={2: ["--version"]}, limit_s=2.0)
+    assert codes == [9, 9, 0]
+    assert "rank 2: no sign of it in" in said(scene)
+    assert nothing_is_left(scene)
+
+
+def test_rank_0_never_comes(scene, ranks):
+    assert ranks.run(scene.root, MERGE, 2, others={0: ["--version"]}, limit_s=1.0) == [0, 9]
+    assert "rank 0: no sign of it in" in said(scene, 1)
+    assert nothing_is_left(scene)
+
+
+def test_one_has_another_recipe(scene, ranks):
+    (scene.root / "other.yaml").write_text(RECIPE.replace("odd", "even"))
+    other = ["merge", "other.yaml", *MERGE[2:]]
+    assert ranks.run(scene.root, MERGE, 3, others={1: other, 2: other}) == [2, 2, 2]
+    assert "ranks 1-2: not the same recipe or options as on rank 0" in said(scene)
+    assert not said(scene, 1)
+    assert nothing_is_left(scene)
+
+
+def test_one_sees_another_state_of_a_source(scene, ranks):
+    copies = scene.root / "elsewhere"
+    shutil.copytree(scene.root / "checkpoint-100", copies / "checkpoint-100", copy_function=shutil.copy2)
+    os.utime(copies / "checkpoint-100" / "config.json")
+    os.utime(next(copies.glob("checkpoint-100/global_step*/*rank_0*optim_states.pt")))
+    for path in ("checkpoint-200", "recipe.yaml"):
+        (copies / path).symlink_to(scene.root / path)
+    program = ["merge", "recipe.yaml", "../out", *MERGE[3:]]
+    codes = ranks.run(scene.root, MERGE, 2, {1: {"cwd": str(copies)}}, others={1: program})
+    assert codes in ([4, 4], [2, 2]), said(scene)
+    assert "rank 1: " in said(scene)
+    assert nothing_is_left(scene)
+    shutil.rmtree(copies)
+
+
+def test_one_can_not_read_the_recipe(scene, ranks):
+    assert ranks.run(scene.root, MERGE, 2, others={1: ["merge", "missing.yaml", *MERGE[2:]]}) == [3, 3]
+    assert "rank 1: " in said(scene)
+    assert "missing.yaml" in said(scene)
+    assert nothing_is_left(scene)
+
+
+def test_the_disk_is_full_for_one(scene, ranks):
+    at = operations(scene, ranks, 3)[2] // 2
+    full = {"fault": "ENOSPC", "at": at, "lasting": True, "only": ("write", "open", "mkdir")}
+    assert ranks.run(scene.root, MERGE, 3, {2: full}) == [8, 8, 8]
+    assert "rank 2: " in said(scene)
+    assert "No space left on device" in said(scene)
+    assert "rerun the same command to resume with" in said(scene)
+    assert scene.state() == "absent"
+    assert ranks.run(scene.root, MERGE, 2) == [0, 0]
+    assert "resuming the merge" in said(scene)
+    assert scene.state() == "complete"
+
+
+def test_one_is_interrupted(scene, ranks):
+    at = operations(scene, ranks, 2)[1] // 2
+    assert ranks.run(scene.root, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
+    assert "rank 1: interrupted" in said(scene)
+    assert scene.run() == 0  # one process goes on with what several have written
+    assert scene.state() == "complete"
+
+
+def test_a_rank_of_an_earlier_merge_still_writes(scene, ranks, monkeypatch):
+    """It was stopped, for instance; without its lock, two processes would write one file."""
+    at = operations(scene, ranks, 2)[1] // 2
+    assert ranks.run(scene.root, MERGE, 2, {1: {"fault": "SIGTERM", "at": at}}) == [130, 130]
+    monkeypatch.setattr("llmtailor.engine.staging._LEAVING_S", 0.2)
+    lock = Lock(scene.staging / "journal-1")
+    lock.acquire(create=False)
+    refused = run_here(*MERGE[:-1], cwd=scene.root)
+    lock.release()
+    assert refused.returncode == 6
+    assert "rank 1 of an earlier merge is still writing this output" in refused.stderr
+    resumed = run_here(*MERGE[:-1], cwd=scene.root)
+    assert resumed.returncode == 0
+    assert "resuming the merge" in resumed.stderr
+    assert scene.state() == "complete"
+
+
+def test_another_merge_into_the_same_output(scene, ranks):
+    """Its ranks are refused without disturbing the one that has the output."""
+    lock = lock_of(scene.out)
+    acquire(lock, scene.out)
+    assert ranks.run(scene.root, MERGE, 2, limit_s=1.0) == [6, 9]
+    assert "another llmtailor is writing this output" in said(scene)
+    release(lock, scene.out)
+    assert nothing_is_left(scene)
+
+
+def test_without_the_option_a_command_is_alone(scene):
+    """A training's rank 0 may start one, and its variables are inherited."""
+    result = run_here(*MERGE[:-1], cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "8", "SLURM_NTASKS": "8"})
+    assert result.returncode == 0
+    assert scene.state() == "complete"
+
+
+def test_a_world_of_one(scene):
+    assert run_here(*MERGE, cwd=scene.root, env={"RANK": "0", "WORLD_SIZE": "1"}).returncode == 0
+    assert scene.state() == "complete"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (MERGE, {"RANK": "", "WORLD_SIZE": "2"}, "'' is not a number"),
+        (MERGE, {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other"),
+        (["merge", "recipe.yaml", "--distributed"], {"RANK": "0", "WORLD_SIZE": "2"}, "name OUT on the command line"),
+        (["salvage", ".", "--distributed", "--replace"], {"RANK": "0", "WORLD_SIZE": "2"}, "omit one of them"),
+    ],
+)
+def test_what_can_not_be_shared(scene, words, env, message):
+    result = run_here(*words, cwd=scene.root, env=env)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert nothing_is_left(scene)
+
+
+def test_a_dry_run_is_shown_once(scene, ranks):
+    assert ranks.run(scene.root, [*MERGE, "--dry-run"], 2) == [0, 0]
+    assert "dry run: nothing was written" in said(scene)
+    assert not said(scene, 1)
+    assert nothing_is_left(scene)
+
+
+def test_salvage(scene, ranks):
+    run = scene.root / "damaged"
+    for step in (100, 200):
+        shutil.copytree(scene.root / f"checkpoint-{step}", run / f"checkpoint-{step}", copy_function=shutil.copy2)
+    command = ["salvage", "damaged", "-o", "out", "--fragments", "--distributed"]
+    assert ranks.run(scene.root, command, 2) == [0, 0]
+    assert "is intact: nothing to salvage" in said(scene)
+    assert nothing_is_left(scene)
+    os.truncate(next(run.glob("checkpoint-200/global_step*/*rank_1*optim_states.pt")), 100)
+    assert ranks.run(scene.root, command, 2) == [0, 0], said(scene)
+    assert scene.out.exists()
+    assert not said(scene, 1)
+    assert nothing_is_left(scene)
+    shutil.rmtree(run)
+
+
+def test_torchrun(scene):
+    words = ["--nproc-per-node", "2", "--master-port", "0", "--module", "llmtailor", *MERGE]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(command, cwd=scene.root, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("wrote out") == 1
+    assert scene.state() == "complete"
+    assert nothing_is_left(scene)
