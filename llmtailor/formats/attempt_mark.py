@@ -23,8 +23,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError
 from llmtailor.formats.clients import TRAINER_STATE
-from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.partial.read import is_partial
+from llmtailor.formats.partial.manifest import is_partial, read_manifest
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 
 

@@ -37,7 +37,7 @@ def read_method(value: Value) -> str | None:
     )
     value.refuse(
         what,
-        "write passthrough, linear or ema; to merge only weights, run mergekit-yaml with this method on the weight "
+        "write merge_method: passthrough, linear or ema; to merge only weights, run mergekit-yaml with this method on the weight "
         "files of the checkpoints",
     )
     return None
