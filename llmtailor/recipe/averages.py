@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def read_method(value: Value) -> str | None:
     )
     value.refuse(
         what,
-        "write merge_method: passthrough, linear or ema; to merge only weights, run mergekit-yaml with this method on the weight "
-        "files of the checkpoints",
+        "write merge_method: passthrough, linear or ema; to merge only weights, run mergekit-yaml with this method on "
+        "the weight files of the checkpoints",
     )
     return None
 
@@ -67,7 +67,7 @@ def read_models(top: Value, method: str, moments: str, read_model: ReadModel) ->
     if "models" not in top.entries:
         top.refuse(f"{method} averages models, and models is missing", "add models: with {model: PATH} for each")
         return []
-    members: list[tuple[Path, float]] = []
+    members: list[tuple[Path, float | None]] = []
     models = top.entries["models"]
     for item in models.list_of("entries {model: PATH}"):
         if not item.mapping(MODEL_KEYS, ["model"]):
@@ -81,7 +81,7 @@ def read_models(top: Value, method: str, moments: str, read_model: ReadModel) ->
                 item.refuse("the model has no weight", "add parameters: {weight: 1}, here or for all models at the top")
         elif own is not None and not own.is_null:
             own.refuse("ema computes the weights from decay and the steps", "leave parameters of the models out")
-        members.append((item.read("model", read_model) or Path("unread"), weight or 0.0))
+        members.append((item.read("model", read_model) or Path("unread"), weight))
     if "normalize" in given and not _is_true(given["normalize"]):
         _check_convex(members, given["normalize"])
     average = _average(members, models, moments, decay)
@@ -91,27 +91,34 @@ def read_models(top: Value, method: str, moments: str, read_model: ReadModel) ->
 def read_average(entry: Value, moments: str, read_model: ReadModel) -> Average | None:
     """Return the ``average`` of an entry of ``parts``: a list of ``{from, weight}``."""
     value = entry.entries["average"]
-    members = []
+    members: list[tuple[Path, float | None]] = []
     for item in value.list_of("entries {from: ..., weight: ...}"):
         if item.mapping(("from", "weight"), ("from", "weight")):
             weight = _weight(item.entries["weight"]) if "weight" in item.entries else None
-            members.append((item.read("from", read_model) or Path("unread"), weight or 0.0))
+            members.append((item.read("from", read_model) or Path("unread"), weight))
     own = read_moments(entry.entries["moments"]) if "moments" in entry.entries else None
     return _average(members, value, own or moments, None)
 
 
-def _average(members: list[tuple[Path, float]], value: Value, moments: str, decay: float | None) -> Average | None:
-    used = tuple((source, weight) for source, weight in members if weight > 0)
-    if members and not used:
+def _average(
+    members: Sequence[tuple[Path, float | None]], value: Value, moments: str, decay: float | None
+) -> Average | None:
+    """Return the average of the members with a weight above 0; None if a problem is recorded."""
+    known = [(source, weight) for source, weight in members if weight is not None]
+    used = tuple((source, weight) for source, weight in known if weight > 0)
+    if not members or len(known) < len(members):
+        return None
+    if not used:
         value.refuse("no weight is above 0", "give at least one checkpoint a weight above 0")
-    for source in dict.fromkeys(source for source, weight in members if not weight and used):
+        return None
+    for source in dict.fromkeys(source for source, weight in known if not weight):
         value.notice(f"{source} has the weight 0, so nothing comes from it", "leave it out")
-    return Average(used, moments, value.where, decay) if used else None
+    return Average(used, moments, value.where, decay)
 
 
-def _check_convex(members: list[tuple[Path, float]], value: Value) -> None:
-    total = math.fsum(weight for _, weight in members)
-    if abs(total - 1) > _CLOSE:
+def _check_convex(members: Sequence[tuple[Path, float | None]], value: Value) -> None:
+    total = math.fsum(weight or 0.0 for _, weight in members)
+    if abs(total - 1) > _CLOSE and all(weight is not None for _, weight in members):
         what = f"without normalize, the weights sum to {total:g}, which would scale the model"
         value.refuse(what, "write weights that sum to 1, or leave normalize out")
 
