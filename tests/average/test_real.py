@@ -1,0 +1,144 @@
+"""Averages of real trainings: of any mix of formats against torch, and resumed by the stock Trainer and DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import llmtailor  # noqa: E402
+import oracle.any  # noqa: E402
+from dcp.conftest import Trained, trained  # noqa: E402, F401
+from dcp.holding import read  # noqa: E402
+from dcp.test_pairs import of_snapshot  # noqa: E402
+from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
+from llmtailor.recipe.recipe import Average, Recipe, Whole  # noqa: E402
+from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from oracle.zero3 import MOMENTS, differ  # noqa: E402
+from real.harness import Run, Runs, Train  # noqa: E402
+from real.runs import MIDDLE, TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
+from real.test_reshard import assert_loaded  # noqa: E402
+
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DCP_RUNS = ("trainer", "ddp")
+Member = tuple[str, int, float]
+"""A run, a step, and a weight"""
+
+
+def merge(base: Path, members: list[tuple[Path, float]], moments: str, out: Path, **options: Any) -> Path:
+    recipe = Recipe("x", "", base, (Whole(Average(tuple(members), moments), None, "x"),), None, None)
+    llmtailor.merge(recipe, out, llmtailor.Options(**options))
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.level == RESUMABLE, verdict.findings
+    return out
+
+
+def mean(values: list[Any], weights: list[float]) -> Any:
+    scaled = [value.double() * (weight / math.fsum(weights)) for value, weight in zip(values, weights, strict=True)]
+    return sum(scaled[1:], scaled[0]).float()
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "options"),
+    [
+        ("llama", [("llama", 2, 1), ("llama-w3", 4, 2), ("zero2-w3", 6, 0.5)], {"stage": 2, "world_size": 3}),
+        ("zero2-rr", [("zero2-rr", 4, 1), ("zero1-bf16opt", 2, 3)], {}),
+        ("trainer", [("llama", 4, 0.25), ("trainer", 2, 0.75)], {"to": "fsdp", "world_size": 3}),
+        ("llama", [("ddp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}),
+        ("ddp", [("ddp", 2, 1), ("llama-w3", 4, 1)], {}),
+    ],
+    ids=["zero3 and zero2 to zero2 on 3", "round robin", "fsdp and zero3 to fsdp", "three formats to zero3", "plain"],
+)
+def test_any_mix_of_formats(
+    runs: Runs,
+    trained: Trained,
+    tmp_path: Path,
+    base: str,
+    members: list[Member],
+    options: dict[str, Any],  # noqa: F811
+) -> None:
+    def checkpoint(name: str, step: int) -> Path:
+        return trained.checkpoint(name, step) if name in DCP_RUNS else runs[name].checkpoint(step)
+
+    def held(name: str, step: int) -> dict[str, Any]:
+        if name in DCP_RUNS:
+            return dict(trained[name].held[step])
+        return of_snapshot(oracle.any.load(runs[name].checkpoint(step)))
+
+    weights = [weight for *_, weight in members]
+    sources = [(checkpoint(name, step), weight) for name, step, weight in members]
+    out = merge(checkpoint(base, 2 if base in DCP_RUNS else 6), sources, NEWEST, tmp_path / "out", **options)
+
+    index = index_checkpoint(out)
+    lives = [held(name, step) for name, step, _ in members]
+    newest = max(zip(members, lives, strict=True), key=lambda pair: pair[0][1])[1]
+    assert {state.param for state in index.held if state.kind == MASTER} == set(newest["states"])
+    for param, states in newest["states"].items():
+        master = mean([live["weights"][param] for live in lives], weights)
+        for kind in (MASTER, WEIGHT):
+            entry = index.held[State(param, kind)]
+            assert not differ(read(out, entry).flatten(), master.to(TORCH[entry.dtype]).flatten()), (param, kind)
+        for moment in MOMENTS:
+            entry = index.held[State(param, moment)]
+            assert not differ(read(out, entry).flatten(), states[moment].flatten()), (param, moment)
+        assert index.steps()[param] == float(states["step"])
+    for name, entry in index.module.items():  # ZeRO-1/2
+        param = index.tied.get(name, name)
+        assert not differ(read(out, entry), read(out, index.held[State(param, MASTER)]).to(TORCH[entry.dtype])), MODULE
+
+
+CASES = [("llama", NEWEST), ("llama", AVERAGE), ("llama", RESET), ("llama", "itself"), ("zero2", RESET)]
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    runs: Runs, train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[Path, Run]]:
+    """Stock resumes from the average of steps 2 and 4, or of step 4 and itself"""
+    root, specs, outs = tmp_path_factory.mktemp("averages"), [], {}
+    for name, moments in CASES:
+        newest = runs[name].checkpoint(MIDDLE)
+        other = newest if moments == "itself" else runs[name].checkpoint(2)
+        members = [(other, 0.3), (newest, 0.4)]
+        out = root / name / moments / f"checkpoint-{MIDDLE}"
+        out.parent.mkdir(parents=True)
+        outs[name, moments] = merge(newest, members, AVERAGE if moments == "itself" else moments, out)
+        spec = replace((TWO_RANKS | TWO_RANKS_ANY)[name], save_steps=6)
+        specs.append(spec.resumed(out, f"{name} {moments}"))
+    done = train(specs, 2)
+    return {case: (outs[case], done[" ".join(case)]) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_stock_resumes_from_an_average(
+    resumed: dict[tuple[str, str], tuple[Path, Run]], runs: Runs, case: tuple[str, str]
+) -> None:
+    name, moments = case
+    out, run = resumed[case]
+    assert_loaded(run, oracle.any.load(out))
+    straight = {step: loss for step, loss in runs[name].losses.items() if step > MIDDLE}
+    assert run.losses.keys() == straight.keys() and all(map(math.isfinite, run.losses.values()))
+    assert (run.losses == straight) == (moments == "itself")
+    after = oracle.any.load(run.checkpoint(6))
+    assert set(after.steps.values()) == {2 if moments == RESET else 6}
+
+
+@pytest.mark.parametrize("name", ["llama", "zero2"])
+def test_the_first_step_after_a_reset_is_that_of_a_new_optimizer(
+    resumed: dict[tuple[str, str], tuple[Path, Run]], name: str
+) -> None:
+    """After a step from zeros, exp_avg is 0.1 g and exp_avg_sq 0.001 g^2; after two, both stay within these bounds."""
+    _, run = resumed[name, RESET]
+    after = oracle.any.load(run.checkpoint(6))
+    for param, first in after.kind(MOMENTS[0]).items():
+        second = after.states[State(param, MOMENTS[1])].double()
+        # (0.09 g1 + 0.1 g2)^2 <= (0.09^2 / 0.000999 + 0.1^2 / 0.001) * (0.000999 g1^2 + 0.001 g2^2)
+        assert (first.double() ** 2 <= 18.2 * second + 1e-30).all(), param
