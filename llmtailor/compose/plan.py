@@ -24,7 +24,7 @@ from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
-from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.attempt_mark import state_attempt, state_lags
 from llmtailor.formats.clients import choose_client, client_of
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
@@ -219,6 +219,9 @@ def plan_merge(
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
+    if sources.averages:
+        layouts, about_lags = state_lags(layouts, reference, [one.step for one in target.sub_groups if one.params])
+        about_attempts += about_lags
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
     check_filled(plan, indexes, sources)

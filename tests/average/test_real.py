@@ -13,19 +13,20 @@ torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
-from dcp.conftest import Trained, trained  # noqa: E402, F401
+from dcp.conftest import Trained  # noqa: E402
 from dcp.holding import read  # noqa: E402
 from dcp.test_pairs import of_snapshot  # noqa: E402
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
-from llmtailor.recipe.recipe import Average, Recipe, Whole  # noqa: E402
+from llmtailor.recipe.recipe import Average, Recipe, Select, Whole  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from oracle.zero3 import MOMENTS, differ  # noqa: E402
+from plain.training import train as train_alone  # noqa: E402
 from real.harness import Run, Runs, Train  # noqa: E402
 from real.runs import MIDDLE, TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
-from real.test_reshard import assert_loaded  # noqa: E402
+from real.test_reshard import assert_loaded, reshard  # noqa: E402
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DCP_RUNS = ("trainer", "ddp")
@@ -63,7 +64,7 @@ def test_any_mix_of_formats(
     tmp_path: Path,
     base: str,
     members: list[Member],
-    options: dict[str, Any],  # noqa: F811
+    options: dict[str, Any],
 ) -> None:
     def checkpoint(name: str, step: int) -> Path:
         return trained.checkpoint(name, step) if name in DCP_RUNS else runs[name].checkpoint(step)
@@ -119,8 +120,9 @@ def resumed(
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_stock_resumes_from_an_average(
-    resumed: dict[tuple[str, str], tuple[Path, Run]], runs: Runs, case: tuple[str, str]
+    resumed: dict[tuple[str, str], tuple[Path, Run]], runs: Runs, case: tuple[str, str], tmp_path: Path
 ) -> None:
+    """Also llmtailor knows what that training saves: Adam's steps of a reset are behind the run's for good."""
     name, moments = case
     out, run = resumed[case]
     assert_loaded(run, oracle.any.load(out))
@@ -129,6 +131,9 @@ def test_stock_resumes_from_an_average(
     assert (run.losses == straight) == (moments == "itself")
     after = oracle.any.load(run.checkpoint(6))
     assert set(after.steps.values()) == {2 if moments == RESET else 6}
+    assert verify_checkpoint(run.checkpoint(6), deep=True).level == RESUMABLE
+    again = reshard(run.checkpoint(6), tmp_path / "checkpoint-6", 3 - run.spec.stage % 2, 3)
+    assert oracle.any.load(again).steps == after.steps and verify_checkpoint(again, deep=True).level == RESUMABLE
 
 
 @pytest.mark.parametrize("name", ["llama", "zero2"])
@@ -142,3 +147,22 @@ def test_the_first_step_after_a_reset_is_that_of_a_new_optimizer(
         second = after.states[State(param, MOMENTS[1])].double()
         # (0.09 g1 + 0.1 g2)^2 <= (0.09^2 / 0.000999 + 0.1^2 / 0.001) * (0.000999 g1^2 + 0.001 g2^2)
         assert (first.double() ** 2 <= 18.2 * second + 1e-30).all(), param
+
+
+@pytest.mark.parametrize("moments", [AVERAGE, RESET])
+def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
+    """Each param has its own step there, so a part of a group can be reset."""
+    run = train_alone(tmp_path / "run")
+    members = tuple((run.checkpoint(step), 1.0) for step in (2, 4))
+    rule = Select(Average(members, moments), ("0",), "x")
+    out = tmp_path / "checkpoint-4"
+    llmtailor.merge(Recipe("x", "", run.checkpoint(4), (rule,), None, None), out)
+    assert verify_checkpoint(out, deep=True).level == RESUMABLE
+    resumed = train_alone(tmp_path / "resumed", resume_from=out, steps=6)
+    assert sorted(resumed.losses) == [5, 6] and all(map(math.isfinite, resumed.losses.values()))
+    last = resumed.checkpoint(6)
+    assert {step for param, step in index_checkpoint(last).steps().items() if ".layers.0." in param} == {
+        2 if moments == RESET else 6
+    }
+    verdict = verify_checkpoint(last, deep=True)
+    assert verdict.level == RESUMABLE and not verdict.findings
