@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from dcp.conftest import Trained  # noqa: E402
 from dcp.holding import read  # noqa: E402
 from dcp.test_pairs import of_snapshot  # noqa: E402
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
+from llmtailor.codes import Code  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
 from llmtailor.recipe.recipe import Average, Recipe, Select, Whole  # noqa: E402
@@ -166,3 +168,21 @@ def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
     }
     verdict = verify_checkpoint(last, deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "universal", "trainer", "fsdp"])
+@pytest.mark.parametrize("moments", [NEWEST, RESET])
+def test_what_is_saved_later_states_how_far_adam_is_off(runs: Runs, tmp_path: Path, to: str, moments: str) -> None:
+    """Without a manifest, as a training saves it, and then without the statement. The average is newer than its base,
+    or its moments are reset."""
+    name = runs["llama"]
+    members = [(name.checkpoint(4), 1.0), (name.checkpoint(6), 1.0)]
+    out = merge(name.checkpoint(4), members, moments, tmp_path / "checkpoint-4", to=to)
+    (out / "llmtailor.json").unlink()
+    assert verify_checkpoint(out).level == RESUMABLE
+    state = json.loads((out / "trainer_state.json").read_text())
+    lag = state["stateful_callbacks"].pop("llmtailor-optimizer")["attributes"]["step_lags"]
+    assert lag == [4 if moments == RESET else -2]
+    (out / "trainer_state.json").write_text(json.dumps(state))
+    assert verify_checkpoint(out).level != RESUMABLE or to == "fsdp"
+    assert Code.STEPS_DIFFER in {finding.code for finding in verify_checkpoint(out).findings}
