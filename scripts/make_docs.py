@@ -199,7 +199,6 @@ def contradictions() -> str:
 
 PAGES = {
     "docs/errors.md": errors_page,
-    "README.md": lambda: between_marks("README.md", exit_codes()),
     "docs/findings.md": lambda: between_marks("docs/findings.md", contradictions(), fields(), finding_codes()),
 }
 

@@ -4,7 +4,11 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
 # An example: train; if that fails, compose the run's newest usable state and go on from it, once. Works with full
-# checkpoints, with partial ones (llmtailor.saving), and with both in one run.
+# checkpoints, with partial ones (llmtailor.saving), and with both in one run. A job that Slurm has requeued finds its own
+# partial checkpoints, and goes on from them at once.
+#
+# A training script around the Hugging Face Trainer that only saves partial checkpoints does not need this script:
+# `llmtailor run --on-restart compose -- srun torchrun --max-restarts 3 ...` goes on by itself.
 #
 #   sbatch scripts/slurm_resume.sh train.py --config my.yaml
 #
@@ -25,23 +29,30 @@ read -r -a launch <<<"${LAUNCH:-srun torchrun --nproc_per_node $NUM_GPU}"
 scripts=$(dirname "${BASH_SOURCE[0]}")
 [[ -e $scripts/start_merge.sh ]] || scripts=${SLURM_SUBMIT_DIR:-.}/scripts
 
+resume() {
+  local told='' merged=0 checkpoint
+  told=$(CHECKPOINT_PATH=$output STRATEGY=${STRATEGY:-latest} "$scripts/start_merge.sh" --force --quiet) || merged=$?
+  if ((merged != 0)); then
+    echo "slurm_resume.sh: llmtailor ended with $merged; not resuming" >&2
+    exit "$merged"
+  fi
+  echo "$told" >&2
+  # one of "wrote CHECKPOINT" and "CHECKPOINT is complete and has the newest of every part: nothing to merge"
+  checkpoint=${told##*$'\n'}
+  checkpoint=${checkpoint#wrote }
+  checkpoint=${checkpoint% is complete and has *}
+  "${launch[@]}" "$@" --output_dir "$output" --resume_from_checkpoint "$checkpoint"
+}
+
 code=0
-"${launch[@]}" "$@" --output_dir "$output" || code=$?
+if compgen -G "$output/partial/step-*/manifest.json" >/dev/null; then
+  echo "slurm_resume.sh: $output has partial checkpoints; going on from them" >&2
+  resume "$@" || code=$?
+else
+  "${launch[@]}" "$@" --output_dir "$output" || code=$?
+fi
 if ((code == 0)); then
   exit 0
 fi
 echo "slurm_resume.sh: training ended with $code; composing a checkpoint from $output" >&2
-
-told=''
-merged=0
-told=$(CHECKPOINT_PATH=$output STRATEGY=${STRATEGY:-latest} "$scripts/start_merge.sh" --force --quiet) || merged=$?
-if ((merged != 0)); then
-  echo "slurm_resume.sh: llmtailor ended with $merged; not resuming" >&2
-  exit "$merged"
-fi
-echo "$told" >&2
-# one of "wrote CHECKPOINT" and "CHECKPOINT is complete and has the newest of every part: nothing to merge"
-checkpoint=${told##*$'\n'}
-checkpoint=${checkpoint#wrote }
-checkpoint=${checkpoint% is complete and has *}
-exec "${launch[@]}" "$@" --output_dir "$output" --resume_from_checkpoint "$checkpoint"
+resume "$@"

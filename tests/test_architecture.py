@@ -30,18 +30,19 @@ MAY_IMPORT = {
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
+    "integrations": {"saving"},
     "charts": {"codes", "errors"},
     "simulation": {*BASE, "containers", "formats", "policies", "runs", "charts"},
     "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
     "cli": {
         *BASE,
         *("containers", "formats", "recipe", "verify", "compare", "compose", "runs", "salvage"),
-        *("charts", "simulation", "report"),
+        *("charts", "simulation", "report", "saving"),
     },
     "codes": set(),
 }
 """Room -> the rooms it may import, besides itself."""
-MAY_BE_HEAVY = {"training", "saving"}
+MAY_BE_HEAVY = {"training", "saving", "integrations"}
 HEAVY_WORKERS = {"verify.smoke_worker"}
 """Run in processes of their own; nothing imports them."""
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "mergekit"}

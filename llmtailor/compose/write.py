@@ -155,7 +155,7 @@ def _check_sources(
                 changed.append(
                     Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
                 )
-            elif now != before.get(f"{composition.plan.sources[number]}/{path}", now):
+            elif now != before.get(f"{composition.plan.sources[number]}/{path}", now) and not stand_in_of(index.root):
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)

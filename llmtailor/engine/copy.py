@@ -29,6 +29,7 @@ from llmtailor.engine.streams import Output, Sources, Store, cannot_write
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.checksums import combine, crc32, new_digest
 from llmtailor.storage.listing import FileFact
+from llmtailor.storage.stand_in import STORE_WORKERS, stand_ins
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -133,13 +134,15 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(staging, error) from error
-    turns, mover = BoundedSemaphore(num_workers()), Mover(context.clone)
+    # a store answers late, so its requests wait for each other less than a disk's
+    workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_workers()
+    turns, mover = BoundedSemaphore(workers), Mover(context.clone)
     if context.inline:
         return [_write_file(plan, file, facts, staging, context, turns, mover) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
     order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
     jobs = [partial(_write_file, plan, plan.files[number], facts, staging, context, turns, mover) for number in order]
-    results = run_all(jobs, 2 * num_workers(), context.stop)
+    results = run_all(jobs, 2 * workers, context.stop)
     return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
 

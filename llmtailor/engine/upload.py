@@ -17,9 +17,8 @@ from llmtailor.errors import StorageError, TargetError
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.listing import list_files
 from llmtailor.storage.local import read_source
-from llmtailor.storage.stand_in import UPLOADING, Remote, stand_in_of
+from llmtailor.storage.stand_in import STORE_WORKERS, UPLOADING, Remote, stand_in_of
 
-_WORKERS = 8
 _FILES = "files"
 _MAX_MARKER_BYTES = 64 << 20
 
@@ -60,7 +59,7 @@ def upload(out: Path, crcs: Mapping[str, int], on_progress: Callable[[int], None
     try:
         remote.put_bytes(inside + UPLOADING, json.dumps({_FILES: sorted(crcs)}).encode())
         jobs = [partial(_upload_file, remote, inside + name, crc, on_progress, stop) for name, crc in crcs.items()]
-        run_all(jobs, _WORKERS, stop)
+        run_all(jobs, STORE_WORKERS, stop)
         remote.remove([inside + UPLOADING])
     except OSError as error:
         what = f"can't upload: {error.strerror or error}"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmtailor.saving.pending import PendingSave as PendingSave
     from llmtailor.saving.pending import SaveFailed as SaveFailed
     from llmtailor.saving.report import SaveReport as SaveReport
+    from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
     from llmtailor.saving.saver import PartialSaver as PartialSaver
     from llmtailor.saving.trainer_callback import PartialSaving as PartialSaving
     from llmtailor.saving.trainer_callback import attach as attach
@@ -43,6 +44,7 @@ _PUBLIC = {
     "Update": "llmtailor.policies",
     "attach": "llmtailor.saving.trainer_callback",
     "make_policy": "llmtailor.policies",
+    "newest_checkpoint": "llmtailor.saving.restart",
     "saver_for": "llmtailor.saving.loop",
 }
 __all__ = [*_PUBLIC]

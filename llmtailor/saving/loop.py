@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from llmtailor.errors import UsageError
+from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.policies import Policy
-from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.options import SavingArguments, SavingOptions
 from llmtailor.saving.plain import PlainTraining, unwrap
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.training import HasState, Pretrained, Training
 from llmtailor.saving.writing import owners_of
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
+    from typing_extensions import Unpack
+
+FSDP1 = "the flat tensors of FSDP version 1 can't be saved in parts"
+FSDP1_FIX = "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP"
 
 
 def saver_for(
     output_dir: str | Path,
     *,
+    accelerator: Accelerator | None = None,
     engine: DeepSpeedEngine | None = None,
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -30,15 +37,7 @@ def saver_for(
     scaler: HasState | None = None,
     tokenizer: Pretrained | None = None,
     policy: str | Mapping[str, object] | Policy = "parity",
-    max_staleness: int | None = None,
-    keep_composable: int | None = None,
-    background: bool = True,
-    host_buffer: int | Literal["auto"] = "auto",
-    when_busy: Literal["wait", "skip"] = "wait",
-    write_timeout: float = 300.0,
-    staging_dir: str | Path | None = None,
-    mirror: str | None = None,
-    moments: Literal["bf16"] | None = None,
+    **options: Unpack[SavingArguments],
 ) -> PartialSaver:
     """Return a saver for a training loop without a Trainer. Call it, and the saver, on every rank::
 
@@ -52,6 +51,7 @@ def saver_for(
 
     Args:
         output_dir: the run's folder; partial checkpoints go to ``<output_dir>/partial``.
+        accelerator: from accelerate, after ``prepare``. It gives the engine, or model, optimizer, scheduler and scaler.
         engine: from ``deepspeed.initialize``, with ZeRO-1, 2 or 3; leave out ``model`` and ``optimizer`` then.
         model: without DeepSpeed: bare, compiled, or inside DistributedDataParallel.
         optimizer: without DeepSpeed: the model's optimizer, with elementwise state, such as AdamW.
@@ -59,13 +59,20 @@ def saver_for(
         scaler: the GradScaler of fp16 training without DeepSpeed.
         tokenizer: anything with ``save_pretrained``, saved with the model's config.
         policy: see `PartialSaver`.
-        max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, staging_dir, mirror, moments:
-            see `SavingOptions`.
+        options: the fields of `SavingOptions`.
 
     Raises:
-        UsageError: neither or both of engine and model with optimizer are given, or a model without a scheduler.
+        UsageError: neither or both of engine and model with optimizer are given, a model without a scheduler, or an
+            accelerator that has not prepared exactly one model and one optimizer.
+        UnsupportedCheckpoint: the accelerator shards with FSDP version 1.
         Also what `PartialSaver` raises.
     """
+    if accelerator is not None:
+        if engine is not None or model is not None or optimizer is not None:
+            raise UsageError.at("saver_for", "the accelerator has the model already", "give the accelerator only")
+        found = _prepared(accelerator)
+        engine, model, optimizer = found.engine, found.model, found.optimizer
+        scheduler, scaler = scheduler or found.scheduler, scaler or found.scaler
     if (engine is None) == (model is None or optimizer is None):
         raise UsageError.at(
             "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give exactly one of the two"
@@ -74,18 +81,8 @@ def saver_for(
         what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
-    options = SavingOptions(
-        max_staleness=max_staleness,
-        keep_composable=keep_composable,
-        background=background,
-        host_buffer=host_buffer,
-        when_busy=when_busy,
-        write_timeout=write_timeout,
-        staging_dir=staging_dir,
-        mirror=mirror,
-        moments=moments,
-    )
-    return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, policy, options)
+    how = SavingOptions(**options)
+    return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, policy, how)
 
 
 def make_saver(
@@ -115,3 +112,36 @@ def make_saver(
         training = kind(unwrap(model), optimizer, scaler)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(output_dir, training, policy, scheduler=scheduler, carried=carried, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What an accelerator has prepared: an engine, or a model with its optimizer."""
+
+    engine: DeepSpeedEngine | None = None
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: HasState | None = None
+    scaler: HasState | None = None
+
+
+def _prepared(accelerator: Accelerator) -> _Prepared:
+    """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
+    if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
+        return _Prepared(engine=wrapped.engine)  # it has the scheduler
+    if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+        raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
+    models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
+    problems = [
+        Problem("accelerator", f"it has prepared {len(found)} {what}", fix)
+        for what, found, fix in (
+            ("models", models, "prepare one, or give saver_for the model that you want saved and its optimizer"),
+            ("optimizers", optimizers, "prepare one for all params"),
+        )
+        if len(found) != 1
+    ]
+    if len(schedulers) > 1:
+        problems.append(Problem("accelerator", f"it has prepared {len(schedulers)} schedulers", "prepare one"))
+    if problems:
+        raise UsageError(problems)
+    return _Prepared(None, models[0], optimizers[0], schedulers[0] if schedulers else None, accelerator.scaler)

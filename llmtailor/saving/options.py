@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
-from llmtailor.errors import Problem, UsageError
+from llmtailor.errors import Problem, Problems, UsageError
+from llmtailor.policies import Policy, make_policy
 
 MIN_HOST_BUFFER = 1 << 20
+PREFIX = "LLMTAILOR_"
+"""Begins the names of the environment variables"""
+WHERE = "attach"
+
+
+class SavingArguments(TypedDict, total=False):
+    """The fields of `SavingOptions` as keyword arguments."""
+
+    max_staleness: int | None
+    keep_composable: int | None
+    background: bool
+    host_buffer: int | Literal["auto"]
+    when_busy: Literal["wait", "skip"]
+    write_timeout: float
+    staging_dir: str | Path | None
+    mirror: str | None
+    moments: Literal["bf16"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +80,90 @@ class SavingOptions:
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
         if problems:
             raise UsageError(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of `PartialSaving`, checked."""
+
+    policy: Policy
+    save_steps: int | None
+    """None: the training arguments decide, or ``overhead`` does."""
+    overhead: float | None
+    """None unless ``save_steps`` is ``auto``"""
+    on_restart: str
+    options: SavingOptions
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """Return the arguments, by name, with the defaults of those not given. Raises UsageError with all problems."""
+        rest, problems, wrong = dict(given), Problems(), []
+        policy, save_steps = rest.pop("policy", "parity"), rest.pop("save_steps", None)
+        overhead, on_restart = rest.pop("overhead", 0.02), rest.pop("on_restart", "refuse")
+        if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
+            fix = 'give a number of steps, 1 or more, or "auto"'
+            wrong.append(Problem(WHERE, f"save_steps is {save_steps!r}", fix))
+        if not 0 < overhead <= 1:
+            wrong.append(Problem(WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
+        if on_restart not in ("refuse", "compose"):
+            wrong.append(Problem(WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
+        if wrong:
+            problems.add(UsageError(wrong))
+        made: list[Any] = []
+        for make in (lambda: make_policy(policy), lambda: SavingOptions(**rest)):
+            try:
+                made.append(make())
+            except UsageError as error:
+                problems.add(error)
+        problems.raise_if_any()
+        every = save_steps if isinstance(save_steps, int) else None
+        return cls(made[0], every, overhead if save_steps == "auto" else None, on_restart, made[1])
+
+
+def _number(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _switch(text: str) -> bool:
+    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+
+
+def _policy(text: str) -> Any:
+    return json.loads(text) if text.startswith("{") else text
+
+
+VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "policy": (_policy, "a policy such as parity or round_robin:4, or a JSON object"),
+    "save_steps": (_number, "a number of steps, or auto"),
+    "overhead": (float, "a share of the time, such as 0.02"),
+    "on_restart": (str, "refuse or compose"),
+    "max_staleness": (int, "a number of saves"),
+    "keep_composable": (int, "a number of steps"),
+    "background": (_switch, "1 or 0"),
+    "host_buffer": (_number, "a number of bytes, or auto"),
+    "when_busy": (str, "wait or skip"),
+    "write_timeout": (float, "a number of seconds"),
+    "staging_dir": (str, "a folder"),
+    "mirror": (str, "a URL"),
+    "moments": (str, "bf16"),
+}
+"""The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of `attach` that are in the environment: ``LLMTAILOR_POLICY`` gives ``policy``.
+
+    An empty variable counts as absent. Raises UsageError with every value that can't be read.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for name, (read, what) in VARIABLES.items():
+        variable = PREFIX + name.upper()
+        if text := environ.get(variable, ""):
+            try:
+                found[name] = read(text)
+            except (ValueError, KeyError):
+                problems.append(Problem(variable, f"it is {text!r}", f"give {what}"))
+    if problems:
+        raise UsageError(problems)
+    return found

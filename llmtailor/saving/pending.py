@@ -65,6 +65,13 @@ class Work:
     problems: tuple[Problem, ...] = ()
     """Why there is no share"""
 
+    def tell(self, report: SaveReport) -> None:
+        """Call ``on_published``. The save is there, so whatever goes wrong now does not make it fail."""
+        try:
+            self.on_published(report)
+        except Exception as error:
+            logger.warning("after the save at step %d: %s", report.step, error, exc_info=error)
+
 
 def save_now(ranks: Ranks, work: Work, began: float) -> PendingSave:
     """Make a save while training stands still; return it finished. ``began`` is monotonic time.
@@ -85,7 +92,7 @@ def save_now(ranks: Ranks, work: Work, began: float) -> PendingSave:
     now = time.monotonic() - began
     num_bytes = sum(fact.num_bytes for fact in bundles)
     report = replace(work.report, num_bytes=num_bytes, stall_s=now, write_s=written, publish_s=now)
-    work.on_published(report)
+    work.tell(report)
     save = PendingSave(report.step, path, report.parts)
     save.finish(report)
     return save
@@ -239,7 +246,7 @@ class BackgroundSave(PendingSave):
             self.finish(SaveFailed(_problems(result)))
         else:
             report = replace(self._work.report, **result["measured"])
-            self._work.on_published(report)
+            self._work.tell(report)
             self.finish(report)
 
     def _written(self) -> dict[str, Any]:

@@ -53,7 +53,10 @@ def resume(
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
     if step == 0 and (there := folder.complete()):
         what = f"another run has saved here, up to step {max(there)}"
-        fix = "resume from it (llmtailor merge --run), use another output_dir for this run, or remove the folder"
+        fix = (
+            'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
+            "this run, or remove the folder"
+        )
         raise TargetError.at(folder.partial, what, fix)
     resumed = _find(folder, training, step, lineage, trainer_state)
     folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))

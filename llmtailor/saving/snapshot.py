@@ -287,12 +287,22 @@ class StepBarrier:
     def remove(self) -> None:
         self._hook.remove()
 
+    def _written_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the storages of an optimizer's params; 0 for one that has none of its own, as some subclasses do."""
+        written = set()
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            try:
+                if isinstance(param, torch.Tensor) and param.numel():
+                    written.add(storage_of(param))
+            except RuntimeError:  # this is the user's training: nothing may escape here
+                written.add(0)
+        return written
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         snapshot = self._snapshot
         if snapshot is None:
             return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        written = {storage_of(param) for param in params if isinstance(param, torch.Tensor) and param.numel()}
+        written = self._written_by(optimizer)
         is_ours = any(optimizer is one for one in self._optimizers)
         if not is_ours and not written & self._masters:
             return

@@ -1,7 +1,8 @@
 """The saver in the Hugging Face Trainer: two lines in a training script.
 
-The Trainer is not patched. A callback runs after the Trainer's own callbacks, detects that a step is about to be saved,
-and makes a partial save instead. Other saves of the Trainer (``save_strategy="best"``, ``save_model``) are unaffected.
+The Trainer's classes are not patched. A callback runs after the Trainer's own callbacks, detects that a step is about
+to be saved, and makes a partial save instead. Other saves of the Trainer (``save_strategy="best"``, ``save_model``) are
+unaffected.
 
 The Trainer saves a step after its log entry and its evaluation, which draws random numbers, may find the best metric
 and may step the scheduler (ReduceLROnPlateau). No callback runs at exactly that moment. So the save waits for the next
@@ -11,113 +12,155 @@ callback, before which neither model nor optimizer changes, and gets the random 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problems, TailorError, UsageError
 from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
-from llmtailor.policies import Policy, make_policy
+from llmtailor.policies import Policy
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.options import WHERE, Arguments, SavingArguments, from_environment
 from llmtailor.saving.pending import SaveFailed
 from llmtailor.saving.plain import unwrap
+from llmtailor.saving.restart import resume_by_itself
 from llmtailor.saving.saver import PartialSaver
+from llmtailor.saving.trainer_checks import check_arguments, find_trainer, tell
 from llmtailor.saving.training import rng_tree
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger("llmtailor.saving")
-_WHERE = "attach"
 
 
 def attach(
     trainer: Trainer,
-    policy: str | Mapping[str, object] | Policy = "parity",
+    policy: str | Mapping[str, object] | Policy | None = None,
     save_steps: int | Literal["auto"] | None = None,
     *,
-    overhead: float = 0.02,
-    max_staleness: int | None = None,
-    keep_composable: int | None = None,
-    background: bool = True,
-    host_buffer: int | Literal["auto"] = "auto",
-    when_busy: Literal["wait", "skip"] = "wait",
-    write_timeout: float = 300.0,
-    staging_dir: str | Path | None = None,
-    mirror: str | None = None,
-    moments: Literal["bf16"] | None = None,
+    overhead: float | None = None,
+    on_restart: Literal["refuse", "compose"] | None = None,
+    **options: Unpack[SavingArguments],
 ) -> PartialSaving:
     """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
 
-    Call it on every rank, before ``trainer.train()``. A save that fails logs a warning; training continues.
+    Call it on every rank, before ``trainer.train()``. It adds a `PartialSaving`, and checks at once what that checks
+    when training begins. A save that fails logs a warning; training continues.
 
     Args:
         trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process, DDP or FSDP2).
-        policy: which parts each save holds; see `make_policy`.
-        save_steps: optimizer steps between two saves. None keeps the training arguments' ``save_strategy``. ``auto``
-            saves as often as ``overhead`` allows, by what steps and saves take.
-        overhead: with ``auto``, the share of the training time that saving may cost.
-        max_staleness, keep_composable, background, host_buffer, when_busy, write_timeout, staging_dir, mirror, moments:
-            see `SavingOptions`.
+        policy, save_steps, overhead, on_restart, options: see `PartialSaving`.
 
     Raises:
-        UsageError: the policy cannot guarantee that every saved step is composable, or the training arguments
-            contradict partial checkpoints. All reasons are reported together.
+        UsageError: the policy cannot guarantee that every saved step is composable, the training arguments contradict
+            partial checkpoints, or the Trainer has a saver already. All reasons are reported together.
         UnsupportedCheckpoint: the training uses FSDP version 1.
     """
-    options = SavingOptions(
-        max_staleness=max_staleness,
-        keep_composable=keep_composable,
-        background=background,
-        host_buffer=host_buffer,
-        when_busy=when_busy,
-        write_timeout=write_timeout,
-        staging_dir=staging_dir,
-        mirror=mirror,
-        moments=moments,
-    )
-    callback = PartialSaving(trainer, policy, save_steps, options, overhead)
+    problems = Problems()
+    try:
+        callback = PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
+    except UsageError as error:
+        problems.add(error)
+    try:
+        check_arguments(trainer, _savers_of(trainer))
+    except TailorError as error:
+        problems.add(error)
+    problems.raise_if_any()
+    callback._bind(trainer)
+    callback._check()
     trainer.add_callback(callback)
     return callback
 
 
 class PartialSaving(TrainerCallback):  # type: ignore[misc]
-    """The callback that `attach` adds. ``saver`` is None until training begins."""
+    """A callback that makes a Trainer save partial checkpoints instead of full ones::
+
+        Trainer(..., callbacks=[PartialSaving("parity", save_steps=50)])
+
+    An argument that is left out takes the environment variable of its name: ``policy`` takes ``LLMTAILOR_POLICY``.
+    ``saver`` is None until training begins.
+
+    Args:
+        policy: which parts each save holds; see `make_policy`. Default: ``parity``.
+        save_steps: optimizer steps between two saves. Without it the training arguments' ``save_strategy`` decides.
+            ``auto`` saves as often as ``overhead`` allows, by what steps and saves take.
+        overhead: with ``auto``, the share of the training time that saving may cost. Default: 0.02.
+        on_restart: what ``trainer.train()`` does in a folder that holds partial checkpoints, if it isn't told to resume
+            from a checkpoint: ``refuse`` (the default), or ``compose`` the newest state and go on from it.
+        options: the fields of `SavingOptions`.
+
+    Raises UsageError for arguments and variables that make no sense.
+    """
+
+    gives_way = False
+    """Whether another saver of the same Trainer takes its place"""
 
     def __init__(
         self,
-        trainer: Trainer,
-        policy: str | Mapping[str, object] | Policy = "parity",
+        policy: str | Mapping[str, object] | Policy | None = None,
         save_steps: int | Literal["auto"] | None = None,
-        options: SavingOptions | None = None,
-        overhead: float = 0.02,
+        *,
+        overhead: float | None = None,
+        on_restart: Literal["refuse", "compose"] | None = None,
+        **options: Unpack[SavingArguments],
     ) -> None:
-        _check(trainer, save_steps, overhead)
-        self.trainer = trainer
-        self.policy = make_policy(policy)
-        self.save_steps = save_steps if isinstance(save_steps, int) else None
-        self.overhead = overhead if save_steps == "auto" else None
+        given = {"policy": policy, "save_steps": save_steps, "overhead": overhead, "on_restart": on_restart}
+        chosen = {**from_environment(os.environ), **{key: value for key, value in given.items() if value is not None}}
+        chosen |= options
+        found = Arguments.of(chosen)
+        self.policy, self.save_steps, self.overhead = found.policy, found.save_steps, found.overhead
+        self.on_restart, self.options = found.on_restart, found.options
+        self.saver: PartialSaver | None = None
+        self.trainer: Trainer = None
+        """None until the Trainer exists"""
+        self._is_checked = False
         self._clock = Stopclock()
         self._appointment = FIRST
-        self.options = options or SavingOptions()
-        check_before_training(unwrap(trainer.model), self.policy, self.options.max_staleness)
-        self.saver: PartialSaver | None = None
         self._pending_rng: dict[str, Any] | None = None
         self._saved_step = -1
         self._is_last = False
         self._has_state = False
 
+    def _bind(self, trainer: Trainer) -> None:
+        """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes by itself."""
+        if self.trainer is not trainer and self.on_restart == "compose":
+            # a staging folder of one node among several does not hold whole saves
+            is_one_node = trainer.args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            staging = self.options.staging_dir
+            resume_by_itself(trainer, [staging] if staging is not None and is_one_node else [])
+        self.trainer = trainer
+
+    def _check(self) -> None:
+        """Check the Trainer's arguments and its model. Raises what `attach` raises."""
+        if self._is_checked:
+            return
+        check_arguments(self.trainer, [one for one in _savers_of(self.trainer) if one is not self])
+        check_before_training(unwrap(self.trainer.model), self.policy, self.options.max_staleness)
+        tell(self.trainer.args)
+        self._is_checked = True
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self._bind(find_trainer(self))
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        self._bind(self.trainer or find_trainer(self))
+        self._check()
         trainer = self.trainer
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
@@ -136,9 +179,20 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             policy=self.policy,
             options=self.options,
         )
+        self._agree()
         self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})
         self._mark(state)
         self._saved_step = state.global_step
+
+    def _agree(self) -> None:
+        """Refuse arguments that differ between the ranks: launchers may not pass the environment to all nodes."""
+        assert self.saver is not None
+        mine = (self.policy.name, repr(self.policy.settings()), self.save_steps, self.overhead, self.on_restart)
+        found = self.saver.ranks.gather(mine)
+        if len(set(found)) > 1:
+            self.saver.close()
+            fix = "give all ranks the same arguments and LLMTAILOR_ variables"
+            raise UsageError.at(WHERE, "policy, save_steps, overhead or on_restart differ between ranks", fix)
 
     def _mark(self, state: TrainerState) -> None:
         """Record the current attempt in the state, so that the Trainer's own saves state it."""
@@ -285,22 +339,5 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
 
 
-def _check(trainer: Trainer, save_steps: int | Literal["auto"] | None, overhead: float) -> None:
-    args, problems = trainer.args, []
-    if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
-        fix = 'give a number of steps, 1 or more, or "auto"'
-        problems.append(Problem(_WHERE, f"save_steps is {save_steps!r}", fix))
-    if not 0 < overhead <= 1:
-        problems.append(Problem(_WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
-    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
-        what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
-        problems.append(Problem(_WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
-    if problems:
-        raise UsageError(problems)
-    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
-        what = "the flat tensors of FSDP version 1 can't be saved in parts"
-        raise UnsupportedCheckpoint.at(_WHERE, what, "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP")
-    if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
-        logger.info("partial checkpoints replace the full ones of save_strategy=%s", args.save_strategy.value)
-    if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
-        logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")
+def _savers_of(trainer: Trainer) -> list[PartialSaving]:
+    return [one for one in trainer.callback_handler.callbacks if isinstance(one, PartialSaving) and not one.gives_way]

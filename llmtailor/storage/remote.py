@@ -40,8 +40,7 @@ HEADER_BYTES = 256 << 10
 REQUEST_BYTES = 4 << 20
 """The most that one request asks for"""
 IN_FLIGHT = 4
-"""Requests at once for one output file; as many files are written at once as `WORKERS`"""
-WORKERS = 8
+"""Requests at once for one output file; `STORE_WORKERS` files are written at once"""
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 """Before the second attempt; each further pause is twice as long"""

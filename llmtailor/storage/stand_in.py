@@ -52,6 +52,8 @@ class Remote(Protocol):
 
 UPLOADING = "llmtailor-uploading"
 """A file that is in a folder of a store while the others are uploaded: a JSON list of their names"""
+STORE_WORKERS = 8
+"""Files that are read from or written to stores at once"""
 stand_ins: dict[Path, Remote] = {}
 """By root"""
 

@@ -296,7 +296,7 @@ def test_small_files_and_counters_of_callbacks_come_along(tmp_path):
 
 def test_the_callback_by_itself_does_the_same(tmp_path):
     run = Alone(tmp_path / "run")
-    run.trainer.add_callback(PartialSaving(run.trainer, "full", 3))
+    run.trainer.add_callback(PartialSaving("full", 3))
     run.train()
     assert run.saves == [3, 6]
 

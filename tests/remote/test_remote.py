@@ -109,6 +109,8 @@ def test_tensors_are_fetched_by_range_and_never_kept(url, tmp_path, monkeypatch)
     call("convert", f"{url}/checkpoint-100", tmp_path / "out", "--num-gpu", "3")
     sizes = [size for kind, _, size in FaultyFileSystem.requests if kind == "get"]
     assert len(sizes) > 50
+    total = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert sum(sizes) < 1.5 * total, "nothing is fetched twice"
     (folder,) = stand_in.stand_ins.values()
     kept = sum(path.stat().st_blocks * 512 for path in folder.root.rglob("*.pt"))
     assert kept <= sum(path.stat().st_size for path in folder.root.rglob("*.pt")) + 100_000

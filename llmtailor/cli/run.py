@@ -1,0 +1,99 @@
+"""``llmtailor run``"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import click
+
+from llmtailor.cli.command import command, notify
+from llmtailor.cli.options import COUNT, PATH
+from llmtailor.errors import StorageError, UsageError
+
+_STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
+_RANK = ("NODE_RANK", "SLURM_PROCID", "SLURM_NODEID", "RANK")
+"""Say which of several launchers of one job this is; the first that is set counts."""
+
+
+@command(
+    {
+        0: "PROGRAM ended with 0; the other codes are PROGRAM's, too, once it has started",
+        2: "also if PROGRAM is not found, or an option is out of range",
+        4: "--resume: the newest state can't be composed; PROGRAM was not started",
+    }
+)
+@click.option("--policy", metavar="POLICY", help="The parts that each save holds. Default: parity.")
+@click.option("--save-steps", metavar="N", help="Optimizer steps between two saves, or auto. Default: the script's.")
+@click.option("--overhead", metavar="SHARE", help="--save-steps auto: the share of time that saving may cost.")
+@click.option("--keep-composable", type=COUNT, metavar="N", help="Delete what the newest N steps don't need.")
+@click.option(
+    "--on-restart",
+    type=click.Choice(["refuse", "compose"]),
+    help="What training does where the run's folder holds partial checkpoints: refuse, or go on from the newest state.",
+)
+@click.option(
+    "--resume",
+    type=PATH,
+    metavar="RUN_DIR",
+    help="Compose the newest state of RUN_DIR first. Adds --on-restart compose.",
+)
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENTS]...")
+def run(resume: Path | None, program: tuple[str, ...], **options: object) -> None:
+    """Run a training PROGRAM with a saver in every Trainer of transformers that it makes, in every rank.
+
+    PROGRAM needs no change: the saver is added when it imports transformers, and has the options given here or in the
+    environment (LLMTAILOR_POLICY, ...; docs/saving.md lists them). A saver that the program attaches itself is used
+    instead. The exit code is PROGRAM's.
+
+    \b
+    Examples:
+      llmtailor run --policy parity --save-steps 50 -- python train.py --output_dir runs/x
+      llmtailor run --save-steps 50 -- torchrun --nproc_per_node 8 train.py
+      llmtailor run --save-steps 50 -- llamafactory-cli train config.yaml
+      llmtailor run --save-steps auto --resume runs/x -- torchrun --max-restarts 3 train.py --output_dir runs/x
+    """
+    environ = dict(os.environ)
+    given = {name: str(value) for name, value in options.items() if value is not None}
+    if resume is not None:
+        given["on_restart"] = "compose"
+    prepare(environ, given)
+    if (found := shutil.which(program[0])) is None:
+        raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
+    if resume is not None and is_first_launcher(environ):
+        _compose(resume)
+    try:
+        os.execve(found, [*program], environ)
+    except OSError as error:
+        raise StorageError.at(found, f"it can't be started: {error.strerror}", "check the file") from error
+
+
+run.allow_interspersed_args = False  # the options behind PROGRAM are its own
+
+
+def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
+    """Add to an environment what makes Python attach the saver, and its options. Raises UsageError."""
+    from llmtailor.saving.options import PREFIX, Arguments, from_environment
+
+    environ.update({PREFIX + name.upper(): text for name, text in given.items()})
+    Arguments.of(from_environment(environ))
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(_STARTUP), *paths]))
+
+
+def is_first_launcher(environ: MutableMapping[str, str]) -> bool:
+    """Return whether this is the only launcher of a job, or that of its first node."""
+    ranks = [environ[name] for name in _RANK if environ.get(name)]
+    return not ranks or ranks[0] == "0"
+
+
+def _compose(folder: Path) -> None:
+    from llmtailor.runs.newest import compose_newest
+
+    newest = compose_newest(folder)
+    if newest is None:
+        notify(f"{folder} has no complete partial checkpoint; nothing was composed")
+    else:
+        notify(f"{'composed' if newest.is_new else 'the newest state is in'} {newest.path}")

@@ -1,0 +1,67 @@
+"""Adds a saver to every Trainer of this process, once the script imports transformers.
+
+Python imports the first ``sitecustomize`` on its path at startup, in each rank that a launcher starts. This one needs
+nothing but the standard library, so that other programs of a job start as usual, and imports the ``sitecustomize``
+that it hides.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_TRAINER = "transformers.trainer"
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib costs every process milliseconds
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the module of the Trainer as usual, and lets `_Loader` load it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TRAINER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module with another loader, and then adds the saver.
+
+    Unlike an error in this file, one in llmtailor ends the script: it must not train without a saver unnoticed.
+    """
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        from llmtailor.integrations.launched import LaunchedSaving
+
+        module.DEFAULT_CALLBACKS.append(LaunchedSaving)
+
+
+def _import_hidden() -> None:
+    """Import the ``sitecustomize`` that Python would have imported without this one."""
+    path = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, _Finder())
+_import_hidden()

@@ -1,0 +1,58 @@
+"""What the saver needs to know of a Trainer before it trains: which one it is, and what contradicts partial saves."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
+from llmtailor.saving.loop import FSDP1, FSDP1_FIX
+from llmtailor.saving.options import WHERE
+
+logger = logging.getLogger("llmtailor.saving")
+
+
+def find_trainer(callback: TrainerCallback) -> Trainer:
+    """Return the Trainer that calls a callback.
+
+    A callback gets model, optimizer and scheduler, but neither the DeepSpeed engine nor the Trainer; both are needed to
+    write what the Trainer would. The Trainer is the ``self`` of the function that runs the callbacks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and any(one is callback for one in found.callback_handler.callbacks):
+            return found
+        frame = frame.f_back
+    what, fix = "it was not called by a Trainer of transformers", "for another loop, use saver_for"
+    raise UsageError.at("PartialSaving", what, fix)
+
+
+def check_arguments(trainer: Trainer, others: Sequence[TrainerCallback]) -> None:
+    """Check that nothing of a Trainer contradicts partial checkpoints; ``others`` are its other savers.
+
+    Raises UsageError or UnsupportedCheckpoint.
+    """
+    args, problems = trainer.args, []
+    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
+        what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
+        problems.append(Problem(WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
+    if others:
+        problems.append(Problem(WHERE, "the Trainer has a saver already", "add one of them only"))
+    if problems:
+        raise UsageError(problems)
+    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
+        raise UnsupportedCheckpoint.at(WHERE, FSDP1, FSDP1_FIX)
+
+
+def tell(args: TrainingArguments) -> None:
+    """Log what partial checkpoints replace."""
+    if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
+        logger.info("partial checkpoints replace the full ones of save_strategy=%s", args.save_strategy.value)
+    if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
+        logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")

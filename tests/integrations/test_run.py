@@ -1,0 +1,133 @@
+"""``llmtailor run``: a saver in a script that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+import transformers.trainer  # noqa: E402
+
+from helpers.commands import run_here  # noqa: E402
+from llmtailor.cli.run import is_first_launcher, prepare  # noqa: E402
+from llmtailor.integrations.launched import LaunchedSaving  # noqa: E402
+from partial.alone import Alone  # noqa: E402
+from real.harness import environment  # noqa: E402
+
+pytestmark = pytest.mark.real
+TESTS = Path(__file__).parents[1]
+SCRIPT = """
+import sys
+import hidden
+from partial.alone import Alone
+
+run = Alone(sys.argv[1], logging_strategy="no").train()
+sys.exit(7 if run.trainer.args.process_index == 0 else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A script, and the environment of a machine that has a ``sitecustomize`` already."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (site := tmp_path / "site").mkdir()
+    (site / "sitecustomize.py").write_text("import sys, types\nsys.modules['hidden'] = types.ModuleType('hidden')\n")
+    paths = [str(site), str(TESTS), str(TESTS.parent)]
+    return tmp_path / "script.py", {**environment(), "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def run(words, environ, *program):
+    command = [sys.executable, "-m", "llmtailor", "run", *map(str, words), "--", *map(str, program)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+
+
+def test_a_script_saves_without_knowing_it(tmp_path, script):
+    path, environ = script
+    done = run(["--policy", "full", "--save-steps", 4], environ, sys.executable, path, tmp_path / "run")
+    assert done.returncode == 7, done.stderr
+    assert "llmtailor: saving parts (full, save_steps: 4) in" in done.stderr
+    assert [one.name for one in sorted((tmp_path / "run" / "partial").glob("step-*"))] == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+@pytest.mark.long
+def test_every_rank_saves_and_a_second_start_goes_on(tmp_path, script):
+    path, environ = script
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, path, tmp_path / "run"]
+    assert run(["--save-steps", 2], environ, *ranks).returncode
+    (tmp_path / "run" / "partial" / "step-00000006" / "manifest.json").unlink()
+    done = run(["--save-steps", 2, "--resume", tmp_path / "run"], environ, *ranks)
+    assert "composed" in done.stderr and "going on at step 4" in done.stderr
+    attempts = json.loads((tmp_path / "run" / "partial" / "attempts.json").read_text())["attempts"]
+    assert [one["resumed_at"] for one in attempts] == [0, 4]
+    assert len(list((tmp_path / "run" / "partial" / "step-00000006").glob("rank-*"))) == 2
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """This process as ``llmtailor run`` starts it."""
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS])
+    transformers.trainer.DEFAULT_CALLBACKS.append(LaunchedSaving)
+    monkeypatch.setenv("LLMTAILOR_SAVE_STEPS", "3")
+
+
+def test_a_saver_that_the_script_attaches_is_used_instead(tmp_path, launched):
+    assert Alone(tmp_path / "own", {"policy": "full", "save_steps": 2}).train().saves == [2, 4, 6]
+    assert Alone(tmp_path / "launched").train().saves == [3, 6]
+
+
+def test_what_only_evaluates_is_left_alone(tmp_path, launched):
+    run = Alone(tmp_path / "run", prepare=lambda model: model.requires_grad_(False))
+    assert run.trainer.evaluate()["eval_loss"] > 0
+    assert not (tmp_path / "run" / "partial").exists()
+
+
+def test_the_environment_of_the_program():
+    environ = {"PYTHONPATH": f"/x{os.pathsep}{os.pathsep}/y", "LLMTAILOR_POLICY": "full", "LLMTAILOR_MOMENTS": "bf16"}
+    prepare(environ, {"policy": "parity"})
+    first, *others = environ.pop("PYTHONPATH").split(os.pathsep)
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert others == ["/x", "/y"]
+    assert environ == {"LLMTAILOR_POLICY": "parity", "LLMTAILOR_MOMENTS": "bf16"}
+    prepare(again := {"PYTHONPATH": first}, {})
+    assert again["PYTHONPATH"] == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_first"),
+    [
+        ({}, True),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"SLURM_PROCID": "1"}, False),
+        ({"NODE_RANK": "1", "RANK": "0"}, False),
+    ],
+)
+def test_only_the_first_of_several_launchers_composes(environ, is_first):
+    assert is_first_launcher(environ) == is_first
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--", "no-such-program"], 2, "there is no such program"),
+        (["--save-steps", "often", "--", "true"], 2, "LLMTAILOR_SAVE_STEPS"),
+        (["--policy", "partiy", "--", "true"], 2, "did you mean 'parity'"),
+        (["--policy", "full"], 2, "PROGRAM"),
+        (["--resume", "damaged", "--", "true"], 4, "no checkpoint can be used"),
+    ],
+)
+def test_what_is_refused_before_the_program_starts(tmp_path, monkeypatch, words, code, told):
+    monkeypatch.delattr(os, "execve")  # would end the tests
+    (broken := tmp_path / "damaged" / "partial" / "step-00000002").mkdir(parents=True)
+    (broken / "manifest.json").write_text("{}")
+    done = run_here("run", *words, cwd=tmp_path)
+    assert (done.returncode, told in done.stderr) == (code, True), done.stderr

@@ -1,0 +1,173 @@
+"""A job that is started again goes on by itself from its newest state, and repeats what a straight run does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from transformers import TrainerCallback  # noqa: E402
+
+from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
+from llmtailor.runs.newest import Newest, compose_newest  # noqa: E402
+from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
+from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
+from partial.alone import Alone  # noqa: E402
+from partial.composing import compose  # noqa: E402
+from real.harness import start_ranks  # noqa: E402
+from saving.restarts import KILLS, STEPS  # noqa: E402
+
+FULL = {"policy": "full", "save_steps": 2}
+COMPOSE = {**FULL, "on_restart": "compose"}
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("zero3", 2)])
+def test_a_job_that_is_killed_twice_repeats_the_straight_run(tmp_path, kind, ranks):
+    (folder := tmp_path / kind).mkdir()
+    start_ranks("saving.restarts", [folder], ranks, folder, 120)
+    straight, resumed = (json.loads((folder / f"{name}.json").read_text()) for name in ("straight", "resumed"))
+    assert [line["step"] for line in straight] == [*range(1, STEPS + 1)]
+    assert resumed == straight
+    attempts = json.loads((folder / "run" / "partial" / "attempts.json").read_text())["attempts"]
+    assert [one["resumed_at"] for one in attempts] == [0, *((step - 1) // 2 * 2 for step in KILLS)]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that saved steps 2 and 4, and what it logs when nothing stops it."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run = Alone(folder / "run", FULL, max_steps=6)
+    run.trainer.add_callback(Stop(5))
+    run.train()
+    shutil.rmtree(run.folder / "partial" / "step-00000005")
+    return run.folder, Alone(folder / "straight", max_steps=6).train().log
+
+
+class Stop(TrainerCallback):
+    """Ends a training early, as a time limit does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    return Path(shutil.copytree(stopped[0], tmp_path / "run"))
+
+
+def begun(run):
+    return [one["resumed_at"] for one in json.loads((run / "partial" / "attempts.json").read_text())["attempts"]]
+
+
+@pytest.mark.parametrize("resume", [None, False, True])
+def test_train_goes_on_from_the_newest_state(run, stopped, resume):
+    again = Alone(run, COMPOSE)
+    again.trainer.train(resume_from_checkpoint=resume)
+    assert again.log == stopped[1]
+    assert begun(run) == [0, 4]
+
+
+def test_without_a_saved_step_it_starts_from_scratch(tmp_path):
+    run = Alone(tmp_path / "run", COMPOSE, max_steps=2).train()
+    assert begun(run.folder) == [0]
+    assert run.saves == [2]
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_checkpoint_that_is_named_is_used_until_the_attempt_from_it_has_saves_of_its_own(run, stopped):
+    compose(run, 2)
+    again = Alone(run, COMPOSE)
+    again.trainer.add_callback(Stop(4))
+    again.train(run / "checkpoint-2")
+    assert begun(run) == [0, 2]
+    restarted = Alone(run, COMPOSE).train(run / "checkpoint-2")
+    assert begun(run) == [0, 2, 4]
+    assert restarted.log == stopped[1]
+
+
+def test_it_is_refused_unless_asked_for(run):
+    with pytest.raises(TargetError, match='on_restart="compose"'):
+        Alone(run, FULL).train()
+
+
+def test_what_can_not_be_composed_ends_the_job(run):
+    for path in run.glob("partial/step-*/rank-*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(SourceError, match="no checkpoint can be used"):
+        Alone(run, COMPOSE).train()
+    assert begun(run) == [0]
+
+
+def test_a_merge_that_was_killed_with_other_ranks_is_started_over(run, monkeypatch):
+    """What it wrote is of no use to anybody; an unattended job must not stop at it."""
+    from llmtailor.compose import write as writing
+
+    def power_cut(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writing, "_check_written", power_cut)
+        compose_newest(run, 2)
+    assert (run / ".checkpoint-4.llmtailor-staging").is_dir()
+    assert compose_newest(run, 1) == Newest(run / "checkpoint-4", 4, True)
+    assert compose_newest(run, 1) == Newest(run / "checkpoint-4", 4, False)
+
+
+def test_options_come_from_the_environment_unless_they_are_given(monkeypatch):
+    for name, text in {
+        "POLICY": '{"name": "round_robin", "k": 3}',
+        "SAVE_STEPS": "auto",
+        "OVERHEAD": "0.1",
+        "ON_RESTART": "compose",
+        "BACKGROUND": "no",
+        "HOST_BUFFER": "2097152",
+        "WRITE_TIMEOUT": "7.5",
+        "MOMENTS": "",
+    }.items():
+        monkeypatch.setenv(f"LLMTAILOR_{name}", text)
+    found = PartialSaving()
+    assert found.policy.settings() == {"name": "round_robin", "k": 3}
+    assert (found.save_steps, found.overhead, found.on_restart) == (None, 0.1, "compose")
+    assert found.options == SavingOptions(background=False, host_buffer=2 << 20, write_timeout=7.5)
+    given = PartialSaving("full", 3, on_restart="refuse", background=True)
+    assert (given.policy.name, given.save_steps, given.on_restart) == ("full", 3, "refuse")
+    assert given.options == SavingOptions(host_buffer=2 << 20, write_timeout=7.5)
+
+
+def test_every_variable_that_makes_no_sense_is_named():
+    wrong = {"LLMTAILOR_SAVE_STEPS": "often", "LLMTAILOR_BACKGROUND": "maybe", "LLMTAILOR_KEEP_COMPOSABLE": "1.5"}
+    with pytest.raises(UsageError) as caught:
+        from_environment(wrong)
+    assert {problem.where for problem in caught.value.problems} == {*wrong}
+    assert from_environment({"LLMTAILOR_POLICY": "", "LLMTAILOR_TIMEOUT": "3"}) == {}
+    assert VARIABLES.keys() - SavingArguments.__annotations__ == {"policy", "save_steps", "overhead", "on_restart"}
+    assert SavingArguments.__annotations__.keys() == {field.name for field in fields(SavingOptions)}
+    with pytest.raises(UsageError, match="on_restart is 'again'"):
+        PartialSaving(on_restart="again")
+
+
+def test_a_callback_finds_its_trainer(tmp_path):
+    run = Alone(tmp_path / "run", callbacks=(saving := PartialSaving("full", 4),))
+    assert saving.trainer is run.trainer
+    run.train()
+    assert run.saves == [4, 6]
+    with pytest.raises(UsageError, match="has a saver already"):
+        attach(run.trainer)
+    with pytest.raises(UsageError, match="was not called by a Trainer"):
+        PartialSaving().on_init_end(run.trainer.args, run.trainer.state, run.trainer.control)
+
+
+def test_ranks_with_different_options_are_refused(tmp_path):
+    start_ranks("saving.disagreeing", [tmp_path], 2, tmp_path, 120)
+    assert all("differ between ranks" in (tmp_path / f"told-{rank}").read_text() for rank in range(2))
+    assert not list(tmp_path.glob("run/partial/step-*"))
