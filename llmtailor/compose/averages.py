@@ -10,11 +10,30 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import AVERAGE, RESET, Cut, Mix, Sources, Weights
 from llmtailor.compose.adam_step import StepChoice, betas_of
 from llmtailor.errors import MismatchError, Problem, some
+from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.recipe.recipe import Average, Origin
 from llmtailor.recipe.resolve import Choice
 
 _NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))
+
+
+def check_names(choice: Choice, base: CheckpointIndex, structure: ModelStructure) -> None:
+    """Raise MismatchError if averaged weights have other names on disk than their params.
+
+    transformers keeps the experts of some models fused in memory. Their stored weights would have to be rounded from
+    parts of averaged masters.
+    """
+    parts = {
+        structure.part_of[name]: None
+        for name, origin in choice.source_of.items()
+        if isinstance(origin, Average) and base.tied.get(name, name) not in base.params
+    }
+    if parts:
+        what = (
+            f"{condense(list(parts))}: the weights on disk have other names than the params, so they can't be averaged"
+        )
+        raise MismatchError.at(base.name, what, "take these parts from one checkpoint")
 
 
 def number_sources(
@@ -83,7 +102,7 @@ def with_sums(
                 continue
             assert betas is not None, "without betas there is a reason"
             for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
-                if kind in kinds[param]:
+                if kind in kinds.get(param, ()):
                     own = [step for step, _ in made]
                     sums[State(param, kind)] = _debiased(mix.weights, own, choice.step, beta)
     problems += [Problem("moments", f"{what}: {some(params)}", fix) for (what, fix), params in unfit.items()]

@@ -17,7 +17,7 @@ from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.checkpoint.sources import Cut
 from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
-from llmtailor.compose.averages import number_sources, with_sums
+from llmtailor.compose.averages import check_names, number_sources, with_sums
 from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
@@ -167,7 +167,8 @@ def plan_merge(
     named = out or recipe.output
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
-    recipe = weigh(recipe, {index.root: index.global_step for index in indexes})
+    written, step_of = recipe, {index.root: index.global_step for index in indexes}
+    recipe = _attempt(problems, lambda: weigh(written, step_of)) or recipe
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
@@ -185,6 +186,7 @@ def plan_merge(
         problems,
         lambda: resolve(recipe, structure, reference.root, set(reference.params), allow_split=options.allow_split),
     )
+    _attempt(problems, lambda: choice and check_names(choice, reference, structure))
     layout_of_tokenizer = _attempt(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.recipe.recipe import Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select
+from llmtailor.recipe.recipe import NamedWeight, Origin, Parts, PlaceRule, Recipe, Select
 from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
@@ -128,7 +128,6 @@ def _complete(
     filled: list[str] = []
     split: list[str] = []
     unknown: list[str] = []
-    renamed: list[str] = []
     for part, names in by_part.items():
         own = [name for name in names if name in trained]
         if gaps := sum(name not in chosen for name in own):
@@ -138,14 +137,9 @@ def _complete(
         sources = dict.fromkeys(source_of[name] for name in own) if own else dict(everywhere)
         if followers and len(sources | dict.fromkeys(chosen[name] for name in followers if name in chosen)) > 1:
             (split if own else unknown).append(part)
-        if followers and any(isinstance(source, Average) for source in sources):
-            renamed.append(part)
         source_of |= dict.fromkeys(followers, next(iter(sources)))
     if split:
         what = f"{condense(split)}: the weights on disk have other names than the params, so globs can't split it"
-        problems.append(Problem(recipe.name, what, "take the whole part from one checkpoint"))
-    if renamed:
-        what = f"{condense(renamed)}: the weights on disk have other names than the params, so they can't be averaged"
         problems.append(Problem(recipe.name, what, "take the whole part from one checkpoint"))
     if unknown:
         what = f"{condense(unknown)}: these weights on disk have other names than their params, which are unknown"

@@ -19,6 +19,7 @@ from dcp.holding import read  # noqa: E402
 from dcp.test_pairs import of_snapshot  # noqa: E402
 from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
+from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
 from llmtailor.recipe.recipe import Average, Recipe, Select, Whole  # noqa: E402
@@ -186,3 +187,26 @@ def test_what_is_saved_later_states_how_far_adam_is_off(runs: Runs, tmp_path: Pa
     (out / "trainer_state.json").write_text(json.dumps(state))
     assert verify_checkpoint(out).level != RESUMABLE or to == "fsdp"
     assert Code.STEPS_DIFFER in {finding.code for finding in verify_checkpoint(out).findings}
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-frozen", "zero2-extras"])
+def test_other_kinds_of_model(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Tied params have one average; frozen params and buffers are the newest's."""
+    paths = [runs[name].checkpoint(step) for step in (2, 4)]
+    sources = [oracle.any.load(path) for path in paths]
+    out = merge(runs[name].checkpoint(6), [(path, 1.0) for path in paths], NEWEST, tmp_path / "out")
+    wanted, tied = dict(sources[1].states), sources[1].rest["tied"]
+    for state, newest in sources[1].states.items():
+        master = State(tied.get(state.param, state.param), MASTER)
+        if state.kind in (MASTER, WEIGHT) and master in wanted:
+            wanted[state] = mean([source.states[master] for source in sources], [1, 1]).to(newest.dtype)
+    found = oracle.any.load(out).states
+    assert found.keys() == wanted.keys()
+    wrong = {state: differ(found[state], tensor) for state, tensor in wanted.items()}
+    assert not any(wrong.values()), {state: what for state, what in wrong.items() if what}
+
+
+def test_experts_with_other_names_on_disk_are_not_averaged(runs: Runs, tmp_path: Path) -> None:
+    checkpoint = runs["mixtral"].checkpoint(4)
+    with pytest.raises(MismatchError, match="layers 0-2: the weights on disk have other names"):
+        merge(checkpoint, [(checkpoint, 1.0)], NEWEST, tmp_path / "out")

@@ -19,8 +19,6 @@ from recipe.structures import llama, params_of, read
 
 A, B, C = (Path(f"/w/{name}") for name in "abc")
 STEPS = {A: 100, B: 200, C: 300}
-FUSED = "model.layers.1.mlp.experts.gate_up_proj"
-EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
 
 
 def problems_of(text: str) -> list[tuple[str, str, str]]:
@@ -149,12 +147,6 @@ def test_what_is_no_average_is_refused(text, where, what, fix):
 def test_all_problems_are_told_at_once():
     assert len(problems_of("merge_method: linear\nmodels: [{model: a, parameters: {weight: -1}}, {model: b}]\n"
                            "moments: x\nslices: []")) == 4  # fmt: skip
-
-
-def test_experts_with_other_names_on_disk_are_not_averaged():
-    structure = llama(3, extra=dict.fromkeys([FUSED, EXPERT], "layer 1"))
-    with pytest.raises(RecipeError, match="layer 1: the weights on disk have other names"):
-        resolve(read(LINEAR), structure, C, params_of(structure) - {EXPERT})
 
 
 WEIGHTS = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=5)
