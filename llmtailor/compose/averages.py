@@ -30,10 +30,8 @@ def check_names(choice: Choice, base: CheckpointIndex, structure: ModelStructure
         if isinstance(origin, Average) and base.tied.get(name, name) not in base.params
     }
     if parts:
-        what = (
-            f"{condense(list(parts))}: the weights on disk have other names than the params, so they can't be averaged"
-        )
-        raise MismatchError.at(base.name, what, "take these parts from one checkpoint")
+        what = "the weights on disk have other names than the params, so they can't be averaged"
+        raise MismatchError.at(base.name, f"{condense(list(parts))}: {what}", "take these parts from one checkpoint")
 
 
 def number_sources(

@@ -186,7 +186,8 @@ def plan_merge(
         problems,
         lambda: resolve(recipe, structure, reference.root, set(reference.params), allow_split=options.allow_split),
     )
-    _attempt(problems, lambda: choice and check_names(choice, reference, structure))
+    if choice is not None:
+        _attempt(problems, partial(check_names, choice, reference, structure))
     layout_of_tokenizer = _attempt(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
