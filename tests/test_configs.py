@@ -17,8 +17,9 @@ FROM_10 = {
     "parity": {"layer 1", "layer 3"},
     "auxiliary": {"embed_tokens", "lm_head", "layer 0", "layer 1"},
     "llmtailor-original": {"norm", "layer 0", "layer 1", "embed_tokens"},
+    "average": set(),
 }
-"""What each recipe takes from step 10; the rest is from step 20."""
+"""What each recipe takes from step 10 alone; the rest is from step 20, or an average of both."""
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +40,5 @@ def test_recipes(run, name, tmp_path, monkeypatch):
     report = llmtailor.merge(ROOT / "configs" / f"{name}.yaml", tmp_path / "out")
     assert {row.part: row.step for row in report.parts} == {part: 10 if part in FROM_10[name] else 20 for part in EVERY}
     assert report.base.endswith("checkpoint-20")
+    averaged = {row.part for row in report.parts if row.source.startswith("average of ")}
+    assert averaged == (set(EVERY) if name == "average" else set())

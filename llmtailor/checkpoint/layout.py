@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.states import ITEMSIZE, State
 
 BLOCK_BYTES = 4096
 """File systems share blocks of this size between files (XFS and Btrfs by default; a multiple of smaller ones)."""
@@ -86,6 +86,36 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """Elements of a source and their factor in a weighted sum."""
+
+    extent: Extent
+    source_dtype: str
+    factor: float
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """``numel`` elements of dtype ``dtype``: a weighted sum of as many elements of each term; zeros if there is none.
+
+    The sum is computed in fp64 and rounded to fp32, then cast, so that a weight is bit for bit its rounded master.
+    """
+
+    terms: tuple[Term, ...]
+    numel: int
+    dtype: str
+    source: int
+    """The source that these bytes count for in `Summary.moved`"""
+    state: State
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """Elements ``begin``..``end`` of a state, stored as ``dtype``; only in layouts."""
 
@@ -111,7 +141,7 @@ class Crc:
         return 4
 
 
-Piece = Bytes | Zeros | Copy | Cast | Slot | Crc
+Piece = Bytes | Zeros | Copy | Cast | Blend | Slot | Crc
 Fill = Callable[[Piece], Iterable[Piece]]
 """Replaces a piece by others with as many bytes"""
 
@@ -232,56 +262,6 @@ def _continues(one: Piece, other: Piece) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Elements ``begin``..``end`` of a state come from ``source``, a position in `Plan.sources`."""
-
-    begin: int
-    end: int
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Which source each state comes from, as a position in `Plan.sources`."""
-
-    of_name: Mapping[str, int]
-    """Tensor name -> source, for all kinds of state."""
-    of_weight: Mapping[str, int] = field(default_factory=dict)
-    """Tensor name -> source of its weight alone, where that differs"""
-    cuts: Mapping[State, tuple[Cut, ...]] = field(default_factory=dict)
-    """States whose elements come from several sources -> the cuts that tile each, in order. A weight rounded from a
-    master or a frozen value has the cuts of the original."""
-
-    def of(self, state: State) -> int:
-        if state.kind == WEIGHT and state.param in self.of_weight:
-            return self.of_weight[state.param]
-        return self.of_name[state.param]
-
-    def of_any(self, name: str) -> set[int]:
-        """Return every source of any state of a tensor."""
-        return self.of_states(name) | {self.of_weight.get(name, self.of_name[name])}
-
-    def of_states(self, name: str) -> set[int]:
-        """Return every source of a param's optimizer states."""
-        own = (cut.source for state, cuts in self.cuts.items() if state.param == name for cut in cuts)
-        return set(own) or {self.of_name[name]}
-
-    def cuts_of(self, state: State) -> tuple[Cut, ...]:
-        """Return the cuts that tile a state, in order; empty if it comes from one source."""
-        cuts = self.cuts.get(state)
-        for original in (MASTER, FROZEN) if state.kind in (WEIGHT, MODULE) else ():
-            cuts = cuts or self.cuts.get(State(state.param, original))
-        return cuts or ()
-
-    def spans(self, state: State, begin: int, end: int) -> Iterator[Cut]:
-        """Yield the cuts that tile elements ``begin``..``end`` of a state, in order."""
-        for cut in self.cuts_of(state) or (Cut(begin, end, self.of(state)),):
-            low, high = max(begin, cut.begin), min(end, cut.end)
-            if low < high:
-                yield Cut(low, high, cut.source)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Every output file, and the folders that the pieces read from."""
@@ -322,6 +302,8 @@ class Summary:
     """Every file that pieces read from: its source's position in `Plan.sources`, and its path; sorted"""
     moved: Mapping[tuple[str | None, int], int]
     """(Param, source) -> bytes of the output that are made from it; None for bytes of no state"""
+    shared: Mapping[int, int]
+    """Source -> bytes of the output that it is averaged into, besides those counted for it in ``moved``"""
     unfilled: tuple[Slot, ...]
     """Slots that no source could fill; a plan that has any can't be carried out"""
 
@@ -329,6 +311,7 @@ class Summary:
 def _summarize(plan: Plan) -> Summary:
     digest = hashlib.sha256(repr(plan.sources).encode())
     moved: dict[tuple[str | None, int], int] = {}
+    shared: Counter[int] = Counter()
     read: set[tuple[int, str]] = set()
     unfilled: list[Slot] = []
     for file in plan.files:
@@ -343,6 +326,12 @@ def _summarize(plan: Plan) -> Summary:
                 key = (state.param if state else None, source)
                 moved[key] = moved.get(key, 0) + piece.num_bytes
                 read.add((source, extent.path))
+            elif isinstance(piece, Blend):
+                lines.append(repr(piece).encode())
+                key = (piece.state.param, piece.source)
+                moved[key] = moved.get(key, 0) + piece.num_bytes
+                shared.update(dict.fromkeys({one.source for one in piece.terms} - {key[1]}, piece.num_bytes))
+                read.update((one.source, one.extent.path) for one in piece.terms)
             elif isinstance(piece, Bytes):  # its data may be large, and a repr four times that
                 lines += (b"Bytes %d" % len(piece.data), piece.data)
             elif isinstance(piece, Slot):
@@ -350,4 +339,4 @@ def _summarize(plan: Plan) -> Summary:
             else:
                 lines.append(repr(piece).encode())
         digest.update(b"\n".join([f"{file.path!r} {file.num_bytes}".encode(), *lines, b""]))
-    return Summary(digest.hexdigest(), tuple(sorted(read)), moved, tuple(unfilled))
+    return Summary(digest.hexdigest(), tuple(sorted(read)), moved, shared, tuple(unfilled))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout
+from llmtailor.checkpoint.sources import AVERAGE, RESET, Sources
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, State
 
 NOTICEABLE = 0.01
@@ -40,15 +40,25 @@ def choose_steps(
     steps = [index.steps() for index in indexes]
     choices = []
     for flat_id, flat in enumerate(target.sub_groups):
-        brought = {steps[source][param] for param in flat.params for source in sources.of_states(param)}
+        brought = {param: _brought(param, steps, sources) for param in flat.params}
+        every = {step for some in brought.values() for step in some}
         own = {steps[base][param] for param in flat.params}
-        step = brought.pop() if len(brought) == 1 else max(own, default=0.0)
-        others = tuple(sorted(brought - {step}))
-        betas = _betas(target.groups[flat.group].hyper)
+        step = every.pop() if len(every) == 1 else max(own, default=0.0)
+        # averaged moments are made for the step that was chosen
+        kept = (some for param, some in brought.items() if sources.moments_of(param) != AVERAGE)
+        others = tuple(sorted({other for some in kept for other in some} - {step}))
+        betas = betas_of(target.groups[flat.group].hyper)
         factors = [bias_factor(other, step, *betas) for other in others] if betas else []
         worst = max(factors, key=lambda factor: abs(math.log(factor)), default=1.0)
         choices.append(StepChoice(flat_id, step, others, worst))
     return tuple(choices)
+
+
+def _brought(param: str, steps: Sequence[Mapping[str, float]], sources: Sources) -> set[float]:
+    """Return the steps of a param's moments: with their newest source, or 0 if they are reset."""
+    if sources.moments_of(param) == RESET:
+        return {0.0}
+    return {steps[source][param] for source in sources.of_states(param)}
 
 
 def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
@@ -68,8 +78,10 @@ def rebase_scales(
     steps = [index.steps() for index in indexes]
     scales: dict[State, float] = {}
     for choice, flat in zip(choices, target.sub_groups, strict=True):
-        betas = _betas(target.groups[flat.group].hyper)
+        betas = betas_of(target.groups[flat.group].hyper)
         for param in flat.params:
+            if sources.moments_of(param) in (AVERAGE, RESET):
+                continue
             own = steps[sources.of_name[param]][param]
             if betas and own != choice.step and own > 0:
                 for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
@@ -89,7 +101,8 @@ def bias_factor(own: float, used: float, beta1: float, beta2: float) -> float:
     return first * math.sqrt(second)
 
 
-def _betas(hyper: Mapping[str, Any]) -> tuple[float, float] | None:
+def betas_of(hyper: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return Adam's betas; None if the hyperparameters have none that are valid."""
     match hyper.get("betas"):
         case [int() | float() as first, int() | float() as second] if 0 <= first < 1 and 0 <= second < 1:
             return float(first), float(second)

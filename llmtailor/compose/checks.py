@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Plan, Slot, Sources
+from llmtailor.checkpoint.layout import Plan, Slot
+from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.adam_step import StepChoice
 from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.model.states import BUFFER, FROZEN, WEIGHT
@@ -81,9 +83,12 @@ def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Source
     """Raise MismatchError if a chosen source lacks a state that the target needs, or has it in another shape."""
     lacking: dict[int, dict[str, None]] = {}
     for slot in plan.summary.unfilled:
-        for span in sources.spans(slot.state, slot.begin, slot.end):
-            if not can_fill(slot, indexes[span.source]):
-                lacking.setdefault(span.source, {})[f"{slot.state.kind} of {slot.state.param}"] = None
+        total = sources.sum_of(slot.state)
+        state = total[0] if total else slot.state
+        spans = sources.spans(state, slot.begin, slot.end)
+        for source in [number for number, _ in total[1]] if total else [span.source for span in spans]:
+            if not can_fill(replace(slot, state=state), indexes[source]):
+                lacking.setdefault(source, {})[f"{state.kind} of {state.param}"] = None
     if lacking:
         raise MismatchError(
             Problem(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Cast, Copy, Cut, FileLayout, Piece, Plan, Slot, Sources
+from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
 from llmtailor.checkpoint.placement import Absent, Placement
+from llmtailor.checkpoint.sources import Cut, Sources, Weights
 from llmtailor.model.states import BUFFER, State
 from llmtailor.storage.stand_in import location_of
 
@@ -62,9 +64,12 @@ class _Filler:
         if type(slot) is not Slot:
             return (replace(slot, source=self.base) if type(slot) is Copy else slot,)
         state, dtype = slot.state, slot.dtype
+        if (found := self.sources.sum_of(state)) is not None:
+            return self._sum(slot, *found)
         supplies = self.known.get((state, dtype))
         if supplies is None:
-            supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype))
+            cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
+            supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
         scale = self.scales.get(state, 1.0)
         filled: list[Piece] = []
         for supply in supplies:
@@ -86,8 +91,27 @@ class _Filler:
                 ]
         return filled
 
-    def _supplies(self, state: State, dtype: str) -> Iterator[_Supply]:
-        for cut in self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),):
+    def _sum(self, slot: Slot, original: State, weights: Weights) -> Sequence[Piece]:
+        """Return the pieces of a weighted sum: each ends where a fragment of any source does."""
+        supplies = self.known.get((original, slot.dtype))
+        if supplies is None:
+            cuts = (Cut(0, sys.maxsize, source) for source, _ in weights)
+            supplies = self.known[original, slot.dtype] = tuple(self._supplies(original, slot.dtype, cuts))
+        if any(supply.numel < slot.end for supply in supplies):
+            return [slot]
+        begins = {have.begin for supply in supplies for have in supply.place.cover(slot.begin, slot.end)}
+        filled: list[Piece] = []
+        for begin, end in pairwise(sorted({slot.begin, *begins, slot.end})):
+            terms = tuple(
+                Term(have.extent, supply.dtype, factor, supply.source)
+                for supply, (_, factor) in zip(supplies, weights, strict=True)
+                for have in supply.place.cover(begin, end)
+            )
+            filled.append(Blend(terms, end - begin, slot.dtype, self.sources.of(slot.state), slot.state, begin))
+        return filled
+
+    def _supplies(self, state: State, dtype: str, cuts: Iterable[Cut]) -> Iterator[_Supply]:
+        for cut in cuts:
             try:
                 held = self.indexes[cut.source].holding(state, dtype)
                 yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.numel)

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import Cut, FileLayout, Plan, Sources
+from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
+from llmtailor.checkpoint.sources import Cut
 from llmtailor.codes import Code
 from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
+from llmtailor.compose.averages import check_names, number_sources, with_sums
 from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import check_target, free_bytes, old_output
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
-from llmtailor.formats.attempt_mark import state_attempt
+from llmtailor.formats.attempt_mark import state_attempt, state_lags
 from llmtailor.formats.clients import choose_client, client_of
 from llmtailor.formats.dcp.roles import agree_on_buffers
 from llmtailor.formats.format import Wanted
@@ -40,6 +42,7 @@ from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import State
+from llmtailor.recipe.averages import weigh
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.recipe import Recipe
@@ -164,6 +167,8 @@ def plan_merge(
     named = out or recipe.output
     problems = Problems()
     indexes, base = open_sources(recipe, problems, opened)
+    written, step_of = recipe, {index.root: index.global_step for index in indexes}
+    recipe = _attempt(problems, lambda: weigh(written, step_of)) or recipe
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
@@ -181,6 +186,8 @@ def plan_merge(
         problems,
         lambda: resolve(recipe, structure, reference.root, set(reference.params), allow_split=options.allow_split),
     )
+    if choice is not None:
+        _attempt(problems, partial(check_names, choice, reference, structure))
     layout_of_tokenizer = _attempt(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
@@ -195,11 +202,7 @@ def plan_merge(
     assert choice is not None
 
     number_of = {index.root: number for number, index in enumerate(indexes)}
-    sources = Sources(
-        {name: number_of[root] for name, root in choice.source_of.items()},
-        {name: number_of[root] for name, root in choice.weights_of.items()},
-        opened.number_cuts(number_of, reference.tied) if opened else {},
-    )
+    sources = number_sources(choice, indexes, base, opened.number_cuts(number_of, reference.tied) if opened else {})
     target = lay_out_optimizer(
         reference.layout,
         {name: param.numel for name, param in reference.params.items()},
@@ -213,11 +216,15 @@ def plan_merge(
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
+    sources = with_sums(sources, indexes, base, target, steps)
     from_group = regrouping.from_group if regrouping else None
     wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client)
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
+    if sources.averages:
+        layouts, about_lags = state_lags(layouts, reference, [one.step for one in target.sub_groups if one.params])
+        about_attempts += about_lags
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
     check_filled(plan, indexes, sources)
@@ -353,6 +360,7 @@ def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = Fal
     problems = Problems()
     indexes, base = open_sources(recipe, problems)
     problems.raise_if_any()
+    recipe = weigh(recipe, {index.root: index.global_step for index in indexes})
     reference = indexes[base]
     structure = find_structure(reference)
     choice = resolve(recipe, structure, reference.root, set(reference.params), allow_split=allow_split)

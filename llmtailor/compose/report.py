@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import Plan, Sources
+from llmtailor.checkpoint.layout import Plan
+from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
+from llmtailor.compose.averages import describe
 from llmtailor.errors import Problem
 from llmtailor.formats.trainer import MANIFEST
 from llmtailor.model.parts import ModelStructure, layer_number
@@ -23,8 +25,9 @@ class PartRow:
 
     part: str
     source: str
+    """A checkpoint, or ``average of A (0.25), B (0.75)``"""
     step: int
-    """The training step at which these values were saved."""
+    """The training step at which these values were saved; of an average the newest"""
     staleness: int
     """Steps from ``step`` to the base; negative if the part is newer than the base."""
     num_bytes: int
@@ -83,23 +86,27 @@ def part_rows(
     plan: Plan, structure: ModelStructure, indexes: Sequence[CheckpointIndex], sources: Sources, base: int
 ) -> tuple[PartRow, ...]:
     """Return the source, age and size of every part."""
-    num_bytes: dict[tuple[str, int], int] = defaultdict(int)
+    num_bytes: dict[tuple[str, int, str], int] = defaultdict(int)
+    averages = {name: describe(mix, indexes) for name, mix in sources.averages.items()}
     for (param, source), moved in plan.summary.moved.items():
         if param is not None:
-            num_bytes[structure.part_of[param], source] += moved
+            num_bytes[structure.part_of[param], source, averages.get(param, "")] += moved
     rows = []
     for part in structure.parts:
-        counts = Counter(source for name in structure.names(part) for source in sources.of_any(name))
-        for source, count in sorted(counts.items()):
-            name, step = indexes[source].name, indexes[source].part_steps.get(part, indexes[source].global_step)
-            staleness = indexes[base].global_step - step
-            rows.append(PartRow(part, name, step, staleness, num_bytes[part, source], count, len(counts) == 1))
+        counts = Counter(
+            (source, averages.get(name, "")) for name in structure.names(part) for source in sources.of_any(name)
+        )
+        for (source, average), count in sorted(counts.items()):
+            step = indexes[source].part_steps.get(part, indexes[source].global_step)
+            staleness, moved = indexes[base].global_step - step, num_bytes[part, source, average]
+            name = average or indexes[source].name
+            rows.append(PartRow(part, name, step, staleness, moved, count, len(counts) == 1))
     return tuple(rows)
 
 
 def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tuple[SourceRow, ...]:
-    """Return the sources and how many bytes of the output each supplies."""
-    num_bytes: dict[int, int] = defaultdict(int)
+    """Return the sources and how many bytes of the output each supplies; averaged ones count for every source."""
+    num_bytes = Counter(plan.summary.shared)
     for (_, source), moved in plan.summary.moved.items():
         num_bytes[source] += moved
     return tuple(

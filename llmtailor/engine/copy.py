@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
 
-from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
+from llmtailor.checkpoint.layout import Blend, Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
 from llmtailor.engine import streams
+from llmtailor.engine.blending import blended
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, Mover
 from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
@@ -88,7 +89,7 @@ class FileResult:
 
     def runs(self) -> Iterator[Run]:
         for piece, crc in zip(self.plan.pieces, self.crcs, strict=True):
-            if isinstance(piece, (Copy, Cast)) and piece.state is not None:
+            if isinstance(piece, (Copy, Cast, Blend)) and piece.state is not None:
                 yield Run(piece.state, piece.begin, piece.num_bytes, crc)
 
 
@@ -263,6 +264,11 @@ def _write(
         yield crc
     elif isinstance(piece, Cast):
         yield _write_cast(piece, output, sources, stop)
+    elif isinstance(piece, Blend):
+        crc = 0
+        for some in blended(piece, sources, stop):
+            crc = output.put(some, crc)
+        yield crc
     else:
         assert not isinstance(piece, Slot), "a plan has no slots"
         store, copies = sources.store_of(piece), [one for one in run if isinstance(one, Copy)]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from llmtailor.checkpoint.layout import Cast, Copy, Plan
+from llmtailor.checkpoint.layout import Blend, Cast, Copy, Plan
+from llmtailor.engine.blending import sum_again
 from llmtailor.engine.copy import FileResult
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
@@ -45,19 +46,25 @@ def read_again(
     """Read whole source files again; return their digests.
 
     Every range that was copied or converted is compared by CRC-32 with what was written, including what this run kept
-    of an earlier one, and with the checksums that the sources ``stated``. Raises SourceError for a changed or damaged
-    file, or StorageError.
+    of an earlier one, and with the checksums that the sources ``stated``. Weighted sums are computed again. Raises
+    SourceError for a changed or damaged file, or StorageError.
     """
     taken: dict[SourceFile, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
         taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
+    sums: list[list[tuple[Blend, int]]] = []
     for result in results:
+        sums.append([])
         for piece, crc in zip(result.plan.pieces, result.crcs, strict=True):
             if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
                 taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
+            elif isinstance(piece, Blend) and any((one.source, one.extent.path) in files for one in piece.terms):
+                sums[-1].append((piece, crc))
     names = sorted(files)
     jobs = [partial(_read, locate(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
-    return dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
+    digests = dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
+    sum_again(plan, sums, files, stop)
+    return digests
 
 
 def _read(where: Path, taken: list[_Range], on_progress: Callable[[int], None], stop: Stop) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.layout import Cast, Copy
+from llmtailor.checkpoint.layout import Cast, Copy, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
 from llmtailor.storage.checksums import crc32
@@ -52,7 +52,7 @@ class Sources:
         """Return the store that a piece is read from; None for a folder."""
         return self.stores.get(self.roots[piece.source])
 
-    def where(self, piece: Copy | Cast) -> str:
+    def where(self, piece: Copy | Cast | Term) -> str:
         """Return the full name of the piece's file."""
         return f"{self.roots[piece.source]}/{piece.extent.path}"
 
@@ -76,7 +76,7 @@ class Sources:
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 
-    def read_into(self, piece: Copy | Cast, offset: int, room: memoryview) -> None:
+    def read_into(self, piece: Copy | Cast | Term, offset: int, room: memoryview) -> None:
         """Fill ``room`` from the piece's file.
 
         Raises SourceError for a missing, too short or changed file, else StorageError.

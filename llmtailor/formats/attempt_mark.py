@@ -1,4 +1,4 @@
-"""The run attempt that a checkpoint belongs to, as ``trainer_state.json`` states it.
+"""The run attempt that a checkpoint belongs to, and how far Adam is behind it, as ``trainer_state.json`` states it.
 
 The saver puts a mark into the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
 callbacks. So the Trainer's own full checkpoints, partial ones, composites and copies all carry it, and a training that
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError
 from llmtailor.formats.clients import TRAINER_STATE
-from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.partial.read import is_partial
-from llmtailor.formats.trainer_checks import CALLBACKS, MARK
+from llmtailor.formats.partial.manifest import is_partial, read_manifest
+from llmtailor.formats.trainer_checks import CALLBACKS, MARK, read_lags, with_lags
 
 
 def make_mark(past: Past) -> dict[str, Any]:
@@ -91,16 +90,49 @@ def state_attempt(
         what = "its sources are of different attempts of the run, one of which was abandoned for the other"
         fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
         notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
-    there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
-    if attempt is None or there is None or TRAINER_STATE not in reference.files:
+    content = _content(layouts, reference)
+    if attempt is None or content is None or TRAINER_STATE not in reference.files:
         return list(layouts), notices
-    first = there.pieces[0] if there.pieces else None
-    if isinstance(first, Bytes):  # made for another loader than the base's
-        content = json.loads(first.data)
-    else:
-        content = read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
     if read_mark(content, attempt.step) == attempt:
         return list(layouts), notices
-    data = json.dumps(with_mark(content, attempt), indent=2, sort_keys=True).encode() + b"\n"
-    made = FileLayout(TRAINER_STATE, (Bytes(data, "the base's, with its attempt"),))
-    return [made if layout.path == TRAINER_STATE else layout for layout in layouts], notices
+    return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt"), notices
+
+
+def state_lags(
+    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float]
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the files of a composite, with how far its optimizer's ``steps`` are behind its base, and notices.
+
+    Checkpoints that a training saves after a resume keep this, which tells them from files of several saves.
+    """
+    expected = reference.global_step - reference.skipped_steps
+    lags = frozenset(int(expected - step) for step in steps) | {0}
+    content = _content(layouts, reference)
+    if content is not None:
+        if read_lags(content) == lags:
+            return list(layouts), []
+        return _with_content(layouts, with_lags(content, lags), "the base's, with Adam's steps behind it"), []
+    if lags == {0}:
+        return list(layouts), []
+    what = (
+        f"Adam's steps differ from the run's, and without {TRAINER_STATE} nothing says so in the checkpoints that the "
+        "run saves after a resume: llmtailor will refuse them"
+    )
+    return list(layouts), [Problem("moments", what, "use moments: newest with a base_model of the same step")]
+
+
+def _content(layouts: Sequence[FileLayout], reference: CheckpointIndex) -> dict[str, Any] | None:
+    """Return the content of a composite's ``trainer_state.json``; None if it has none."""
+    there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
+    if there is None:
+        return None
+    first = there.pieces[0] if there.pieces else None
+    if isinstance(first, Bytes):  # made for another loader than the base's, or changed already
+        return dict(json.loads(first.data))
+    return read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
+
+
+def _with_content(layouts: Sequence[FileLayout], content: Mapping[str, Any], why: str) -> list[FileLayout]:
+    data = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    made = FileLayout(TRAINER_STATE, (Bytes(data, why),))
+    return [made if layout.path == TRAINER_STATE else layout for layout in layouts]

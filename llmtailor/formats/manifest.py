@@ -9,8 +9,8 @@ from pathlib import Path
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
 from llmtailor.errors import PathIn, SourceError
+from llmtailor.formats.partial.manifest import is_partial
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
-from llmtailor.formats.partial.read import is_partial
 from llmtailor.formats.trainer import MANIFEST
 
 

@@ -42,6 +42,7 @@ from llmtailor.formats.trainer_checks import (
     check_trainer_state,
     is_trainers,
     read_global_step,
+    read_lags,
     read_run_facts,
 )
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
@@ -84,6 +85,8 @@ class TrainerFiles:
     weights: Mapping[State, TensorEntry]
     global_step: int | None
     """From trainer_state.json; None without the file"""
+    step_lags: frozenset[int]
+    """How many steps Adam may be behind the run; see `trainer_checks.read_lags`"""
     scheduler: SchedulerFacts | None
     """The content of the client's scheduler file; None without it"""
     facts: RunFacts
@@ -170,6 +173,7 @@ def read_trainer_files(
         known,
         weights,
         global_step,
+        read_lags(content or {}),
         scheduler,
         facts,
         tuple(findings),

@@ -263,6 +263,8 @@ KEYS = frozenset(
 KEYS_OF = "5.23"
 CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
 """Where the saver states the attempt; see `formats.attempt_mark`"""
+LAGS = "llmtailor-optimizer"
+"""The callback whose ``step_lags`` a composite states, see `read_lags`"""
 _SAME_TO = 0.011
 """Versions before 4.53 rounded the logged epochs to hundredths"""
 
@@ -278,15 +280,37 @@ def read_global_step(content: Mapping[str, Any], where: str) -> int:
     return int(step)
 
 
+def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
+    """Return how many steps Adam may be behind the run; 0 is among them.
+
+    A composite whose moments were reset, or are newer than its base, states the difference. A training that resumes
+    from it keeps the statement, as it keeps all states of callbacks, and the difference stays the same.
+    """
+    callbacks = content.get(CALLBACKS)
+    stated = callbacks.get(LAGS) if isinstance(callbacks, Mapping) else None
+    attributes = stated.get("attributes") if isinstance(stated, Mapping) else None
+    lags = attributes.get("step_lags") if isinstance(attributes, Mapping) else None
+    return frozenset((0, *(lag for lag in lags if type(lag) is int))) if isinstance(lags, list) else frozenset((0,))
+
+
+def with_lags(content: Mapping[str, Any], lags: frozenset[int]) -> dict[str, Any]:
+    """Return the content of a ``trainer_state.json`` that states these lags; none if 0 is the only one."""
+    callbacks = content.get(CALLBACKS)
+    others = {key: value for key, value in callbacks.items() if key != LAGS} if isinstance(callbacks, Mapping) else {}
+    if lags - {0}:
+        others[LAGS] = {"args": {}, "attributes": {"step_lags": sorted(lags - {0})}}
+    return {**content, CALLBACKS: others}
+
+
 def is_trainers(content: Mapping[str, Any]) -> bool:
     """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
 
-    The saver writes only the step and its own mark there, and no Trainer resumes from it.
+    The saver writes only the step and our own marks there, and no Trainer resumes from it.
     """
     callbacks = content.get(CALLBACKS, {})
     if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
         return True
-    return callbacks.keys() - {MARK} != set()
+    return callbacks.keys() - {MARK, LAGS} != set()
 
 
 def check_trainer_state(content: Mapping[str, Any], facts: RunFacts, where: str) -> Iterator[Finding]:

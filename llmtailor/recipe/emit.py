@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, layer_number
-from llmtailor.recipe.recipe import DTYPES, Assignment, Recipe
+from llmtailor.recipe.recipe import DTYPES, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.stand_in import location_of, stand_in_of
 
@@ -35,8 +35,8 @@ class _Document:
 
     folder: Path | None
     header: list[str]
-    sources: list[tuple[Path, list[str], list[str]]] = field(default_factory=list)
-    """The checkpoints, the base first: path, the tensors that come from it, and comments"""
+    sources: list[tuple[Origin, list[str], list[str]]] = field(default_factory=list)
+    """The checkpoints and averages, the base first: path, the tensors that come from it, and comments"""
     slices: list[tuple[Path, int, int]] = field(default_factory=list)
     """Sources of optimizer states whose weights have another source: layer ranges and LLMTailor's numbers"""
     weights: list[tuple[str, Path]] = field(default_factory=list)
@@ -48,6 +48,13 @@ class _Document:
         """Return a checkpoint as YAML: as a mapping if plain text would be read as path+lora."""
         text = self.path(path)
         return f"{{path: {text}}}" if "+" in text else text
+
+    def head(self, source: Origin) -> list[str]:
+        """Return the lines of an entry of ``parts`` above its selectors."""
+        if isinstance(source, Path):
+            return [f"  - from: {self.model(source)}"]
+        members = [f"      - {{from: {self.model(path)}, weight: {weight!r}}}" for path, weight in source.members]
+        return ["  - average:", *members, f"    moments: {source.moments}"]
 
     def path(self, path: Path) -> str:
         """Return a path as YAML: relative to the folder if it is in or next to it, else absolute."""
@@ -94,7 +101,7 @@ def write_recipe(
 
 def write_normal_form(
     recipe: Recipe,
-    source_of: Mapping[str, Path],
+    source_of: Mapping[str, Origin],
     base: Path,
     structure: ModelStructure,
     folder: Path | None,
@@ -105,7 +112,7 @@ def write_normal_form(
     `source_of` and `weights_of` are the result of resolving it (see `Choice`). Split parts become globs or names of
     tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
     """
-    names_of: dict[Path, list[str]] = {source: [] for source in (base, *recipe.sources())}
+    names_of: dict[Origin, list[str]] = {source: [] for source in (base, *recipe.sources())}
     split = dict.fromkeys(structure.part_of[name] for name in weights_of)
     for name, part in structure.part_of.items():
         if part not in split:
@@ -113,7 +120,7 @@ def write_normal_form(
     document = _Document(folder, [f"the normal form of {recipe.name}"])
     base_step = _step(base)
     for source, names in names_of.items():
-        step = _step(source)
+        step = _step(source) if isinstance(source, Path) else None
         age = [_age(step, base_step)] if source != base and step is not None and base_step is not None else []
         document.sources.append((source, names, age + _shares(names, structure)))
     for part in split:
@@ -131,7 +138,7 @@ def write_normal_form(
 
 def _write_split(
     part: str,
-    source_of: Mapping[str, Path],
+    source_of: Mapping[str, Origin],
     weights_of: Mapping[str, Path],
     structure: ModelStructure,
     document: _Document,
@@ -140,7 +147,7 @@ def _write_split(
     names = structure.names(part)
     source, *others = dict.fromkeys(source_of[name] for name in names)
     number = next((number for number, owner in numbering(structure).items() if owner == part), None)
-    if number is None or others:
+    if number is None or others or not isinstance(source, Path):
         what = "the normal form can't express different sources of its weights and optimizer states"
         document.problems.append(Problem(part, what, "keep the recipe as it is"))
         return
@@ -157,12 +164,13 @@ def _lay_out(document: _Document, structure: ModelStructure) -> str:
     (base, names, comments), *others = document.sources
     also = f"supplies the rest, and {_NO_PART}" if names else f"supplies no part, only {_NO_PART}"
     lines = [*_comment(document.header), "merge_method: passthrough", "", *_comment([*comments, also])]
+    assert isinstance(base, Path), "an average can't be the base"
     lines.append(f"base_model: {document.model(base)}")
     others = [source for source in others if source[1]]
     lines += ["", "parts:"] if others else []
     for path, names, comments in others:
         lines += _comment(comments, "  ")
-        lines.append(f"  - from: {document.model(path)}")
+        lines += document.head(path)
         try:
             lines += _entry("select", spell(names, structure), "    ")
         except RecipeError as error:

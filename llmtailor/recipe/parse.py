@@ -10,27 +10,34 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmtailor.checkpoint.sources import NEWEST
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import layer_part, nearest
-from llmtailor.recipe.recipe import DTYPES, GroupId, LayerRange, NamedWeight, Recipe, Rule, Select, Whole
+from llmtailor.recipe.averages import (
+    LAYERS_FROM,
+    MODEL_KEYS,
+    PASSTHROUGH,
+    read_average,
+    read_method,
+    read_models,
+    read_moments,
+)
+from llmtailor.recipe.recipe import DTYPES, Average, GroupId, LayerRange, NamedWeight, Recipe, Rule, Select, Whole
 from llmtailor.recipe.selectors import SelectorError, quote, read_selector
 from llmtailor.recipe.yaml_tree import MAX_BYTES, Document, Value, read_yaml
 
 TOP_KEYS = (
     "merge_method", "base_model", "slices", "models", "modules", "pre_weights", "post_weights", "parts", "dtype",
-    "out_dtype", "tokenizer_source", "tokenizer", "chat_template", "parameters", "output",
+    "out_dtype", "tokenizer_source", "tokenizer", "chat_template", "parameters", "moments", "output",
 )  # fmt: skip
 _MAY_BE_NULL = {*TOP_KEYS} - {"slices", "pre_weights", "post_weights", "parts", "output"}
 """Keys that mergekit writes without a value if it does not use them"""
-_LAYERS_FROM = ("slices", "models", "modules")
-"""mergekit's ways to define where layers come from; a recipe has one of them."""
 SLICE_KEYS = ("sources", "parameters")
 NO_EFFECT_IN_SLICE = {
     "base_model": "each layer comes from the source of its slice",
     "residual_weight": "mergekit reads it but does not use it",
 }
 SOURCE_KEYS = ("model", "layer_range", "parameters")
-MODEL_KEYS = ("model", "parameters")
 MODULE_KEYS = ("slices", "models", "parameters")
 TOKENIZER_KEYS = ("source", "tokens", "pad_to_multiple_of")
 CHAT_TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
@@ -81,19 +88,25 @@ def parse_recipe(text: str, *, name: str, folder: Path, environ: Mapping[str, st
 def _read_recipe(top: Value, text: str) -> Recipe:
     document = top.document
     top.mapping(TOP_KEYS)
-    _check_parameters(top)
     top.drop_nulls(_MAY_BE_NULL)
-    top.read("merge_method", _check_method)
+    method = (read_method(top.entries["merge_method"]) if "merge_method" in top.entries else None) or PASSTHROUGH
+    if method == PASSTHROUGH:
+        _check_parameters(top)
+    moments = top.read("moments", read_moments) or NEWEST
     base = top.read("base_model", _read_model)
 
-    rules = _read_layers(top)
+    is_average = method != PASSTHROUGH
+    rules: list[Rule] = [*read_models(top, method, moments, _read_model)] if is_average else _read_layers(top)
     for key in ("pre_weights", "post_weights"):
         rules += top.read(key, _read_weights) or []
-    rules += top.read("parts", _read_parts) or []
-    if not top.entries.keys() & {"base_model", *_LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
+    rules += top.read("parts", lambda value: _read_parts(value, moments)) or []
+    if "moments" in top.entries and not any(isinstance(rule.source, Average) for rule in rules):
+        top.entries["moments"].notice("moments has no effect: nothing is averaged", "leave moments out")
+    if not top.entries.keys() & {"base_model", *LAYERS_FROM, "pre_weights", "post_weights", "parts"}:
         top.refuse("the recipe names no checkpoint", "write base_model: PATH, and parts: for other checkpoints")
     if base is None and "models" in top.entries:  # its only model is the base
-        base = next((rule.source for rule in rules if isinstance(rule, Whole)), None)
+        wholes = (rule.source for rule in rules if isinstance(rule, Whole))
+        base = next((source for source in wholes if isinstance(source, Path)), None)
 
     dtype, out_dtype = top.read("dtype", _read_dtype), top.read("out_dtype", _read_dtype)
     if dtype and out_dtype and dtype != out_dtype:
@@ -153,13 +166,6 @@ def _is_one(value: Value) -> bool:
         return False
 
 
-def _check_method(value: Value) -> None:
-    method = value.word("passthrough")
-    if method not in (None, "passthrough"):
-        what = f"merge_method {quote(method)} is not passthrough; other methods compute new weights, and {_NO_STATES}"
-        value.refuse(what, "write merge_method: passthrough, which takes whole layers; to merge weights, use mergekit")
-
-
 def _read_dtype(value: Value) -> str | None:
     text = value.word("bfloat16, float16 or float32")
     if text is None:
@@ -174,7 +180,7 @@ def _read_layers(top: Value) -> list[Rule]:
     """Return the rules of ``slices``, ``models`` or ``modules``, of which a recipe has at most one."""
     if top.entries.keys() & {"models", "modules"}:
         top.drop_nulls(("slices",))
-    _check_one_of(_LAYERS_FROM, top)
+    _check_one_of(LAYERS_FROM, top)
     readers = (("slices", _read_slices), ("models", _read_models), ("modules", _read_modules))
     return [rule for key, reader in readers for rule in top.read(key, reader) or ()]
 
@@ -275,7 +281,8 @@ def _read_models(value: Value, module: str | None = None) -> list[Rule]:
             rules.append(Whole(item.read("model", _read_model) or _UNREAD, module, item.where))
     if len(value.items) > 1:
         what = f"models lists {len(value.items)}; passthrough does not blend; it takes each layer from exactly one"
-        value.refuse(what, "keep one of them, and name the layers from the others in parts: or slices:")
+        fix = "keep one of them, and name the layers from the others in parts: or slices:"
+        value.refuse(what, f"{fix}; or write merge_method: linear to average them")
     return rules
 
 
@@ -310,12 +317,15 @@ def _read_weights(value: Value) -> list[Rule]:
     return rules
 
 
-def _read_parts(value: Value) -> list[Rule]:
+def _read_parts(value: Value, moments: str) -> list[Rule]:
     rules: list[Rule] = []
     for item in value.list_of("entries {from: ..., select: ...}"):
-        if item.mapping(("from", "select"), ("from", "select")):
+        averaged = "average" in item.entries
+        keys = ("average", "select", "moments") if averaged else ("from", "select")
+        if item.mapping(keys, keys[:2]):
             selectors = tuple(item.read("select", _read_selectors) or ())
-            rules.append(Select(item.read("from", _read_model) or _UNREAD, selectors, item.where))
+            average = read_average(item, moments, _read_model) if averaged else None
+            rules.append(Select(average or item.read("from", _read_model) or _UNREAD, selectors, item.where))
     return rules
 
 

@@ -6,8 +6,9 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
@@ -18,6 +19,40 @@ DTYPES = {
     "float": "F32",
 }  # fmt: skip
 """Name of a dtype in recipes -> its name in safetensors files"""
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """A weighted average of checkpoints."""
+
+    members: tuple[tuple[Path, float], ...]
+    """Checkpoints and their weights as written, all above 0; `shares` sum to 1."""
+    moments: str
+    """One of `checkpoint.layout.MOMENTS`"""
+    where: str = field(default="", compare=False)
+    decay: float | None = None
+    """Of an exponential moving average, whose weights follow from the steps of the checkpoints, see
+    `averages.weigh`; None if the weights are final."""
+
+    def shares(self) -> tuple[tuple[Path, float], ...]:
+        """Return the checkpoints with weights that sum to 1."""
+        total = math.fsum(weight for _, weight in self.members)
+        return tuple((source, weight / total) for source, weight in self.members)
+
+    def __str__(self) -> str:
+        return "average of " + ", ".join(f"{source} ({share:g})" for source, share in self.shares())
+
+
+Origin = Path | Average
+"""Where a tensor comes from"""
+
+
+def checkpoints_of(origins: Iterable[Origin]) -> tuple[Path, ...]:
+    """Return every checkpoint among the origins, each once, in order."""
+    found: dict[Path, None] = {}
+    for origin in origins:
+        found |= dict.fromkeys([source for source, _ in origin.members] if isinstance(origin, Average) else [origin])
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +70,10 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """All of a submodel or, with ``module`` None, of the model: mergekit's ``models`` with a single entry."""
+    """All of a submodel or, with ``module`` None, of the model: mergekit's ``models`` with a single entry, or with
+    those that are averaged."""
 
-    source: Path
+    source: Origin
     module: str | None
     where: str
 
@@ -64,7 +100,7 @@ class NamedWeight:
 class Select:
     """An entry of ``parts``: what the selectors name."""
 
-    source: Path
+    source: Origin
     selectors: tuple[str, ...]
     where: str
 
@@ -140,5 +176,4 @@ class Recipe:
 
     def sources(self) -> tuple[Path, ...]:
         """Return every checkpoint that states come from, the base first, then in order of appearance."""
-        named = [self.base] if self.base else []
-        return tuple(dict.fromkeys(named + [rule.source for rule in self.rules]))
+        return checkpoints_of([*([self.base] if self.base else []), *(rule.source for rule in self.rules)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.recipe.recipe import NamedWeight, Parts, PlaceRule, Recipe, Select
+from llmtailor.recipe.recipe import NamedWeight, Origin, Parts, PlaceRule, Recipe, Select
 from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
@@ -17,7 +17,7 @@ from llmtailor.recipe.selectors import SelectorError, named_by, select
 class Choice:
     """The checkpoint that each tensor comes from."""
 
-    source_of: Mapping[str, Path]
+    source_of: Mapping[str, Origin]
     """Has every name in `ModelStructure.part_of`. Tied names share a source, as do a weight on disk and its params."""
     filled: tuple[str, ...]
     """Parts that come from the base because no rule names them; with `` (partly)`` if rules name some tensors"""
@@ -56,7 +56,9 @@ def resolve(
     weights_of: dict[str, Path] = {}
     if weights != states:
         of_weight, _ = _complete(recipe, structure, weights, base, params, problems)
-        weights_of = {name: source for name, source in of_weight.items() if source != source_of[name]}
+        # only pre_weights and post_weights set weights apart, and they name one checkpoint
+        differing = {name: source for name, source in of_weight.items() if source != source_of[name]}
+        weights_of = {name: source for name, source in differing.items() if isinstance(source, Path)}
     if filled and recipe.base is None:
         fix = "add base_model: with the checkpoint that supplies the rest, or name these parts"
         problems.append(Problem(recipe.name, f"no rule names a source for these parts: {condense(filled)}", fix))
@@ -69,7 +71,7 @@ def resolve(
 
 def _apply_places(
     recipe: Recipe, structure: ModelStructure, allow_split: bool, problems: list[Problem]
-) -> tuple[dict[str, Path], dict[str, Path]]:
+) -> tuple[dict[str, Origin], dict[str, Origin]]:
     """Return the sources of optimizer states and of weights by the place rules. Conflicting rules are a problem.
 
     pre_weights and post_weights are for weights, the others for optimizer states. Either kind decides both if the other
@@ -110,18 +112,18 @@ def _apply_places(
 def _complete(
     recipe: Recipe,
     structure: ModelStructure,
-    chosen: Mapping[str, Path],
+    chosen: Mapping[str, Origin],
     base: Path,
     params: Collection[str],
     problems: list[Problem],
-) -> tuple[dict[str, Path], tuple[str, ...]]:
+) -> tuple[dict[str, Origin], tuple[str, ...]]:
     """Fill gaps from the base; weights with other names on disk follow the params of their part."""
     trained = set(params).intersection(structure.part_of) or set(structure.part_of)
     by_part: dict[str, list[str]] = {part: [] for part in structure.parts}
     for name, part in structure.part_of.items():
         by_part[part].append(name)
 
-    source_of: dict[str, Path] = {name: chosen.get(name, base) for name in structure.part_of if name in trained}
+    source_of: dict[str, Origin] = {name: chosen.get(name, base) for name in structure.part_of if name in trained}
     everywhere = dict.fromkeys(source_of.values())
     filled: list[str] = []
     split: list[str] = []

@@ -37,8 +37,7 @@ from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json, step_of
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError
 from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, read_manifest, step_in_name
-from llmtailor.formats.partial.read import is_partial
+from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, is_partial, read_manifest, step_in_name
 from llmtailor.formats.registry import display_name
 from llmtailor.storage.local import UNFINISHED, fsync_file, fsync_folder, replace_durably
 from llmtailor.storage.lock import Held, Lock

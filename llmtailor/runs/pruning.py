@@ -27,7 +27,7 @@ from llmtailor.containers.json import read_json
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
 from llmtailor.formats.clients import TRAINER_STATE, client_of
 from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.read import is_partial
+from llmtailor.formats.partial.manifest import is_partial
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.formats.trainer import ADAPTER, MANIFEST
 from llmtailor.model.parts import ModelStructure, condense

@@ -17,8 +17,7 @@ from llmtailor.compose.plan import output_in
 from llmtailor.errors import Problem, Problems, SourceError, TailorError
 from llmtailor.findings import ERROR
 from llmtailor.formats.clients import client_of
-from llmtailor.formats.partial.manifest import FOLDER, read_manifest
-from llmtailor.formats.partial.read import is_partial
+from llmtailor.formats.partial.manifest import FOLDER, is_partial, read_manifest
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, index_checkpoint
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.recipe.emit import write_recipe

@@ -19,9 +19,10 @@ from typing import Any
 
 from llmtailor import __version__
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Copy, Plan, Sources
+from llmtailor.checkpoint.layout import Copy, Plan
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
+from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.pool import Stop, num_workers, run_all

@@ -5,6 +5,7 @@ Rounding is to nearest, ties to even: bit for bit as torch, and so as DeepSpeed 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,22 @@ def cast(data: bytes | bytearray | memoryview, source: str, target: str, scale: 
         if scale != 1:
             wide = wide.astype("<f8") * scale
         return _to_bfloat16(wide) if target == "BF16" else wide.astype(_NUMPY[target]).tobytes()
+
+
+def add(terms: Iterable[tuple[bytes | bytearray | memoryview, str, float]], target: str) -> bytes:
+    """Return the weighted sum of equally many elements of each term (data, dtype, factor), as dtype ``target``.
+
+    It is computed in fp64 in the order of the terms and rounded to fp32, then to ``target``. Raises ValueError if
+    there are no terms.
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        scaled = (widen(data, dtype).astype("<f8") * factor for data, dtype, factor in terms)
+        total = next(scaled, None)  # not a zero, which would turn a sum of -0.0 into 0.0
+        if total is None:
+            raise ValueError("a sum without terms")
+        for one in scaled:
+            total += one
+        return cast(total.astype("<f4").tobytes(), "F32", target)
 
 
 def widen(data: bytes | bytearray | memoryview, source: str) -> npt.NDArray[Any]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.layout import FileLayout, Sources
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.optimizer import lay_out_optimizer
+from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.engine.copy import execute
 from llmtailor.formats.format import Wanted

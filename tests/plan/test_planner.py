@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 from helpers.indexes import make_index
 from helpers.render import render
 from llmtailor.checkpoint.index import TensorEntry
-from llmtailor.checkpoint.layout import (
-    Bytes,
-    Cast,
-    Copy,
-    Crc,
-    Cut,
-    FileLayout,
-    Slot,
-    Sources,
-    Zeros,
-)
+from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
+from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.model.states import EXP_AVG, MASTER, MODULE, WEIGHT, State
 

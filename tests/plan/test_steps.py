@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.indexes import make_index
-from llmtailor.checkpoint.layout import Sources
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
+from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.adam_step import bias_factor, choose_steps
 from llmtailor.compose.report import step_notices
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llmtailor.recipe import parse
-from llmtailor.recipe.recipe import DTYPES
+from llmtailor.recipe.recipe import DTYPES, checkpoints_of
 from llmtailor.recipe.resolve import resolve
 from recipe.structures import llama, params_of, qwen_vl, read
 
@@ -32,7 +32,7 @@ def test_every_example_is_a_recipe(block: str):
     assert bool(choice.weights_of) is splits
     assert not recipe.notices
     named = {source.name for source in recipe.sources()} - {recipe.base.name if recipe.base else ""}
-    used = {source.name for source in (*choice.source_of.values(), *choice.weights_of.values())}
+    used = {source.name for source in checkpoints_of([*choice.source_of.values(), *choice.weights_of.values()])}
     assert named <= used, "a source that nothing comes from"
     assert all(source.is_relative_to("/w/runs/a") for source in recipe.sources())
 

@@ -13,7 +13,8 @@ import torch
 
 from helpers.checkpoints import SMALL, edit, load, make, model_states, optim_states
 from helpers.render import render
-from llmtailor.checkpoint.layout import Copy, Sources
+from llmtailor.checkpoint.layout import Copy
+from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers import torch_zip

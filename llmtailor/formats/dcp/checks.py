@@ -38,7 +38,10 @@ def compare_steps(
         what = f"the files of the ranks have different steps of Adam ({told})"
         yield Finding(PathIn(name, next(iter(of_file))), what, _MIXED, Code.STEPS_DIFFER, ERROR)
     newest = max(steps.values())
-    if lagging := [param for param, step in steps.items() if step < newest]:
+    lags = trainer.step_lags if trainer else frozenset((0,))
+    newest += next((lag for lag in lags if trainer and newest + lag == trainer.global_step), 0)
+    usual = {newest - lag for lag in lags}
+    if lagging := [param for param, step in steps.items() if step < newest and step not in usual]:
         what = f"Adam's step of {some(lagging)} is below {newest:g}"
         yield Finding(name, what, "nothing, if it had no gradients in some steps", Code.STEPS_DIFFER, WARNING)
     counted = trainer.scheduler.num_steps if trainer and trainer.scheduler else None

@@ -153,6 +153,11 @@ class Manifest:
     """The saver's memory after this save; see `checkpoint.lineage`"""
 
 
+def is_partial(root: Path) -> bool:
+    """Return whether a folder is a partial checkpoint whose save has finished."""
+    return (root / MANIFEST).is_file()
+
+
 def read_manifest(root: Path, name: str) -> Manifest:
     """Return a partial checkpoint's manifest. Raises SourceError, also for an unfinished save, which has none."""
     where = PathIn(name, MANIFEST)

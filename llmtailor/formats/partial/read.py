@@ -22,13 +22,13 @@ from llmtailor.findings import Finding
 from llmtailor.formats.format import Decoded, Opened, attempt
 from llmtailor.formats.partial.manifest import (
     FOLDER,
-    MANIFEST,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
     Manifest,
     bundle_name,
     frozen_name,
+    is_partial,
     read_manifest,
 )
 from llmtailor.formats.partial.trees import decode
@@ -89,11 +89,6 @@ def _extent(held: TensorEntry) -> Extent:
     """Return where a tensor of a safetensors file is, also an empty one."""
     assert isinstance(held.place, Contiguous)
     return held.place.extent
-
-
-def is_partial(root: Path) -> bool:
-    """Return whether a folder is a partial checkpoint whose save has finished."""
-    return (root / MANIFEST).is_file()
 
 
 def looks_partial(root: Path) -> bool:

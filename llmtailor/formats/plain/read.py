@@ -270,17 +270,20 @@ def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Find
         counted = index.global_step
     if counted is None or MANIFEST in trainer.files:
         return
+    usual = {counted - lag for lag in trainer.step_lags}
     of_step: dict[float, list[str]] = {}
     for param, step in index.steps().items():
         of_step.setdefault(step, []).append(param)
     client = trainer.client
     where = PathIn(name, client.optimizer)
     fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
-    if counted not in of_step:
+    if not usual.intersection(of_step):
         what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
         raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     for step, params in of_step.items():
-        if step > counted or (step == 0 and counted) or (step < counted and len(params) == 1):
+        if step in usual:
+            continue
+        if step > counted or step == 0 or len(params) == 1:
             what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
             severity = WARNING if 0 < step < counted else ERROR
             why = "nothing, if it had no gradients in some steps" if severity == WARNING else f"silent: {fix}"

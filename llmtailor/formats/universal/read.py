@@ -207,7 +207,7 @@ class _Reader:
         }
         steps = [self._step(flat_id, shapes, stored) for flat_id, shapes in enumerate(usual.param_shapes)]
         index, shards = self._index(usual, model, stored, steps)
-        attempt(lambda: check_steps(index), self.problems)
+        attempt(lambda: check_steps(index, self.trainer.step_lags), self.problems)
         attempt(lambda: self._check_order(shards.ds_config), self.problems)
         findings = (
             *self.trainer.findings,
@@ -379,4 +379,5 @@ class _Reader:
                 tuple(None if shard is None else shard.rest for shard in model),
             ),
         )
-        return index, Shards(index, files, config, known.facts, (self.root / MANIFEST).is_file())
+        is_composite = (self.root / MANIFEST).is_file()
+        return index, Shards(index, files, config, known.facts, is_composite, self.trainer.step_lags)

@@ -19,6 +19,7 @@ from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.format import FileTrees, Trees, attempt
+from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.rng import find_lost_rng
 from llmtailor.formats.scheduler import SchedulerFacts, compare_scheduler
 from llmtailor.formats.trainer import (
@@ -104,8 +105,8 @@ def survey_shards(
             tuple(None if shard is None else shard.rest for shard in ranks.model),
         ),
     )
-    attempt(lambda: check_steps(index), problems)
-    shards = Shards(index, files, config, optim.facts, (root / MANIFEST).is_file())
+    attempt(lambda: check_steps(index, trainer.step_lags), problems)
+    shards = Shards(index, files, config, optim.facts, (root / MANIFEST).is_file(), trainer.step_lags)
     findings = (
         *trainer.findings,
         *ranks.findings,
@@ -178,11 +179,12 @@ def optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str:
     return "torch AdamW" if "betas" in keys else "unknown"
 
 
-def check_steps(index: CheckpointIndex) -> None:
+def check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     """Raise SourceError unless model states and optimizer states come from the same save.
 
     Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
-    made a step for each that was not skipped. A composite may mix steps; its manifest says which.
+    made a step for each that was not skipped. A composite may mix steps, or reset them; its manifest says which. After
+    it, Adam may be ``lags`` steps behind the run.
     """
     place, tag_step = PathIn(index.name, index.tag), index.tag.removeprefix("global_step").removesuffix(UNIVERSAL)
     if tag_step.isdigit() and int(tag_step) != index.global_step:
@@ -190,7 +192,10 @@ def check_steps(index: CheckpointIndex) -> None:
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
     steps = {one.step for one in index.sub_groups}
     expected = index.global_step - index.skipped_steps  # fp16: no step when the gradients overflow
-    if not steps or expected in steps or ((index.root / MANIFEST).is_file() and 0 not in steps):
+    if not steps or any(expected - lag in steps for lag in lags):
+        return
+    made = read_manifest(index.root, index.name)
+    if made is not None and (0 not in steps or 0 in made.steps.values()):
         return
     of_optimizer = f"the optimizer states from step {max(steps):g}"
     what = f"the model states are from step {expected} (without skipped ones), {of_optimizer}"

@@ -1,0 +1,88 @@
+"""Which sources each state of an output comes from: one, several that are cut, or a weighted sum of several. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements ``begin``..``end`` of a state come from ``source``, a position in `Plan.sources`."""
+
+    begin: int
+    end: int
+    source: int
+
+
+Weights = tuple[tuple[int, float], ...]
+"""Position in `Plan.sources`, and factor"""
+NEWEST, AVERAGE, RESET = MOMENTS = ("newest", "average", "reset")
+"""What becomes of the moments of averaged masters: those of the newest source, their average, or zeros at step 0"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A weighted average of sources."""
+
+    weights: Weights
+    """They sum to 1."""
+    moments: str = NEWEST
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Which source each state comes from, as a position in `Plan.sources`."""
+
+    of_name: Mapping[str, int]
+    """Tensor name -> source, for all kinds of state; of an averaged param the newest source."""
+    of_weight: Mapping[str, int] = field(default_factory=dict)
+    """Tensor name -> source of its weight alone, where that differs"""
+    cuts: Mapping[State, tuple[Cut, ...]] = field(default_factory=dict)
+    """States whose elements come from several sources -> the cuts that tile each, in order. A weight rounded from a
+    master or a frozen value has the cuts of the original."""
+    averages: Mapping[str, Mix] = field(default_factory=dict)
+    """Trained param, or tied name of one -> what its masters are averaged from"""
+    sums: Mapping[State, Weights] = field(default_factory=dict)
+    """States that are weighted sums: the masters of averaged params, and their moments unless they are the newest's"""
+
+    def moments_of(self, param: str) -> str | None:
+        """Return what becomes of the moments of an averaged param; None for another."""
+        return self.averages[param].moments if param in self.averages else None
+
+    def sum_of(self, state: State) -> tuple[State, Weights] | None:
+        """Return the state whose weighted sum makes a state, and the terms; None if it comes from one source."""
+        if state.kind == WEIGHT and state.param in self.of_weight:
+            return None
+        original = State(state.param, MASTER) if state.kind in (WEIGHT, MODULE) else state
+        return (original, self.sums[original]) if original in self.sums else None
+
+    def of(self, state: State) -> int:
+        if state.kind == WEIGHT and state.param in self.of_weight:
+            return self.of_weight[state.param]
+        return self.of_name[state.param]
+
+    def of_any(self, name: str) -> set[int]:
+        """Return every source of any state of a tensor."""
+        return self.of_states(name) | {self.of_weight.get(name, self.of_name[name])}
+
+    def of_states(self, name: str) -> set[int]:
+        """Return every source of a param's optimizer states."""
+        own = (cut.source for state, cuts in self.cuts.items() if state.param == name for cut in cuts)
+        return set(own) or {self.of_name[name]}
+
+    def cuts_of(self, state: State) -> tuple[Cut, ...]:
+        """Return the cuts that tile a state, in order; empty if it comes from one source."""
+        cuts = self.cuts.get(state)
+        for original in (MASTER, FROZEN) if state.kind in (WEIGHT, MODULE) else ():
+            cuts = cuts or self.cuts.get(State(state.param, original))
+        return cuts or ()
+
+    def spans(self, state: State, begin: int, end: int) -> Iterator[Cut]:
+        """Yield the cuts that tile elements ``begin``..``end`` of a state, in order."""
+        for cut in self.cuts_of(state) or (Cut(begin, end, self.of(state)),):
+            low, high = max(begin, cut.begin), min(end, cut.end)
+            if low < high:
+                yield Cut(low, high, cut.source)

@@ -1,0 +1,7 @@
+"""The FSDP trainings of tests/dcp."""
+
+from __future__ import annotations
+
+from dcp.conftest import trained
+
+__all__ = ["trained"]

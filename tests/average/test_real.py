@@ -1,0 +1,212 @@
+"""Averages of real trainings: of any mix of formats against torch, and resumed by the stock Trainer and DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import llmtailor  # noqa: E402
+import oracle.any  # noqa: E402
+from dcp.conftest import Trained  # noqa: E402
+from dcp.holding import read  # noqa: E402
+from dcp.test_pairs import of_snapshot  # noqa: E402
+from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
+from llmtailor.codes import Code  # noqa: E402
+from llmtailor.errors import MismatchError  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
+from llmtailor.recipe.recipe import Average, Recipe, Select, Whole  # noqa: E402
+from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from oracle.zero3 import MOMENTS, differ  # noqa: E402
+from plain.training import train as train_alone  # noqa: E402
+from real.harness import Run, Runs, Train  # noqa: E402
+from real.runs import MIDDLE, TWO_RANKS, TWO_RANKS_ANY  # noqa: E402
+from real.test_reshard import assert_loaded, reshard  # noqa: E402
+
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DCP_RUNS = ("trainer", "ddp")
+Member = tuple[str, int, float]
+"""A run, a step, and a weight"""
+
+
+def merge(base: Path, members: list[tuple[Path, float]], moments: str, out: Path, **options: Any) -> Path:
+    recipe = Recipe("x", "", base, (Whole(Average(tuple(members), moments), None, "x"),), None, None)
+    llmtailor.merge(recipe, out, llmtailor.Options(**options))
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.level == RESUMABLE, verdict.findings
+    return out
+
+
+def mean(values: list[Any], weights: list[float]) -> Any:
+    scaled = [value.double() * (weight / math.fsum(weights)) for value, weight in zip(values, weights, strict=True)]
+    return sum(scaled[1:], scaled[0]).float()
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "options"),
+    [
+        ("llama", [("llama", 2, 1), ("llama-w3", 4, 2), ("zero2-w3", 6, 0.5)], {"stage": 2, "world_size": 3}),
+        ("zero2-rr", [("zero2-rr", 4, 1), ("zero1-bf16opt", 2, 3)], {}),
+        ("trainer", [("llama", 4, 0.25), ("trainer", 2, 0.75)], {"to": "fsdp", "world_size": 3}),
+        ("llama", [("ddp", 2, 1), ("zero2", 4, 1), ("trainer", 2, 1)], {}),
+        ("ddp", [("ddp", 2, 1), ("llama-w3", 4, 1)], {}),
+    ],
+    ids=["zero3 and zero2 to zero2 on 3", "round robin", "fsdp and zero3 to fsdp", "three formats to zero3", "plain"],
+)
+def test_any_mix_of_formats(
+    runs: Runs,
+    trained: Trained,
+    tmp_path: Path,
+    base: str,
+    members: list[Member],
+    options: dict[str, Any],
+) -> None:
+    def checkpoint(name: str, step: int) -> Path:
+        return trained.checkpoint(name, step) if name in DCP_RUNS else runs[name].checkpoint(step)
+
+    def held(name: str, step: int) -> dict[str, Any]:
+        if name in DCP_RUNS:
+            return dict(trained[name].held[step])
+        return of_snapshot(oracle.any.load(runs[name].checkpoint(step)))
+
+    weights = [weight for *_, weight in members]
+    sources = [(checkpoint(name, step), weight) for name, step, weight in members]
+    out = merge(checkpoint(base, 2 if base in DCP_RUNS else 6), sources, NEWEST, tmp_path / "out", **options)
+
+    index = index_checkpoint(out)
+    lives = [held(name, step) for name, step, _ in members]
+    newest = max(zip(members, lives, strict=True), key=lambda pair: pair[0][1])[1]
+    assert {state.param for state in index.held if state.kind == MASTER} == set(newest["states"])
+    for param, states in newest["states"].items():
+        master = mean([live["weights"][param] for live in lives], weights)
+        for kind in (MASTER, WEIGHT):
+            entry = index.held[State(param, kind)]
+            assert not differ(read(out, entry).flatten(), master.to(TORCH[entry.dtype]).flatten()), (param, kind)
+        for moment in MOMENTS:
+            entry = index.held[State(param, moment)]
+            assert not differ(read(out, entry).flatten(), states[moment].flatten()), (param, moment)
+        assert index.steps()[param] == float(states["step"])
+    for name, entry in index.module.items():  # ZeRO-1/2
+        param = index.tied.get(name, name)
+        assert not differ(read(out, entry), read(out, index.held[State(param, MASTER)]).to(TORCH[entry.dtype])), MODULE
+
+
+CASES = [("llama", NEWEST), ("llama", AVERAGE), ("llama", RESET), ("llama", "itself"), ("zero2", RESET)]
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    runs: Runs, train: Train, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[Path, Run]]:
+    """Stock resumes from the average of steps 2 and 4, or of step 4 and itself"""
+    root, specs, outs = tmp_path_factory.mktemp("averages"), [], {}
+    for name, moments in CASES:
+        newest = runs[name].checkpoint(MIDDLE)
+        other = newest if moments == "itself" else runs[name].checkpoint(2)
+        members = [(other, 0.3), (newest, 0.4)]
+        out = root / name / moments / f"checkpoint-{MIDDLE}"
+        out.parent.mkdir(parents=True)
+        outs[name, moments] = merge(newest, members, AVERAGE if moments == "itself" else moments, out)
+        spec = replace((TWO_RANKS | TWO_RANKS_ANY)[name], save_steps=6)
+        specs.append(spec.resumed(out, f"{name} {moments}"))
+    done = train(specs, 2)
+    return {case: (outs[case], done[" ".join(case)]) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_stock_resumes_from_an_average(
+    resumed: dict[tuple[str, str], tuple[Path, Run]], runs: Runs, case: tuple[str, str], tmp_path: Path
+) -> None:
+    """Also llmtailor knows what that training saves: Adam's steps of a reset are behind the run's for good."""
+    name, moments = case
+    out, run = resumed[case]
+    assert_loaded(run, oracle.any.load(out))
+    straight = {step: loss for step, loss in runs[name].losses.items() if step > MIDDLE}
+    assert run.losses.keys() == straight.keys() and all(map(math.isfinite, run.losses.values()))
+    assert (run.losses == straight) == (moments == "itself")
+    after = oracle.any.load(run.checkpoint(6))
+    assert set(after.steps.values()) == {2 if moments == RESET else 6}
+    assert verify_checkpoint(run.checkpoint(6), deep=True).level == RESUMABLE
+    again = reshard(run.checkpoint(6), tmp_path / "checkpoint-6", 3 - run.spec.stage % 2, 3)
+    assert oracle.any.load(again).steps == after.steps and verify_checkpoint(again, deep=True).level == RESUMABLE
+
+
+@pytest.mark.parametrize("name", ["llama", "zero2"])
+def test_the_first_step_after_a_reset_is_that_of_a_new_optimizer(
+    resumed: dict[tuple[str, str], tuple[Path, Run]], name: str
+) -> None:
+    """After a step from zeros, exp_avg is 0.1 g and exp_avg_sq 0.001 g^2; after two, both stay within these bounds."""
+    _, run = resumed[name, RESET]
+    after = oracle.any.load(run.checkpoint(6))
+    for param, first in after.kind(MOMENTS[0]).items():
+        second = after.states[State(param, MOMENTS[1])].double()
+        # (0.09 g1 + 0.1 g2)^2 <= (0.09^2 / 0.000999 + 0.1^2 / 0.001) * (0.000999 g1^2 + 0.001 g2^2)
+        assert (first.double() ** 2 <= 18.2 * second + 1e-30).all(), param
+
+
+@pytest.mark.parametrize("moments", [AVERAGE, RESET])
+def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
+    """Each param has its own step there, so a part of a group can be reset."""
+    run = train_alone(tmp_path / "run")
+    members = tuple((run.checkpoint(step), 1.0) for step in (2, 4))
+    rule = Select(Average(members, moments), ("0",), "x")
+    out = tmp_path / "checkpoint-4"
+    llmtailor.merge(Recipe("x", "", run.checkpoint(4), (rule,), None, None), out)
+    assert verify_checkpoint(out, deep=True).level == RESUMABLE
+    resumed = train_alone(tmp_path / "resumed", resume_from=out, steps=6)
+    assert sorted(resumed.losses) == [5, 6] and all(map(math.isfinite, resumed.losses.values()))
+    last = resumed.checkpoint(6)
+    assert {step for param, step in index_checkpoint(last).steps().items() if ".layers.0." in param} == {
+        2 if moments == RESET else 6
+    }
+    verdict = verify_checkpoint(last, deep=True)
+    assert verdict.level == RESUMABLE and not verdict.findings
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "universal", "trainer", "fsdp"])
+@pytest.mark.parametrize("moments", [NEWEST, RESET])
+def test_what_is_saved_later_states_how_far_adam_is_off(runs: Runs, tmp_path: Path, to: str, moments: str) -> None:
+    """Without a manifest, as a training saves it, and then without the statement. The average is newer than its base,
+    or its moments are reset."""
+    name = runs["llama"]
+    members = [(name.checkpoint(4), 1.0), (name.checkpoint(6), 1.0)]
+    out = merge(name.checkpoint(4), members, moments, tmp_path / "checkpoint-4", to=to)
+    (out / "llmtailor.json").unlink()
+    assert verify_checkpoint(out).level == RESUMABLE
+    state = json.loads((out / "trainer_state.json").read_text())
+    lag = state["stateful_callbacks"].pop("llmtailor-optimizer")["attributes"]["step_lags"]
+    assert lag == [4 if moments == RESET else -2]
+    (out / "trainer_state.json").write_text(json.dumps(state))
+    assert verify_checkpoint(out).level != RESUMABLE or to == "fsdp"
+    assert Code.STEPS_DIFFER in {finding.code for finding in verify_checkpoint(out).findings}
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-frozen", "zero2-extras"])
+def test_other_kinds_of_model(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Tied params have one average; frozen params and buffers are the newest's."""
+    paths = [runs[name].checkpoint(step) for step in (2, 4)]
+    sources = [oracle.any.load(path) for path in paths]
+    out = merge(runs[name].checkpoint(6), [(path, 1.0) for path in paths], NEWEST, tmp_path / "out")
+    wanted, tied = dict(sources[1].states), sources[1].rest["tied"]
+    for state, newest in sources[1].states.items():
+        master = State(tied.get(state.param, state.param), MASTER)
+        if state.kind in (MASTER, WEIGHT) and master in wanted:
+            wanted[state] = mean([source.states[master] for source in sources], [1, 1]).to(newest.dtype)
+    found = oracle.any.load(out).states
+    assert found.keys() == wanted.keys()
+    wrong = {state: differ(found[state], tensor) for state, tensor in wanted.items()}
+    assert not any(wrong.values()), {state: what for state, what in wrong.items() if what}
+
+
+def test_experts_with_other_names_on_disk_are_not_averaged(runs: Runs, tmp_path: Path) -> None:
+    checkpoint = runs["mixtral"].checkpoint(4)
+    with pytest.raises(MismatchError, match="layers 0-2: the weights on disk have other names"):
+        merge(checkpoint, [(checkpoint, 1.0)], NEWEST, tmp_path / "out")
