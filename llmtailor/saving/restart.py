@@ -89,5 +89,5 @@ def _first_of_all(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
     (message,) = found
     if "problems" in message:
         kind = next(kind for kind in BRANCHES if kind.exit_code == message["exit_code"])
-        raise kind(Problem(*one) for one in message["problems"])
+        raise kind(Problem(where, what, fix) for where, what, fix in message["problems"])
     return message["result"]  # type: ignore[no-any-return]
