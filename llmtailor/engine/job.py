@@ -355,9 +355,9 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 def _problems(post: Mapping[str, Any]) -> list[Problem]:
-    return [Problem(**one) for one in post.get("problems", ())]
+    return [Problem(one["where"], one["what"], one["fix"]) for one in post.get("problems", ())]
 
 
 def _error(code: int, problems: list[Problem]) -> TailorError:
     kind = next((kind for kind in BRANCHES if kind.exit_code == code), TailorError)
-    return kind(problems or [Problem("", "it failed")])
+    return kind(problems or [Problem("--distributed", "a rank failed", "see what that rank printed")])
