@@ -121,7 +121,9 @@ def resumed(
     return {case: (outs[case], done[" ".join(case)]) for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[1:])], ids=" ".join
+)
 def test_stock_resumes_from_an_average(
     resumed: dict[tuple[str, str], tuple[Path, Run]], runs: Runs, case: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -152,7 +154,7 @@ def test_the_first_step_after_a_reset_is_that_of_a_new_optimizer(
         assert (first.double() ** 2 <= 18.2 * second + 1e-30).all(), param
 
 
-@pytest.mark.parametrize("moments", [AVERAGE, RESET])
+@pytest.mark.parametrize("moments", [pytest.param(AVERAGE, marks=pytest.mark.long), RESET])
 def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
     """Each param has its own step there, so a part of a group can be reset."""
     run = train_alone(tmp_path / "run")
@@ -171,7 +173,9 @@ def test_the_plain_trainer_resumes_too(tmp_path: Path, moments: str) -> None:
     assert verdict.level == RESUMABLE and not verdict.findings
 
 
-@pytest.mark.parametrize("to", ["deepspeed", "universal", "trainer", "fsdp"])
+@pytest.mark.parametrize(
+    "to", ["deepspeed", *(pytest.param(to, marks=pytest.mark.long) for to in ("universal", "trainer", "fsdp"))]
+)
 @pytest.mark.parametrize("moments", [NEWEST, RESET])
 def test_what_is_saved_later_states_how_far_adam_is_off(runs: Runs, tmp_path: Path, to: str, moments: str) -> None:
     """Without a manifest, as a training saves it, and then without the statement. The average is newer than its base,
@@ -189,7 +193,9 @@ def test_what_is_saved_later_states_how_far_adam_is_off(runs: Runs, tmp_path: Pa
     assert Code.STEPS_DIFFER in {finding.code for finding in verify_checkpoint(out).findings}
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama-frozen", "zero2-extras"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-frozen", "zero2-extras"))]
+)
 def test_other_kinds_of_model(runs: Runs, tmp_path: Path, name: str) -> None:
     """Tied params have one average; frozen params and buffers are the newest's."""
     paths = [runs[name].checkpoint(step) for step in (2, 4)]

@@ -50,7 +50,7 @@ def nothing_is_left(scene: Scene) -> bool:
     return not scene.staging.exists()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_output_is_the_same(scene, ranks, world_size):
     assert ranks.run(scene.root, MERGE, world_size) == [0] * world_size
     assert scene.state() == "complete"
@@ -155,7 +155,7 @@ def test_kills_at_any_moment(scene, ranks):
     assert outcomes["rank 0, resumed"] and outcomes["rank N, resumed"], outcomes
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_hangs(scene, ranks, rank):
     at = operations(scene, ranks, 2)[rank] // 2
     codes = ranks.run(scene.root, MERGE, 2, {rank: {"fault": "SIGSTOP", "at": at}}, limit_s=2.5)

@@ -64,7 +64,8 @@ def test_a_composite_from_s3_to_s3(served, tmp_path):
     assert call(port, "latest", "s3://bucket/out", "--deep") == "s3://bucket/out/checkpoint-100\n"
 
 
-@pytest.mark.parametrize("fault", [{"cut_every": 7}, pytest.param({"busy_every": 6}, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [{"cut_every": 7}, {"busy_every": 6}])
 def test_a_network_that_fails_now_and_then(served, tmp_path, fault):
     port, run = served
     proxy = Proxy(port, **fault)
