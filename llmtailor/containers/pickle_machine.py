@@ -34,6 +34,9 @@ _MEMBERS = {
     Global("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
         "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
     },
+    Global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): {
+        "TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2,
+    },
 }  # fmt: skip
 """The enums of checkpoints: class -> name of each member -> value"""
 

@@ -31,3 +31,16 @@ def test_an_index_says_what_the_live_training_held(trained, name):
 def test_an_intact_one_is_resumable(trained, name):
     verdict = verify_checkpoint(trained.checkpoint(name), deep=True)
     assert verdict.level == RESUMABLE, verdict.findings
+
+
+def test_a_metadata_file_pickled_as_python_3_11_2_does(monkeypatch, tmp_path):
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    from llmtailor.containers.dcp import METADATA, list_data_records
+
+    by_name = lambda self, _: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert b"getattr" in (tmp_path / "x" / METADATA).read_bytes()
+    assert sum(map(len, list_data_records(tmp_path / "x", METADATA, "x").values())) > 0
