@@ -58,10 +58,10 @@ class PathIn(str):
     checkpoint: str
     """What messages call it"""
     path: str
-    """Relative to its root"""
+    """Relative to its root; ``.`` for a checkpoint that is one file"""
 
     def __new__(cls, checkpoint: str, path: str) -> PathIn:
-        place = super().__new__(cls, f"{checkpoint}/{path}")
+        place = super().__new__(cls, checkpoint if path == "." else f"{checkpoint}/{path}")
         place.checkpoint, place.path = checkpoint, path
         return place
 
@@ -251,6 +251,11 @@ def some(names: Iterable[str], shown: int = 3) -> str:
     names = list(names)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def about(number: float) -> str:
+    """Return an estimate without digits that it does not have: ``3.1``, ``57``."""
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
 def size(num_bytes: int) -> str:

@@ -4,7 +4,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
 #SBATCH --time=2:00:00
-# An example: many nodes share one merge, and go on with what is written if one of them dies.
+#SBATCH --requeue
+# An example: many nodes share one merge, and continue with what is written if a rank dies; Slurm requeues the job if a node fails.
 #
 #   sbatch scripts/slurm_merge.sh merge recipe.yaml /lustre/run/checkpoint-400-merged
 #   sbatch --nodes=2 scripts/slurm_merge.sh convert /lustre/run/checkpoint-400 /lustre/out/checkpoint-400 --num-gpu 512
@@ -13,13 +14,14 @@
 #
 #   ATTEMPTS   how often the command is run, if a rank dies or the disk fails (default: 3)
 #   LLMTAILOR  the program (default: llmtailor)
-#   LAUNCH     what starts the ranks (default: srun)
+#   LAUNCH     what starts the ranks (default: srun); not torchrun, which hides exit codes
 set -euo pipefail
 
 (($# >= 3)) || {
   echo "slurm_merge.sh: give a command of llmtailor with its output, e.g. merge recipe.yaml OUT" >&2
   exit 2
 }
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not take it from the job since Slurm 22.05
 read -r -a launch <<<"${LAUNCH:-srun}"
 
 for ((attempt = 1; attempt <= ${ATTEMPTS:-3}; attempt++)); do

@@ -16,6 +16,8 @@
 #   OUTPUT_PATH may be left out then. The newest state of a run with partial checkpoints becomes checkpoint-STEP in the
 #   run's folder, where a resume looks for it; nothing is written if the newest checkpoint is complete. The last line
 #   says which it is.
+# A training script around the Hugging Face Trainer that only saves partial checkpoints does not need this script:
+# `llmtailor run --on-restart compose -- ...`, or attach(..., on_restart="compose"), goes on by itself.
 # In any case:
 #   OUTPUT_PATH                  the checkpoint folder to make
 #   NUM_GPU                      the world size of the output (default: that of the base checkpoint)

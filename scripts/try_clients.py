@@ -43,6 +43,8 @@ class Client:
     command: Callable[[Path, Path, bool], list[str]]
     """The work folder, the output folder, and whether to attach the saver -> the command"""
     environment: Mapping[str, str] = field(default_factory=dict)
+    has_trainer: bool = True
+    """Whether it trains with the Trainer of transformers, which logs the losses in its checkpoints"""
 
 
 SAVER = {"policy": "full", "save_steps": EVERY, "on_restart": "compose"}
@@ -127,12 +129,18 @@ def trl(work: Path, out: Path, attached: bool) -> list[str]:
     return [*(RUN if attached else ()), *map(str, words)]
 
 
+def lightning(work: Path, out: Path, attached: bool) -> list[str]:
+    script = ["python", str(ROOT / "scripts" / "try_lightning.py"), str(out), "--steps", str(STEPS)]
+    return [*script, "--save-steps", str(EVERY), *(["--attached"] if attached else [])]
+
+
 VARIABLES = {f"LLMTAILOR_{name.upper()}": str(value) for name, value in SAVER.items()}
 CLIENTS = (
     Client("trl", "llmtailor run", trl),
     Client("llamafactory", "llmtailor run", llamafactory),
     Client("axolotl", "plugin in its YAML", axolotl, {"AXOLOTL_DO_NOT_TRACK": "1"}),
     Client("ms-swift", "--external_plugins", ms_swift, VARIABLES),
+    Client("lightning", "a callback", lightning, has_trainer=False),
 )
 
 
@@ -164,8 +172,14 @@ def saved(out: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in out.glob("partial/step-????????/manifest.json"))
 
 
-def losses(folder: Path) -> dict[int, float]:
-    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+def losses(client: Client, out: Path) -> dict[int, float]:
+    """Return the loss of each step of a finished training, and of the one that it goes on from."""
+    if not client.has_trainer:
+        log = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    else:
+        folders = (out / "partial" / f"step-{STEPS:08}", out / f"checkpoint-{STEPS}")
+        folder = next(one for one in folders if one.is_dir())
+        log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return {line["step"]: line["loss"] for line in log if "loss" in line}
 
 
@@ -199,7 +213,7 @@ def try_client(client: Client, venv: Path, work: Path) -> dict[str, str]:
     attempts = json.loads((out / "partial" / "attempts.json").read_text())["attempts"]
     begun = [one["resumed_at"] for one in attempts]
     found["restarts"] = f"at step {killed_at}" if begun == [0, killed_at] else f"no: began at {begun}"
-    wanted, seen = losses(straight / f"checkpoint-{STEPS}"), losses(out / "partial" / f"step-{STEPS:08}")
+    wanted, seen = losses(client, straight), losses(client, out)
     differ = [step for step in wanted if wanted[step] != seen.get(step)]
     found["same losses"] = "yes" if len(wanted) == STEPS and not differ else f"no: {len(differ)} of {STEPS} differ"
     return found
@@ -217,7 +231,10 @@ def main() -> int:
     make_inputs(work)
     is_good = True
     print(f"llmtailor {version('llmtailor')}; {STEPS} steps, saved every {EVERY}, killed after step {KILL_AFTER}\n")
-    print("| program | version | transformers | saver by | saves | restarts after SIGKILL | losses of a straight run |")
+    print(
+        "| program | version | transformers | saver by | saves | restarts after SIGKILL "
+        "| same losses as an uninterrupted run |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     for client in CLIENTS:
         if options.clients and client.package not in options.clients:
@@ -226,10 +243,11 @@ def main() -> int:
         versions = ["-", "-"]
         found = dict.fromkeys(("saves", "restarts", "same losses"), "not installed")
         if (venv / "bin" / "python").exists():
-            ask = f"from importlib.metadata import version as v; print(v('{client.package}'), v('transformers'))"
+            names = (client.package, "transformers") if client.has_trainer else (client.package,)
+            ask = f"from importlib.metadata import version; print(*map(version, {names}), '-')"
             done = subprocess.run([str(venv / "bin" / "python"), "-c", ask], capture_output=True, text=True)
             if done.returncode == 0:
-                versions = done.stdout.split()
+                versions = done.stdout.split()[:2]
                 found = try_client(client, venv, work)
         is_good &= found["same losses"] == "yes"
         print("|", " | ".join([client.package, *versions, client.way, *found.values()]), "|", flush=True)

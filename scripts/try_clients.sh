@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train with real training programs and the saver, kill them, and start them again; prints a table.
 #
-#   scripts/try_clients.sh                  TRL, LLaMA-Factory, axolotl and ms-swift
+#   scripts/try_clients.sh                  TRL, LLaMA-Factory, axolotl, ms-swift and Lightning
 #   scripts/try_clients.sh axolotl trl      these only
 #
 #   LLMTAILOR_CLIENTS   the folder for a virtual environment of each program, and for what they train
@@ -17,7 +17,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${LLMTAILOR_CLIENTS:-$root/.venv-clients}
 clients=("$@")
-((${#clients[@]})) || clients=(trl llamafactory axolotl ms-swift)
+((${#clients[@]})) || clients=(trl llamafactory axolotl ms-swift lightning)
 
 source "$root/scripts/setup_venv.sh"
 mkdir -p "$folder"

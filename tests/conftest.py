@@ -5,6 +5,7 @@ Tests marked ``long`` run only with ``--all``, and so do those parametrized with
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from helpers.reflinks import copied, folder, reflinks, small_limits  # noqa: F401
 from partial.runs import LONG_JOBS
 from real import harness
+from real.forkserver import MIN_HOST_BUFFER
 from real.harness import Run, Runs, Train, TrainingFailed, missing
 from real.runs import LONG
 from real.spec import Spec
@@ -37,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Take Ctrl-C, which tests send, again: shells let what they run in the background ignore it."""
+    gc.disable()  # until everything is imported
     if hasattr(config, "workerinput"):  # of pytest-xdist
         sys.argv = config.workerinput["mainargv"]
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -60,6 +64,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Files that train go first, so that no worker of pytest-xdist waits for another at the end.
     training = {item.path for item in items if TRAINING & set(getattr(item, "fixturenames", ()))}
     items.sort(key=lambda item: item.path not in training)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the libraries and the tests out of garbage collections, which trainings ask for all the time."""
+    gc.freeze()
+    gc.enable()
+    if memory := sys.modules.get("llmtailor.saving.memory"):
+        memory.MIN_BYTES = MIN_HOST_BUFFER  # type: ignore[attr-defined]
 
 
 def names_in(value: object) -> Iterator[str]:

@@ -141,14 +141,18 @@ WRONG = {
     'saving.saver_for("runs/x", modle=None)': "call-arg",
 }
 """Mistakes that must not pass, and mypy's codes for them"""
-STUB = "import torch\n\nclass DeepSpeedEngine(torch.nn.Module): ...\n"
-"""DeepSpeed has no type hints of its own, so a type checker takes its classes for Any."""
+STUBS = {
+    "deepspeed": "import torch\n\nclass DeepSpeedEngine(torch.nn.Module): ...\n",
+    "accelerate": "class Accelerator: ...\n",
+}
+"""These have no type hints of their own, so a type checker takes their classes for Any."""
 
 
 @pytest.mark.long
 def test_a_user_of_every_public_name_under_mypy_strict(tmp_path):
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.pyi").write_text(STUB)
+    for name, stub in STUBS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.pyi").write_text(stub)
     names = [f"{module.removeprefix('llmtailor.')}.{name}" for module in MODULES for name in exported(module)]
     lines = [*SCRIPT.splitlines(), *(f"reveal_type({name})" for name in names)]
     wrong = {len(lines) + number: code for number, code in enumerate(WRONG.values(), 1)}

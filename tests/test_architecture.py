@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
-    "integrations": {"saving"},
+    "integrations": {*BASE, "formats", "policies", "runs", "saving"},
     "charts": {"codes", "errors"},
     "simulation": {*BASE, "containers", "formats", "policies", "runs", "charts"},
     "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},

@@ -72,7 +72,7 @@ def chains(draw):
 
 
 @given(chains())
-@settings(max_examples=examples(8, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_chain_of_stages_world_sizes_and_groups_leads_back(tmp_path_factory, case):
     layout, hops = case
     root = tmp_path_factory.mktemp("chain")

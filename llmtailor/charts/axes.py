@@ -88,10 +88,13 @@ def _classed(made: Element, name: str) -> Element:
 
 
 def line(points: Sequence[tuple[float, float]], series: int, dash: str | None = None) -> Element:
-    """Return a line through points in coordinates; ``series`` gives its colour and dashes."""
+    """Return a line through points in coordinates; ``series`` gives its colour and dashes.
+
+    After `SERIES` of them, colours come again with other dashes.
+    """
     made = path_of("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
     made.set("class", f"line s{series % SERIES}")
-    if (pattern := dash or DASHES[series % SERIES]) is not None:
+    if (pattern := dash or DASHES[(series + series // SERIES) % SERIES]) is not None:
         made.set("stroke-dasharray", pattern)
     return made
 

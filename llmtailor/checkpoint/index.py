@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Absent, Placement
+from llmtailor.checkpoint.placement import Absent, Bundled, Placement, Runs, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
-from llmtailor.model.parts import Param, SavedAs
+from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.listing import FileFact
 
@@ -20,8 +20,8 @@ DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", 
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without
 DeepSpeed and FSDP, its FSDP run, and any loop that saves with torch.distributed.checkpoint"""
 FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP)
-ACCELERATE = "accelerate"
-"""A client, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `formats.clients`"""
+ACCELERATE, LIGHTNING = "accelerate", "lightning"
+"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `formats.clients`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,26 @@ class TensorEntry:
         return self.numel * ITEMSIZE[self.dtype]
 
     @property
+    def held_bytes(self) -> int:
+        """Size of the elements that the checkpoint holds"""
+        return count(self.runs) * ITEMSIZE[self.dtype]
+
+    @property
     def is_here(self) -> bool:
-        """Whether the checkpoint holds it; False for what a partial checkpoint left out."""
+        """Whether the checkpoint holds it, or some of it; False for what a partial checkpoint left out."""
         return not isinstance(self.place, Absent)
+
+    @property
+    def runs(self) -> Runs:
+        """The elements that the checkpoint holds. A partial one may hold some experts of a fused param."""
+        if isinstance(self.place, Bundled):
+            return self.place.runs
+        return ((0, self.numel),) if self.is_here and self.numel else ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the checkpoint holds all of it"""
+        return count(self.runs) == self.numel if isinstance(self.place, Bundled) and self.place.ends else self.is_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +159,10 @@ class CheckpointIndex:
     findings: tuple[Finding, ...] = field(default=())
     """What is unusual, or prevents a stock resume, but does not prevent reading the states."""
     part_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of a composite made by llmtailor: the step that each part comes from, by its manifest."""
+    """Of a composite made by llmtailor: the step that each part comes from, by its manifest; the oldest if its states
+    are of several."""
+    master_steps: Mapping[str, int] = field(default_factory=dict)
+    """Of such a composite: the step that the masters of each part come from"""
     module: Mapping[str, TensorEntry] = field(default_factory=dict)
     """ZeRO-1/2: trainable params and tied names as stored in the model states: the rounded masters, which the first
     step after a resume uses. Never a source of states, so that the two agree."""
@@ -154,12 +174,28 @@ class CheckpointIndex:
     index. Placements still refer to these files: the element ranges are right, the bytes are not valid."""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
     """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
+    setback: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Of a partial checkpoint: part that it left out -> the step of the part's last save, and by how many steps
+    training falls back with it, as the training estimated; empty if unknown"""
     trained_with: str | None = None
     """The family of formats that the run's own checkpoints have, if this partial one says so"""
     client: str = TRAINER
-    """Whose loader resumes from it, see `formats.clients`: ``trainer``, ``accelerate``, ``deepspeed`` for an engine in
-    a loop, or ``dcp``"""
+    """Whose loader resumes from it, see `formats.clients`: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed``
+    for an engine in a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
+
+    def step_of(self, part: str) -> int:
+        """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
+        return step_of(self.part_steps, part, self.global_step)
+
+    def master_step_of(self, part: str) -> int:
+        """Return the step at which its masters of a part were saved, which may be newer than the moments."""
+        return step_of(self.master_steps or self.part_steps, part, self.global_step)
+
+    @property
+    def split_layers(self) -> set[str]:
+        """The layers of a composite whose experts have steps of their own"""
+        return {layer for part in self.part_steps if (layer := layer_of(part)) != part}
 
     @property
     def family(self) -> str:
@@ -169,9 +205,15 @@ class CheckpointIndex:
         return DEEPSPEED if self.stage else TRAINER
 
     @property
+    def run_family(self) -> str:
+        """The family of the full checkpoints of its run, also if it is a partial one"""
+        return self.trained_with or self.family
+
+    @property
     def has_weight_files(self) -> bool:
         """Whether its weights, if it has any, are in files of the whole model."""
-        return not self.is_partial and self.family in (DEEPSPEED, UNIVERSAL, TRAINER)
+        is_of_weights = self.family in (DEEPSPEED, UNIVERSAL, TRAINER) and self.client != LIGHTNING
+        return not self.is_partial and is_of_weights
 
     @property
     def weights_are_whole(self) -> bool:
@@ -227,6 +269,20 @@ class CheckpointIndex:
             if held is not None and held.is_here:
                 return held
         raise KeyError(state)
+
+    def setback_with(self, part: str, step: int) -> float | None:
+        """Return by how many steps training falls back if this save is completed with the state of a part as of a step.
+
+        Of a layer whose experts were compared one by one, the sum. None if the save did not compare with that state.
+        """
+        if not self.setback:
+            return None
+        is_layer = layer_of(part) == part and part not in self.setback
+        shares = [one for one in self.setback if layer_of(one) == part] if is_layer else [part]
+        found = [self.setback[share] for share in shares if share in self.setback]
+        if not found:
+            return 0.0 if step == self.global_step else None
+        return math.fsum(steps for _, steps in found) if all(at == step for at, _ in found) else None
 
     def steps(self) -> dict[str, float]:
         """Return the optimizer's ``step`` of every trainable param."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import Problem, SourceError
+from llmtailor.model.parts import layer_of, step_of, with_layers
 
 THINNED = "thin-"
 """Prefix of the lineages of partial checkpoints that ``thin`` made from full ones. They record how these build on each
@@ -128,6 +129,26 @@ class Ledger:
         """Return the ledger without some parts, so that the next save must hold them (see `lost_parts`)."""
         return replace(self, held_by={part: held for part, held in self.held_by.items() if part not in parts})
 
+    def divided(self, parts: Collection[str], lost: Collection[str]) -> Ledger:
+        """Return the ledger without ``lost`` parts, for a run that from now on saves these parts.
+
+        An expert that the run now saves by itself was last held with its layer. A layer that it now saves as a whole
+        was last held by the save that held all of it, if that is the newest of every expert; otherwise the next save
+        must hold it.
+        """
+        kept = {part: held for part, held in self.held_by.items() if part not in lost}
+        shares: dict[str, set[tuple[int, int]]] = {}
+        for part, held in self.held_by.items():
+            shares.setdefault(layer_of(part), set()).add(held)
+        incomplete, layers = {layer_of(part) for part in lost}, {layer_of(part) for part in parts}
+        found = {part: kept[part] for part in kept if layer_of(part) not in layers}
+        for part in parts:
+            if part in kept or layer_of(part) in kept:
+                found[part] = kept.get(part) or kept[layer_of(part)]
+            elif len(shares.get(part, ())) == 1 and part not in incomplete:
+                (found[part],) = shares[part]
+        return replace(self, held_by=found)
+
     def steps_behind(self) -> dict[str, int]:
         """Return the age of each part in training steps, as of the newest save."""
         newest = self.step or 0
@@ -187,28 +208,34 @@ class RunCheckpoint:
     path: Path
     step: int
     parts: frozenset[str] | None
-    """The parts that it holds; None means all parts"""
+    """The parts that it holds, and the layers of which it holds every expert; None means all parts"""
     resumable: bool = True
     """Whether it can be the base, i.e. supplies the learning rate schedule, random number states and trainer state"""
     part_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Of a composite: the step that each part comes from"""
     ledger: Ledger | None = field(default=None, compare=False)
     """Of a partial checkpoint: the saves of its run, of which it is the newest"""
+    masters: frozenset[str] = field(default=frozenset(), compare=False)
+    """Of a partial checkpoint: further parts, of which it holds the masters without the moments"""
+    master_steps: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of a composite: the step that the masters of each part come from"""
 
     @classmethod
-    def saved(cls, path: Path, ledger: Ledger) -> RunCheckpoint:
+    def saved(cls, path: Path, ledger: Ledger, masters: Collection[str] = ()) -> RunCheckpoint:
         """Return the partial checkpoint that a ledger's newest save wrote. Raises ValueError if there was no save."""
-        newest = frozenset(part for part, (save, _) in ledger.held_by.items() if save == ledger.saves - 1)
+        newest = [part for part, (save, _) in ledger.held_by.items() if save == ledger.saves - 1]
         if not newest:
             raise ValueError("there was no save yet")
-        return cls(path, max(ledger.steps[part] for part in newest), newest, ledger=ledger)
+        step = max(ledger.held_by[part][1] for part in newest)
+        of_masters = with_layers(masters, ledger.held_by) if masters else frozenset()
+        return cls(path, step, with_layers(newest, ledger.held_by), ledger=ledger, masters=of_masters)
 
     @classmethod
-    def from_json(cls, path: Path, data: object, where: str) -> RunCheckpoint:
+    def from_json(cls, path: Path, data: object, where: str, masters: Collection[str] = ()) -> RunCheckpoint:
         """Return the partial checkpoint whose manifest, ``where``, has this ledger. Raises SourceError."""
         ledger = Ledger.from_json(data, where)
         try:
-            return cls.saved(path, ledger)
+            return cls.saved(path, ledger, masters)
         except ValueError as error:
             raise SourceError.at(where, f"{WHAT} is damaged: {error}", FIX) from error
 
@@ -233,11 +260,17 @@ class RunCheckpoint:
         return self.path.name
 
     def holds(self, part: str) -> bool:
-        return self.parts is None or part in self.parts
+        return self.parts is None or part in self.parts or layer_of(part) in self.parts
+
+    def master_step_of(self, part: str) -> int | None:
+        """Return the step at which its masters of a part were saved; None if it holds none."""
+        if part in self.masters or layer_of(part) in self.masters or self.holds(part):
+            return step_of(self.master_steps or self.part_steps, part, self.step)
+        return None
 
     def step_of(self, part: str) -> int:
-        """Return the step at which its state of a part was saved."""
-        return self.part_steps.get(part, self.step)
+        """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
+        return step_of(self.part_steps, part, self.step)
 
     def builds_on(self, other: RunCheckpoint) -> bool:
         """Whether both are partial and the other is this one or part of its past."""
@@ -264,6 +297,19 @@ def best_holders(candidates: Collection[RunCheckpoint], parts: Iterable[str]) ->
     """Return the best holder of each part; parts without one are left out."""
     found = {part: best_holder(candidates, part) for part in parts}
     return {part: holder for part, holder in found.items() if holder is not None}
+
+
+def newer_masters(
+    candidates: Collection[RunCheckpoint], source_of: Mapping[str, RunCheckpoint]
+) -> dict[str, RunCheckpoint]:
+    """Return the checkpoint with the newest masters of each part, if they are newer than those of its source."""
+    found = {}
+    for part, source in source_of.items():
+        steps = {one: step for one in candidates if (step := one.master_step_of(part)) is not None}
+        newest = max(steps, key=lambda one: (steps[one], one.step), default=source)
+        if steps.get(newest, 0) > (source.master_step_of(part) or 0):
+            found[part] = newest
+    return found
 
 
 def usable_at(checkpoints: Iterable[RunCheckpoint], step: int) -> list[RunCheckpoint]:
@@ -298,6 +344,13 @@ def composable_steps(checkpoints: Sequence[RunCheckpoint], parts: Collection[str
 def partial_sources(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> dict[str, RunCheckpoint]:
     """Return the best holder of each part that a partial checkpoint needs, among the partial ones it builds on."""
     return best_holders([one for one in saves if save.builds_on(one)], save.needed_parts)
+
+
+def partial_needs(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> set[RunCheckpoint]:
+    """Return every partial checkpoint that a composite at a partial checkpoint's step comes from."""
+    past = [one for one in saves if save.builds_on(one)]
+    sources = best_holders(past, save.needed_parts)
+    return {*sources.values(), *newer_masters(past, sources).values()}
 
 
 def is_complete(save: RunCheckpoint, saves: Iterable[RunCheckpoint]) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Mix:
     moments: str = NEWEST
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for cached_property
 class Sources:
     """Which source each state comes from, as a position in `Plan.sources`."""
 
@@ -47,6 +48,8 @@ class Sources:
     """Trained param, or tied name of one -> what its masters are averaged from"""
     sums: Mapping[State, Weights] = field(default_factory=dict)
     """States that are weighted sums: the masters of averaged params, and their moments unless they are the newest's"""
+    of_moments: Mapping[str, int] = field(default_factory=dict)
+    """Tensor name -> source of its moments alone, where that differs"""
 
     def moments_of(self, param: str) -> str | None:
         """Return what becomes of the moments of an averaged param; None for another."""
@@ -62,16 +65,26 @@ class Sources:
     def of(self, state: State) -> int:
         if state.kind == WEIGHT and state.param in self.of_weight:
             return self.of_weight[state.param]
+        if is_moment(state.kind) and state.param in self.of_moments:
+            return self.of_moments[state.param]
         return self.of_name[state.param]
 
     def of_any(self, name: str) -> set[int]:
-        """Return every source of any state of a tensor."""
-        return self.of_states(name) | {self.of_weight.get(name, self.of_name[name])}
+        """Return every source of a tensor's states, but for moments with a source of their own (``of_moments``)."""
+        found = self._of_cuts.get((name, False), set()) | self._of_cuts.get((name, True), set())
+        return (found or {self.of_name[name]}) | {self.of_weight.get(name, self.of_name[name])}
 
-    def of_states(self, name: str) -> set[int]:
-        """Return every source of a param's optimizer states."""
-        own = (cut.source for state, cuts in self.cuts.items() if state.param == name for cut in cuts)
-        return set(own) or {self.of_name[name]}
+    def moments_from(self, name: str) -> set[int]:
+        """Return every source of a param's moments."""
+        return self._of_cuts.get((name, True)) or {self.of_moments.get(name, self.of_name[name])}
+
+    @cached_property
+    def _of_cuts(self) -> dict[tuple[str, bool], set[int]]:
+        """Param, and whether its moments are meant -> every source of their cuts"""
+        found: dict[tuple[str, bool], set[int]] = {}
+        for state, cuts in self.cuts.items():
+            found.setdefault((state.param, is_moment(state.kind)), set()).update(cut.source for cut in cuts)
+        return found
 
     def cuts_of(self, state: State) -> tuple[Cut, ...]:
         """Return the cuts that tile a state, in order; empty if it comes from one source."""

@@ -25,7 +25,8 @@ _LABELS: dict[str, Callable[[Compared], str]] = {
 
 @command(
     {
-        0: "a training continues from B exactly as from A",
+        0: "a training continues from B exactly as from A, as far as --kind asked",
+        2: "also for a --kind that is not in both",
         5: "the checkpoints have no state in common",
         DIFFERENT: "the checkpoints differ",
     }

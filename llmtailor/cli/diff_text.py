@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WIDTH = 9
 """Of a column of the heat map"""
 _SHADES = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
-"""From little to much. Their lightness grows, so that they are told apart without colour too."""
+"""From small to large. Their lightness grows, so they also differ without color."""
 _PIPED_WIDTH = 120
 
 
@@ -28,9 +28,9 @@ def diff_text(found: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, so
     """Return the differences and the table of changes."""
     lines = [f"A: {found.a}, step {found.steps[0]}", f"B: {found.b}, step {found.steps[1]}", ""]
     for matters, title in ((True, "different"), (False, "stored differently")):
-        told = [(one.what, one.a, one.b) for one in found.training if one.matters == matters]
-        if told:
-            lines += [table((title, "A", "B"), told), ""]
+        rows_of = [(one.what, one.a, one.b) for one in found.training if one.matters == matters]
+        if rows_of:
+            lines += [table((title, "A", "B"), rows_of), ""]
     labels = _sorted(rows, sort)
     kinds = found.kinds
     if len(kinds) == 1:
@@ -48,6 +48,8 @@ def diff_text(found: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, so
 
 
 def _verdict(found: Diff) -> str:
+    if found.is_equal and found.chosen:
+        return f"equal in {', '.join(found.chosen)}; other kinds of states were not compared"
     if found.is_equal:
         return f"equal: all {len(found.states)} states compared, and everything else that a training continues from"
     changed, others = sum(1 for one in found.states if one.change.changed), sum(one.matters for one in found.training)

@@ -16,7 +16,7 @@ from llmtailor.errors import BRANCHES, Interrupted, StorageError, TailorError
 
 _COMMANDS = {
     "merge": ("merge", "compose one resumable checkpoint from several"),
-    "convert": ("merge", "convert a checkpoint to another number of GPUs or ZeRO stage"),
+    "convert": ("merge", "convert a checkpoint to another format, number of GPUs or ZeRO stage"),
     "run": ("run", "run a training program with a saver"),
     "recipe": ("merge", "write a recipe for a run's checkpoints, or explain one"),
     "inspect": ("verify", "describe a checkpoint"),

@@ -11,12 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar, say_cloned
-from llmtailor.cli.options import CHOOSING, LOCATION, PATH, STAGES, choose, choosing_options, given, target_options
+from llmtailor.cli.command import command, notify, progress_bar, say_moved
+from llmtailor.cli.options import (
+    CHOOSING,
+    LOCATION,
+    PATH,
+    STAGES,
+    check_output,
+    choose,
+    choosing_options,
+    given,
+    target_options,
+)
 from llmtailor.cli.sharing import is_for_rank_0, shared
-from llmtailor.errors import TargetError, UsageError
+from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
+    from llmtailor.compose.plan import Opened
     from llmtailor.engine.job import Job
     from llmtailor.recipe.recipe import Recipe
 
@@ -62,7 +73,7 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
         raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
     if foreign := given(choosing):
         raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
-    _run_merge(lambda: config, out, allow_split=allow_split, **options)
+    _run_merge(lambda: (config, None), out, allow_split=allow_split, **options)
 
 
 @command(
@@ -100,21 +111,27 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
     out = out or base.with_name(f"{base.name}-converted")
     weights = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype] if dtype else None
     recipe = Recipe(f"convert {location_of(checkpoint)}", "", base, (), weights, None)
-    _run_merge(lambda: recipe, out, **options)
+    _run_merge(lambda: (recipe, None), out, **options)
 
 
 def _run_merge(
-    recipe: Callable[[], Recipe | Path], out: Path | None, *, distributed: bool, dry_run: bool, **options: Any
+    choose: Callable[[], tuple[Recipe | Path, Opened | None]],
+    out: Path | None,
+    *,
+    distributed: bool,
+    dry_run: bool,
+    **options: Any,
 ) -> None:
-    """Do what `_merge` does, alone or with other ranks."""
+    """Do what `_merge` does, alone or with others. ``choose`` returns the recipe, and its sources if they are open."""
     if dry_run and is_for_rank_0(distributed):
         return
     with shared(distributed and not dry_run, out) as job:
-        _merge(recipe(), out, job, dry_run=dry_run, **options)
+        _merge(*choose(), out, job, dry_run=dry_run, **options)
 
 
 def _merge(
     recipe: Recipe | Path,
+    opened: Opened | None,
     out: Path | None,
     job: Job | None,
     *,
@@ -132,7 +149,7 @@ def _merge(
     from llmtailor.compose.write import bytes_to_move, check_room, preview, settle_output, write
 
     wanted = Options(stage=STAGES[stage], replace=force, **options)
-    composition, there = plan_merge(recipe, out, wanted), None
+    composition, there = plan_merge(recipe, out, wanted, opened), None
     if wanted.reuse:
         composition, there = settle_output(composition)
     report = composition.report
@@ -162,7 +179,7 @@ def _merge(
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify, job)
-        say_cloned(moved.cloned_bytes, moved.copied_bytes, quiet)
+        say_moved(moved, quiet, wanted.link)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:
             say(moved)
@@ -201,8 +218,8 @@ def recipe(
 
     if (run is None) == (explain is None):
         raise UsageError.at("recipe", "it takes either RUN_DIR or --explain CONFIG", "give one of them")
-    if output is not None and output.exists() and not force:
-        raise TargetError.at(output, "the file already exists", "choose another one, or use --force")
+    if output is not None:
+        check_output(output, force)
     folder = output.absolute().parent if output else None
     if explain is not None:
         if foreign := given(options):
@@ -210,7 +227,7 @@ def recipe(
         text = explain_recipe(explain, folder, allow_split=allow_split)
     else:
         assert run is not None
-        text = choose(run, options, folder).text
+        text = choose(run, options, folder)[0].text
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from llmtailor.errors import RecipeError, UsageError
+from llmtailor.errors import RecipeError, TargetError, UsageError
 
 if TYPE_CHECKING:
+    from llmtailor.compose.plan import Opened
     from llmtailor.recipe.recipe import Recipe
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
+CLIENTS = ("trainer", "accelerate", "lightning", "deepspeed")
 STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
 _MAX_BYTES = 16 << 20
 
@@ -27,7 +29,7 @@ class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "://" in value:
             self.fail(f"{value!r} is a URL; a path on this machine is needed", param, ctx)
-        return super().convert(value, param, ctx)
+        return _as_path(super().convert(value, param, ctx))
 
 
 class _Location(click.Path):
@@ -39,7 +41,17 @@ class _Location(click.Path):
             from llmtailor.storage.stand_in import see
 
             return see(open_location(value))
-        return super().convert(value, param, ctx)
+        return _as_path(super().convert(value, param, ctx))
+
+
+def _as_path(value: Any) -> Path:
+    """Return a path; ``DIR@TAG`` names a tag folder of DeepSpeed's."""
+    path = Path(value)
+    if "@" not in path.name:
+        return path
+    from llmtailor.storage.stand_in import with_tag
+
+    return with_tag(path)
 
 
 PATH = _Path(path_type=Path)
@@ -63,17 +75,23 @@ TRUST_UNRECORDED = click.option(
 FOR = click.option(
     "--for",
     "client",
-    type=click.Choice(["trainer", "accelerate", "deepspeed"]),
-    help="What will resume: the Trainer, accelerate's load_state, or a DeepSpeed engine in your own loop. Default: "
-    "what the files are for.",
+    type=click.Choice(CLIENTS),
+    help="What will resume: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in your own loop. "
+    "Default: what the files are for.",
 )
 CLONE = click.option(
     "--clone",
     type=click.Choice(["auto", "never", "require"]),
     default="auto",
     show_default=True,
-    help="Whether OUT shares blocks with the checkpoints it is made from. auto: where the file system can (reflinks of "
-    "XFS and Btrfs). never: write every byte. require: fail where it can't.",
+    help="Whether what is written shares blocks with the checkpoints it is made from. auto: where the file system can "
+    "(reflinks of XFS and Btrfs). never: write every byte. require: fail where it can't.",
+)
+LINK = click.option(
+    "--link",
+    is_flag=True,
+    help="Make whole files of tensors that a source has unchanged hard links to it, where possible; copy the others. "
+    "What is later written into one is in both: use it only if no training saves into these folders again.",
 )
 DISTRIBUTED = click.option(
     "--distributed",
@@ -142,6 +160,12 @@ _TARGET = [
         help="ZeRO stage of the output; none is the plain Trainer's format, without DeepSpeed.",
     ),
     click.option(
+        "--layout",
+        type=click.Choice(CLIENTS),
+        help="Whose loader finds the files of the output: the Trainer's, accelerate's load_state, Lightning's (for its "
+        "own), or engine.load_checkpoint in your own loop. Default: that of the base.",
+    ),
+    click.option(
         "--groups",
         type=click.Choice(["keep", "layer", "default"]),
         default="keep",
@@ -168,6 +192,7 @@ _TARGET = [
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
     CLONE,
+    LINK,
     DISTRIBUTED,
     DRY_RUN,
     JSON,
@@ -188,19 +213,27 @@ target_options = _all_of(_TARGET)
 """Adds the options of the output"""
 
 
+def check_output(file: Path, force: bool) -> None:
+    """Raise TargetError if a file exists, unless it may be replaced, or if the folder that it is to be in does not."""
+    if file.exists() and not force:
+        raise TargetError.at(file, "the file already exists", "choose another one, or use --force")
+    if not file.absolute().parent.is_dir():
+        raise TargetError.at(file, "there is no such folder", "create the folder, or choose another path")
+
+
 def given(options: dict[str, Any]) -> list[str]:
     """Return the flags of the options that were given."""
     names = [name for name, value in options.items() if value not in (None, False, ())]
     return ["--" + {"map_file": "map"}.get(name, name).replace("_", "-") for name in names]
 
 
-def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> Recipe:
-    """Return the recipe that the options choose, see `runs.scan.recipe_for_run`; reads the files they name.
+def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> tuple[Recipe, Opened]:
+    """Return the recipe that the options choose, see `runs.scan.choose_for_run`; reads the files they name.
 
     Raises UsageError for options that can't be combined and RecipeError for unreadable files.
     """
     from llmtailor.recipe.strategies import StrategyOptions
-    from llmtailor.runs.scan import UpdateLog, recipe_for_run
+    from llmtailor.runs.scan import UpdateLog, choose_for_run
 
     how: StrategyOptions | UpdateLog
     log, strategy, map_file = options["from_flags"], options["strategy"], options["map_file"]
@@ -218,7 +251,7 @@ def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> Re
         mapping = read_map(map_file) if map_file else None
         how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
     also, trust_unrecorded = options["also"], options["trust_unrecorded"]
-    return recipe_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded)
+    return choose_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded)
 
 
 def _read(path: Path) -> str:

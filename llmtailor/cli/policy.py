@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command
-from llmtailor.cli.options import COUNT, JSON, PATH, STEP
-from llmtailor.errors import SourceError, TargetError, UsageError
+from llmtailor.cli.options import COUNT, JSON, PATH, STEP, check_output
+from llmtailor.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.simulation.compare import Comparison
 
-_POLICIES = ("parity", "round_robin:4", "filter")
+_POLICIES = ("moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
 
 
 class _Number(click.FloatRange):
@@ -96,6 +96,7 @@ _ASSUMED = {"gpus": 8, "write_gbps": 2.0, "copy_gbps": 10.0, "step_seconds": 5.0
     metavar="X",
     help="Relative change of every part from one save to the next, for the policy update.",
 )
+@click.option("--experts", is_flag=True, help='Each expert of a layer is a part, as with experts="parts" of attach.')
 @click.option("--svg", "picture", type=PATH, metavar="FILE", help="Draw time lost over the interval to FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE.")
 @JSON
@@ -105,6 +106,7 @@ def policy(
     keep: int,
     max_staleness: int | None,
     drift: float | None,
+    experts: bool,
     picture: Path | None,
     force: bool,
     as_json: bool,
@@ -118,7 +120,9 @@ def policy(
 
     Assumptions: a partial checkpoint takes 12 bytes per param and a full one of the Trainer 14; in the background, a
     save first copies while the next step runs, and the host buffers hold all of it; a save begins when the one before
-    is written; failures are independent of time. Resuming itself and the age of older parts are not counted as lost.
+    is written; failures are independent of time; parts that are n saves old set training back by n intervals, times
+    their share of the params or, for a run, of what the changes of all parts cost; half of a setback is lost for good,
+    as in docs/fidelity.md. Resuming itself is not counted.
 
     \b
     Examples:
@@ -129,9 +133,9 @@ def policy(
     from llmtailor.cli.policy_text import policy_text
     from llmtailor.simulation.compare import chart, to_json
 
-    if picture is not None and picture.exists() and not force:
-        raise TargetError.at(picture, "the file already exists", "choose another one, or use --force")
-    found = _compare(model, policies or _POLICIES, machine, keep, max_staleness, drift)
+    if picture is not None:
+        check_output(picture, force)
+    found = _compare(model, policies or _POLICIES, machine, keep, max_staleness, drift, experts)
     if picture is not None:
         from llmtailor.charts.markup import to_svg
         from llmtailor.storage.local import replace_durably
@@ -149,6 +153,7 @@ def _compare(
     keep: int,
     max_staleness: int | None,
     drift: float | None,
+    experts: bool,
 ) -> Comparison:
     from llmtailor.simulation.compare import compare_policies
     from llmtailor.simulation.costs import Machine
@@ -156,19 +161,19 @@ def _compare(
     from llmtailor.simulation.model import FIX, is_run, newest_of_run, size_of_checkpoint, size_of_config
 
     measured: dict[str, float | None] = {}
-    stall_per_byte, change = None, None
+    stall_per_byte, change, expected = None, None, None
     if is_run(path):
         index, own = newest_of_run(path), measure(path)
-        model = size_of_checkpoint(index)
+        model = size_of_checkpoint(index, experts)
         write_gbps = own.write_speed / _GB if own.write_speed else None
         measured = {"gpus": index.world_size, "write_gbps": write_gbps, "step_seconds": own.step_s}
-        change = own.drift
+        change, expected = own.drift, own.expected_loss
         if given["copy_gbps"] is None:
             stall_per_byte = own.stall_per_byte
     elif not path.exists():
         raise SourceError.at(str(path), "it does not exist", FIX)
     else:
-        model = size_of_config(path)
+        model = size_of_config(path, experts)
     values: dict[str, float] = dict(_ASSUMED)
     origin = dict.fromkeys(_ASSUMED, "assumed")
     for source, found in (("measured", measured), ("given", given)):
@@ -190,4 +195,4 @@ def _compare(
         change = dict.fromkeys(model.parts, drift)
     if not model.numels:
         raise UsageError.at(str(path), "the model has no trained params", "name another model")
-    return compare_policies(model, machine, policies, keep, max_staleness, change, origin)
+    return compare_policies(model, machine, policies, keep, max_staleness, change, expected, origin)

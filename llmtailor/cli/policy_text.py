@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from llmtailor.simulation.compare import Comparison
 
 _WIDTH = 79
+_ALIKE = (
+    " Without the measurements of a run, all params are taken to be alike, so adaptive is not better here than a "
+    "schedule of its size."
+)
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
@@ -23,21 +27,23 @@ def policy_text(found: Comparison) -> str:
     about_bytes = (
         f"Over {NUM_SAVES} saves after the complete first one. on disk: the most at once, if what the newest "
         f"{found.keep} steps need is kept. Trainer's, full: how many times less than its full save "
-        f"({TRAINER_BYTES} bytes per param) and than `full` ({PARTIAL_BYTES}). oldest, mean: age of parts after a "
-        "save, in saves; the mean is weighted by params."
+        f"({TRAINER_BYTES} bytes per param) and than `full` ({PARTIAL_BYTES}). oldest: age of the oldest part after a "
+        "save, in saves. back: by how many saves stale parts set training back, on average."
     )
     about_costs = (
         "training: whether it goes on during a save. adds: time that a save costs, with slower steps. every, min: "
-        "steps and minutes between saves at which least time is lost. redone: minutes of work that a failure costs on "
-        "average. lost: time lost to saves and failures. oldest: steps by which the oldest part of a resumed state "
-        "is older; not counted as lost."
+        "steps and minutes between saves at which least time is lost. failure: minutes of work that one costs on "
+        "average, with the setback by stale parts. lost: time lost to saves and failures. equal: minutes that a "
+        "failure costs if as many bytes are saved per hour as by `full`."
     )
+    ranking = ", then ".join(f"{policy} ({_minutes(lost)} min)" for policy, lost in found.ranking())
     blocks = [
         f"{model.name}: {model.total:,} trained params in {len(model.parts)} parts",
         _bytes(found),
         fill(about_bytes, _WIDTH),
         _costs(found),
         fill(about_costs, _WIDTH),
+        fill(f"At equal bytes, a failure costs least with {ranking}.{'' if found.is_measured else _ALIKE}", _WIDTH),
         _assumptions(found),
     ]
     return "\n\n".join(blocks)
@@ -54,11 +60,11 @@ def _bytes(found: Comparison) -> str:
             f"{found.trainer.schedule.mean / row.schedule.mean:.2f}x",
             f"{found.full.schedule.mean / row.schedule.mean:.2f}x" if row is not found.trainer else "",
             row.schedule.oldest,
-            f"{row.schedule.mean_age:.1f}",
+            f"{row.schedule.setback:.1f}",
         )
         for row in found.rows
     ]
-    head = ("policy", f"{unit} a save", "largest", "on disk", "Trainer's", "full", "oldest", "mean")
+    head = ("policy", f"{unit} a save", "largest", "on disk", "Trainer's", "full", "oldest", "back")
     return table(head, rows, right=range(1, len(head)))
 
 
@@ -78,12 +84,12 @@ def _costs(found: Comparison) -> str:
             _minutes(cost.period_s),
             _minutes(cost.lost_s),
             f"{cost.time_lost:.2%}",
-            f"{row.schedule.oldest * cost.save_steps:,}",
+            _minutes(found.lost_at_equal_bytes(row, cost)),
         )
         for row in found.rows
         for cost in row.costs
     ]
-    head = ("policy", "training", "stall", "adds", "every", "min", "redone", "lost", "oldest")
+    head = ("policy", "training", "stall", "adds", "every", "min", "failure", "lost", "equal")
     return table(head, rows, right=range(2, len(head)))
 
 

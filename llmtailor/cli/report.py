@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import command, progress_bar
-from llmtailor.cli.options import PATH, QUIET, RUN_DIR
-from llmtailor.errors import TargetError
+from llmtailor.cli.options import PATH, QUIET, RUN_DIR, check_output
 
 
 @command(
@@ -47,8 +46,7 @@ def report(run: Path, output: Path, values: bool, force: bool, quiet: bool) -> N
     from llmtailor.report.page import page
     from llmtailor.storage.local import replace_durably
 
-    if output.exists() and not force:
-        raise TargetError.at(output, "the file already exists", "choose another one, or use --force")
+    check_output(output, force)
     with progress_bar(None, quiet=quiet or not values, label="reading") as on_progress:
         facts = gather(run, values, on_progress)
     replace_durably(output, page(facts).encode())

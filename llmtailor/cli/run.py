@@ -14,8 +14,8 @@ from llmtailor.cli.options import COUNT, PATH
 from llmtailor.errors import StorageError, UsageError
 
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
-_RANK = ("NODE_RANK", "SLURM_PROCID", "SLURM_NODEID", "RANK")
-"""Say which of several launchers of one job this is; the first that is set counts."""
+_OF_NODE = ("NODE_RANK", "SLURM_NODEID")
+"""Besides the ranks of processes, these say which of several launchers of one job this is."""
 
 
 @command(
@@ -85,8 +85,9 @@ def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
 
 def is_first_launcher(environ: MutableMapping[str, str]) -> bool:
     """Return whether this is the only launcher of a job, or that of its first node."""
-    ranks = [environ[name] for name in _RANK if environ.get(name)]
-    return not ranks or ranks[0] == "0"
+    from llmtailor.engine.launch import RANK_VARIABLES
+
+    return all(environ.get(name, "") in ("", "0") for name in (*_OF_NODE, *RANK_VARIABLES))
 
 
 def _compose(folder: Path) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar, say_cloned
+from llmtailor.cli.command import command, notify, progress_bar, say_moved
 from llmtailor.cli.options import AT, CLONE, DISTRIBUTED, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
-from llmtailor.cli.sharing import is_for_rank_0, shared
+from llmtailor.cli.sharing import is_for_rank_0, shared, team_of
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--out", type=PATH, help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
 @AT
 @click.option("--deep", is_flag=True, help="Also read every tensor: data not finite or failing a checksum is lost.")
-@click.option("--fragments", is_flag=True, help="Also use the intact elements of damaged parts; see below.")
+@click.option("--fragments", is_flag=True, help="Also use the intact elements of damaged parts; see above.")
 @click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and move damaged checkpoints aside.")
 @TRUST_UNRECORDED
 @FORCE
@@ -84,6 +84,7 @@ def _salvage(
     **options: Any,
 ) -> None:
     from llmtailor.compose.write import check_room, write
+    from llmtailor.formats.clients import client_of
     from llmtailor.salvage.plan import plan_salvage
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
     from llmtailor.salvage.report import to_json
@@ -94,12 +95,16 @@ def _salvage(
         else:
             notify("an earlier --replace was interrupted; run salvage --replace to finish it")
     with progress_bar(None, quiet=quiet or not options["deep"], label="reading") as on_progress:
-        options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress}
+        team = team_of(job, (run, options, force))
+        options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress, "team": team}
         salvage = plan_salvage(run, out, **options)
-    replacement = plan_replacement(salvage) if replace and not salvage.is_intact else None
+    replacement = plan_replacement(salvage) if replace else None
+    if salvage.is_intact and replacement is not None and replacement.latest is None:
+        replacement = None
     composition = salvage.composition
     resume_from = composition.out if composition else salvage.base.index.root
     resume_from = replacement.target if replacement else resume_from
+    resume_from = Path(client_of(salvage.base.index).takes(str(resume_from), salvage.base.index.stage))
     is_written = composition is not None and not salvage.is_written and not dry_run
     if as_json and not is_written:
         click.echo(json.dumps(to_json(salvage, resume_from), indent=2))
@@ -113,7 +118,7 @@ def _salvage(
     if composition is not None and is_written:
         with progress_bar(composition.report.num_bytes, quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify, job)
-        say_cloned(moved.cloned_bytes, moved.copied_bytes, quiet)
+        say_moved(moved, quiet)
         click.echo(f"wrote {composition.report.out}", err=as_json)
         if as_json:
             click.echo(json.dumps(to_json(salvage, resume_from, moved), indent=2))
@@ -128,6 +133,8 @@ def _put_in_place(replacement: Replacement, as_json: bool) -> None:
     put_salvaged_in_place(replacement)
     for folder, name in replacement.aside.items():
         click.echo(f"{folder.name} is now {name.name}", err=as_json)
+    if replacement.latest is not None:
+        click.echo(f"latest says {replacement.latest[1]} now, not {replacement.latest[0]}", err=as_json)
 
 
 def _show(salvage: Salvage) -> None:
@@ -149,7 +156,9 @@ def _show(salvage: Salvage) -> None:
         notify(what)
 
 
-def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_json: bool) -> None:
+def _say_how_to_resume(salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool) -> None:
+    from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
+    from llmtailor.formats.clients import client_of
     from llmtailor.formats.registry import display_name
 
     newest = display_name(salvage.newest[1])
@@ -158,9 +167,12 @@ def _say_how_to_resume(salvage: Salvage, resume_from: Path, replaced: bool, as_j
         return
     if salvage.composition is None:
         click.echo(f"{salvage.base.name} is intact, and nothing newer is usable: resume from it", err=as_json)
-    how = f"resume with --resume_from_checkpoint {display_name(resume_from)}"
-    if replaced:
-        how += ", or use auto-resume"
+    base, name = salvage.base.index, display_name(resume_from)
+    if base.client == TRAINER:
+        how = f"--resume_from_checkpoint {name}"
+        how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would pick {newest}"
+    elif base.client == DEEPSPEED and resume_from.name == base.tag:
+        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.tag}")'
     else:
-        how += f"; without --replace, auto-resume would pick {newest}"
-    click.echo(how, err=as_json)
+        how = client_of(base).call.format(name)
+    click.echo(f"resume with {how}", err=as_json)

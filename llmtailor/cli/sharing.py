@@ -12,6 +12,7 @@ from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
     from llmtailor.engine.job import Job
+    from llmtailor.engine.sharing import Team
 
 
 @contextmanager
@@ -38,6 +39,18 @@ def shared(distributed: bool, out: Path | None) -> Iterator[Job | None]:
         return
     with Job(member, out) as job, nullcontext() if job.is_first else _silence():
         yield job
+
+
+def team_of(job: Job | None, request: object) -> Team:
+    """Return the ranks of a job as a team. Raises UsageError if they run another version, or were asked for another
+    thing."""
+    from llmtailor import __version__
+    from llmtailor.engine.sharing import Team
+
+    team = Team(job)
+    if job is not None:
+        team.agree(version=__version__, request=repr(request))
+    return team
 
 
 def is_for_rank_0(distributed: bool) -> bool:

@@ -5,31 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmtailor.compose.report import Report, fold_layers
-from llmtailor.errors import printable, ranges, size
+from llmtailor.compose.report import Report, fold_layers, total_setback
+from llmtailor.errors import about, printable, ranges, size
 from llmtailor.formats.trainer import ADAPTER
-from llmtailor.model.parts import condense
+from llmtailor.model.parts import condense, group_shares
+from llmtailor.model.states import MASTER
 
 if TYPE_CHECKING:
     from llmtailor.runs.retention import Age, StepAge
     from llmtailor.salvage.plan import Salvage
-    from llmtailor.verify.inspect import Inspection
+    from llmtailor.verify.inspect import Inspection, PartFacts
 
 
 def parts_text(report: Report) -> str:
     """Return the source of each part."""
+    setback = total_setback(row.setback for row in report.parts)
     parts = [
         (
-            row.part + ("" if row.is_whole else f" ({row.num_tensors} tensors)"),
+            row.label,
             row.source,
-            row.step,
+            row.step if row.masters_step is None else f"{row.step} (masters {row.masters_step})",
             _staleness(row.staleness),
+            *(() if setback is None else (about(row.setback or 0.0),)),
             size(row.num_bytes),
         )
         for row in fold_layers(report.parts)
     ]
-    head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {report.world_size} ranks\n\n"
-    return head + table(("part", "source", "step", "staleness", "bytes"), parts, right=(2, 3, 4))
+    head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {report.world_size} ranks\n"
+    columns = ["part", "source", "step", "staleness", "bytes"]
+    if setback is not None:
+        head += f"estimated setback by stale parts: {about(setback)} steps\n"
+        columns.insert(4, "setback")
+    return head + "\n" + table(columns, parts, right=range(2, len(columns)))
 
 
 def plan_text(report: Report) -> str:
@@ -58,7 +65,7 @@ def salvage_text(salvage: Salvage) -> str:
 
     cells = [
         (
-            row.part + (f" ({row.share:.0%})" if row.share < 1 else ""),
+            row.label + (f" ({row.share:.0%})" if row.share < 1 else ""),
             row.source,
             row.step,
             _staleness(row.steps_back),
@@ -95,15 +102,18 @@ def inspection_text(content: Inspection) -> str:
         )
         for number, group in enumerate(content["param_groups"])
     ]
+    listed = content["parts"]
+    facts = [(part["step"], *part["optimizer_steps"], part["held"], _has_masters(part)) for part in listed]
     parts = [
         (
-            part["part"],
-            part["num_tensors"],
-            part["step"],
-            ", ".join(f"{step:g}" for step in part["optimizer_steps"]),
-            size(part["num_bytes"]) if part["held"] else "not held",
+            condense(part["part"] for part in group),
+            sum(part["num_tensors"] for part in group),
+            group[0]["step"],
+            ", ".join(f"{step:g}" for step in group[0]["optimizer_steps"]),
+            _held(group),
         )
-        for part in content["parts"]
+        for at in group_shares([part["part"] for part in listed], facts)
+        for group in [[listed[number] for number in at]]
     ]
     lines += [
         "",
@@ -151,8 +161,20 @@ def ages_text(before: Sequence[int], ages: Sequence[StepAge]) -> str:
 def _age(age: Age | None) -> str:
     if age is None:
         return "can't be composed"
-    return f"{age.steps_back} steps back: {condense(age.parts)}" if age.steps_back else "all of that step"
+    what = f"{age.only} of " if age.only else ""
+    return f"{age.steps_back} steps back: {what}{condense(age.parts)}" if age.steps_back else "all of that step"
 
 
 def _staleness(steps: int) -> str:
     return f"{-steps} newer" if steps < 0 else str(steps)
+
+
+def _has_masters(part: PartFacts) -> bool:
+    return MASTER in part["num_bytes_by_kind"]
+
+
+def _held(group: Sequence[PartFacts]) -> str:
+    """Return how much a checkpoint holds of parts that are alike."""
+    if not (group[0]["held"] or _has_masters(group[0])):
+        return "not held"
+    return size(sum(part["num_bytes"] for part in group)) + ("" if group[0]["held"] else " without moments")

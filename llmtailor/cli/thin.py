@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import COUNT, JSON, RUN_DIR, YES
+from llmtailor.cli.command import command, notify, progress_bar, say_moved
+from llmtailor.cli.options import CLONE, COUNT, DISTRIBUTED, JSON, RUN_DIR, YES
+from llmtailor.cli.sharing import is_for_rank_0, shared, team_of
 from llmtailor.errors import Problem, UsageError, size
 
 if TYPE_CHECKING:
+    from llmtailor.engine.moving import Clone
     from llmtailor.runs.gc import GcPlan
     from llmtailor.runs.pruning import PruneAction, ThinOptions
     from llmtailor.runs.thin import ThinPlan
@@ -57,9 +59,11 @@ if TYPE_CHECKING:
     help="Full checkpoints older than the newest K lose their optimizer states: weights, config and tokenizer stay, "
     "but nothing can resume from them.",
 )
+@CLONE
+@DISTRIBUTED
 @YES
 @JSON
-def thin(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
+def thin(run: Path, clone: Clone, distributed: bool, yes: bool, as_json: bool, **options: Any) -> None:
     """Free disk space in RUN_DIR by thinning out its older full checkpoints.
 
     The newest stay whole. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
@@ -73,19 +77,28 @@ def thin(run: Path, yes: bool, as_json: bool, **options: Any) -> None:
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
-    from llmtailor.runs.folder import only_writer
+    from llmtailor.runs.folder import RunFolder, only_writer
     from llmtailor.runs.thin import bytes_to_move, plan_thinning
     from llmtailor.runs.thin import thin as carry_out
+    from llmtailor.runs.together import new_ids
 
     wanted = _options(**options)
-    with only_writer(run, make=not wanted.weights_only) if yes else nullcontext():
-        plan = plan_thinning(run, wanted)
+    RunFolder(run).checkpoints_until(None)  # before ranks meet in a folder there
+    if not yes and is_for_rank_0(distributed):
+        return
+    with ExitStack() as stack:
+        job = stack.enter_context(shared(distributed and yes, run / "thin"))
+        team = team_of(job, (run, wanted, clone))
+        if yes and team.is_first:
+            stack.enter_context(only_writer(run, make=not wanted.weights_only))
+        plan = plan_thinning(run, wanted, new_ids(team))
         _show(_thinning(plan) if as_json else _thinning_text(plan), plan.scan.skipped)
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
             return
         with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as on_progress:
-            carry_out(plan, _say_done, on_progress)
+            moved = carry_out(plan, _say_done, on_progress, clone, team)
+        say_moved(moved, quiet=False)
 
 
 @command(
@@ -169,6 +182,7 @@ def _thinning(plan: ThinPlan) -> dict[str, Any]:
                 "becomes": action.becomes,
                 "why": action.why,
                 "parts": dict(action.parts),
+                "masters": [*action.masters],
                 "now_at": str((action.successor or action.checkpoint).path),
                 "is_written": action.conversion is not None,
                 "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
@@ -233,8 +247,10 @@ def _outcome(action: PruneAction) -> tuple[str, str]:
     if action.successor is None:
         return "weights only, not resumable", "no optimizer states"
     where = f"{action.successor.path.parent.name}/{action.successor.name}"
-    is_whole = action.successor.parts is None
-    return where + ("" if action.conversion else ", already there"), "all" if is_whole else condense(action.parts)
+    parts = "all" if action.successor.parts is None else condense(action.parts)
+    if action.masters:
+        parts += "; the masters of the others"
+    return where + ("" if action.conversion else ", already there"), parts
 
 
 def _collection_text(plan: GcPlan) -> str:

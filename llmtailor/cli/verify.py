@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
+from llmtailor.cli.options import AT, DISTRIBUTED, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
+from llmtailor.cli.sharing import shared, team_of
 from llmtailor.errors import UsageError, VerificationError
 
 
@@ -43,6 +44,7 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
         0: "CHECKPOINT is resumable, or partial and intact, possibly with warnings",
         2: "also if --resume-smoke can't be done here",
         4: "it is not a checkpoint, or of an unsupported kind",
+        6: "with --distributed: other ranks are reading CHECKPOINT",
         7: "CHECKPOINT is not resumable, or partial and damaged",
     }
 )
@@ -50,10 +52,17 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
 @FOR
+@DISTRIBUTED
 @JSON
 @click.pass_context
 def verify(
-    ctx: click.Context, checkpoint: Path, deep: bool, resume_smoke: bool, client: str | None, as_json: bool
+    ctx: click.Context,
+    checkpoint: Path,
+    deep: bool,
+    resume_smoke: bool,
+    client: str | None,
+    distributed: bool,
+    as_json: bool,
 ) -> None:
     """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
 
@@ -75,9 +84,22 @@ def verify(
     from llmtailor.verify.verdict import to_json, to_text
     from llmtailor.verify.verify import verify_checkpoint
 
+    if distributed and (resume_smoke or not deep):
+        what = "only the reading of --deep is shared" if not deep else "it can't be combined with --resume-smoke"
+        raise UsageError.at("--distributed", what, "add --deep" if not deep else "omit one of them")
+    if distributed and stand_in_of(checkpoint):
+        what = "the ranks meet beside the checkpoint, and an object store has no such folder"
+        raise UsageError.at("--distributed", what, "omit it, or copy the checkpoint to a folder that all of them see")
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
-    with progress_bar(total, quiet=not deep, label="reading") as on_progress:
-        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
+    beside = checkpoint.absolute()  # the ranks meet there
+    with (
+        shared(distributed and beside.is_dir(), beside.with_name(f"{beside.name}.verify")) as job,
+        progress_bar(total, quiet=not deep, label="reading") as on_progress,
+    ):
+        team = team_of(job, (checkpoint, client)) if deep else None
+        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client, team=team)
+    if job is not None and not job.is_first:
+        ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
     if resume_smoke and stand_in_of(checkpoint):
         raise UsageError.at("--resume-smoke", "it can't load a checkpoint from an object store", "copy it here first")
     if resume_smoke:
@@ -102,7 +124,7 @@ def verify(
 @FOR
 @JSON
 def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client: str | None, as_json: bool) -> None:
-    """Print the newest checkpoint-N in RUN_DIR that verifies as resumable.
+    """Print the newest checkpoint in RUN_DIR that verifies as resumable.
 
     Checkpoints of attempts abandoned by a resume from an earlier step are skipped.
     stdout has only the path; the reasons why newer checkpoints were skipped go to stderr.
@@ -131,4 +153,4 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
         until = f" at or before step {at}" if at is not None else ""
         what = f"none of the {len(found.passed_over)} checkpoints{until} is resumable"
         fix = f"compose one: {how if found.newer_partial else f'llmtailor salvage {run}'}; or restart the training"
-        raise VerificationError.at(run, what if found.passed_over else f"it has no checkpoint-N{until}", fix)
+        raise VerificationError.at(run, what if found.passed_over else f"it has no checkpoint{until}", fix)

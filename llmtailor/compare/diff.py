@@ -9,15 +9,17 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.placement import Runs, common
 from llmtailor.compare.training import Difference, compare_training
 from llmtailor.compare.values import Change, compare
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.engine.streams import cannot_read
-from llmtailor.errors import MismatchError
-from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.model.parts import ModelStructure
+from llmtailor.errors import MismatchError, UsageError
+from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
+from llmtailor.model.parts import ModelStructure, layer_of
 from llmtailor.model.roles import place_of
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.casts import FLOATING
@@ -56,10 +58,12 @@ class Diff:
     """What differs besides the values of states"""
     states: tuple[Compared, ...]
     """In the order of the model"""
+    chosen: tuple[str, ...] = ()
+    """The only kinds of states that were compared; empty for all"""
 
     @property
     def is_equal(self) -> bool:
-        """Whether a training continues from B exactly as from A"""
+        """Whether a training continues from B exactly as from A, as far as the `chosen` kinds show"""
         return not any(one.matters for one in self.training) and not any(one.change.changed for one in self.states)
 
     @property
@@ -87,7 +91,8 @@ def diff(
         kinds: the kinds of states to compare, such as ``weight`` and ``exp_avg``; empty for all.
         on_progress: called from several threads with numbers of bytes read.
 
-    Raises SourceError for a damaged checkpoint, MismatchError if no state is in both, Interrupted on Ctrl-C.
+    Raises SourceError for a damaged checkpoint, MismatchError if no state is in both, UsageError for a kind that is not
+    in both, Interrupted on Ctrl-C.
     """
     return diff_indexes(index_checkpoint(a), index_checkpoint(b), kinds, on_progress)
 
@@ -97,20 +102,23 @@ def diff_indexes(
 ) -> Diff:
     """See `diff`."""
     structure = _structure_of_both(a, b)
-    states = [state for state in _common(a, b) if not kinds or state.kind in kinds]
-    if not states:
-        what = f"{a.name} and {b.name} have no state in common" + (f" of {', '.join(sorted(kinds))}" if kinds else "")
+    common = [*_common(a, b)]
+    if not common:
+        what = f"{a.name} and {b.name} have no state in common"
         raise MismatchError.at(b.name, what, "compare checkpoints of the same model")
-    part_steps = {
-        part: (a.part_steps.get(part, a.global_step), b.part_steps.get(part, b.global_step)) for part in structure.parts
-    }
+    held = list(dict.fromkeys(state.kind for state in common))
+    if unknown := [kind for kind in kinds if kind not in held]:
+        raise UsageError.at("--kind", f"not in both checkpoints: {', '.join(unknown)}", f"both hold {', '.join(held)}")
+    states = [state for state in common if not kinds or state.kind in kinds]
+    part_steps = {part: (a.step_of(part), b.step_of(part)) for part in structure.parts}
     return Diff(
         a.name,
         b.name,
         (a.global_step, b.global_step),
         part_steps,
         tuple(compare_training(a, b, structure)),
-        _compare_states(a, b, structure, states, on_progress),
+        _compare_states(a, b, structure, [_Unit(state, state.param) for state in states], on_progress),
+        tuple(kinds),
     )
 
 
@@ -119,20 +127,37 @@ def diff_parts(
 ) -> tuple[Compared, ...]:
     """Compare the states of these parts as far as both hold them; the result may be empty. Raises as `diff`."""
     structure = _structure_of_both(a, b)
-    states = [state for state in _common(a, b) if structure.part_of[state.param] in parts]
-    return _compare_states(a, b, structure, states, on_progress)
+    shared = {layer_of(part) for part in parts if layer_of(part) != part}
+    structure = with_experts(structure, a, shared)
+    pieces_of, units = structure.pieces_of, []
+    for state in _common(a, b):
+        for name in pieces_of.get(state.param, [state.param]):
+            if structure.part_of[name] in parts:
+                piece = structure.pieces.get(name)
+                units.append(_Unit(state, name, ((piece.begin, piece.end),) if piece else None))
+    return _compare_states(a, b, structure, units, on_progress)
+
+
+class _Unit(NamedTuple):
+    """What is compared: a state, or an expert's elements of it."""
+
+    state: State
+    name: str
+    """Of the param, or of its piece"""
+    runs: Runs | None = None
+    """None for all elements"""
 
 
 def _compare_states(
     a: CheckpointIndex,
     b: CheckpointIndex,
     structure: ModelStructure,
-    states: list[State],
+    units: list[_Unit],
     on_progress: Callable[[int], None],
 ) -> tuple[Compared, ...]:
-    found = _compare_all(a, b, states, on_progress)
+    found = _compare_all(a, b, units, on_progress)
     order = {part: number for number, part in enumerate(structure.parts)}
-    compared = [_compared(state, structure, found[state]) for state in states]
+    compared = [_compared(State(unit.name, unit.state.kind), structure, found[unit]) for unit in units]
     return tuple(sorted(compared, key=lambda one: order[one.part]))
 
 
@@ -150,6 +175,8 @@ def _common(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[State]:
         two = b.held.get(state)
         if two is None or not (one.is_here and two.is_here) or state.kind in left_out:
             continue
+        if one.numel and two.numel and not common(one.runs, two.runs):  # other experts of a fused param
+            continue
         is_alike = one.dtype == two.dtype or {one.dtype, two.dtype} <= FLOATING
         if is_alike and (one.shape == two.shape or one.numel == two.numel or state.kind == BUFFER):
             yield state
@@ -164,26 +191,32 @@ def _compared(state: State, structure: ModelStructure, change: Change) -> Compar
 
 
 def _compare_all(
-    a: CheckpointIndex, b: CheckpointIndex, states: list[State], on_progress: Callable[[int], None]
-) -> dict[State, Change]:
+    a: CheckpointIndex, b: CheckpointIndex, units: list[_Unit], on_progress: Callable[[int], None]
+) -> dict[_Unit, Change]:
     readers = (_Reader(a, on_progress), _Reader(b, on_progress))
 
-    def compare_chunk(state: State, begin: int, end: int) -> tuple[State, Change]:
-        one, two = (reader.read(state, begin, end) for reader in readers)
-        return state, compare(one, a.held[state].dtype, two, b.held[state].dtype)
+    def compare_chunk(unit: _Unit, begin: int, end: int) -> tuple[_Unit, Change]:
+        one, two = (reader.read(unit.state, begin, end) for reader in readers)
+        return unit, compare(one, a.held[unit.state].dtype, two, b.held[unit.state].dtype)
 
     jobs = (
-        partial(compare_chunk, state, begin, min(begin + CHUNK_ELEMENTS, numel))
-        for state in states
+        partial(compare_chunk, unit, begin, min(begin + CHUNK_ELEMENTS, high))
+        for unit in units
         # each rank has its own buffers: of two numbers of ranks, the first ones are compared
-        for numel in [min(a.held[state].numel, b.held[state].numel)]
-        for begin in range(0, numel, CHUNK_ELEMENTS)
+        for low, high in _runs(a.held[unit.state], b.held[unit.state], unit)
+        for begin in range(low, high, CHUNK_ELEMENTS)
     )
-    found = dict.fromkeys(states, Change())
+    found = dict.fromkeys(units, Change())
     with stoppable() as stop:
-        for state, change in run_all(jobs, num_workers(), stop):
-            found[state] += change
+        for unit, change in run_all(jobs, num_workers(), stop):
+            found[unit] += change
     return found
+
+
+def _runs(one: TensorEntry, two: TensorEntry, unit: _Unit) -> Runs:
+    """Return the elements that both hold of what is compared."""
+    runs = common(one.runs, two.runs)
+    return runs if unit.runs is None else common(runs, unit.runs)
 
 
 class _Reader:
@@ -221,6 +254,7 @@ def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
         "b": found.b,
         "steps": list(found.steps),
         "is_equal": found.is_equal,
+        "kinds": found.kinds,
         "training": [{"what": one.what, "a": one.a, "b": one.b, "matters": one.matters} for one in found.training],
         "states": [
             {"label": name, "kind": kind, **_numbers(change)}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, DcpEntry
-from llmtailor.checkpoint.layout import Bytes, Copy
+from llmtailor.checkpoint.layout import Bytes, Copy, Piece
 from llmtailor.containers.json import read_json
-from llmtailor.containers.pickle_nodes import Call, Ordered, Storage, as_tensor
+from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
 from llmtailor.errors import PathIn
 from llmtailor.formats.clients import TRAINER_STATE, is_copied_unread
 from llmtailor.formats.rng import is_rng_file
@@ -21,7 +21,7 @@ from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
 from llmtailor.storage.local import open_source, read_source
 
 _ABSENT = "absent"
-_MAX_BYTES = 256 << 20
+_MAX_BYTES, _CHUNK_BYTES = 256 << 20, 1 << 20
 _SHOWN = 40
 """Characters of a value that are shown"""
 
@@ -186,7 +186,7 @@ def _leaves(root: Path, name: str, node: Any, path: tuple[str, ...] = ()) -> Ite
     """Yield every value in a decoded tree with the path to it; of a tensor, its dtype, shape and digest."""
     view = as_tensor(node)
     if view is not None:
-        digest = hashlib.sha256(_bytes_of(root, name, view.storage)).hexdigest()[:12]
+        digest = _digest(root, name, view.storage.content)
         yield ".".join(path), f"{view.storage.dtype} {list(view.shape)} {digest}"
     elif isinstance(node, dict):
         for key, value in node.items():
@@ -214,26 +214,21 @@ def _leaves_of(index: CheckpointIndex, key: str) -> Iterator[tuple[str, str]]:
         return
     dtype, shape, boxes = entry.content
     for offsets, sizes, extent in boxes:
-        data = _read(index.root / extent.path, PathIn(index.name, extent.path), extent.start, extent.stop)
-        yield str(offsets), f"{dtype} {list(shape)} {sizes} {hashlib.sha256(data).hexdigest()[:12]}"
+        digest = _digest(index.root, index.name, (Copy(extent),))
+        yield str(offsets), f"{dtype} {list(shape)} {sizes} {digest}"
 
 
-def _bytes_of(root: Path, name: str, storage: Storage) -> bytes:
-    found = b""
-    for piece in storage.content:
+def _digest(root: Path, name: str, content: Iterable[Piece]) -> str:
+    found = hashlib.sha256()
+    for piece in content:
         if isinstance(piece, Copy):
             extent = piece.extent
-            found += _read(root / extent.path, PathIn(name, extent.path), extent.start, extent.stop)
-        elif isinstance(piece, Bytes):
-            found += piece.data
+            with open_source(root / extent.path, PathIn(name, extent.path)) as file:
+                for start in range(extent.start, extent.stop, _CHUNK_BYTES):
+                    found.update(file.read(start, min(start + _CHUNK_BYTES, extent.stop)))
         else:
-            found += bytes(piece.num_bytes)
-    return found
-
-
-def _read(path: Path, where: str, start: int, stop: int) -> bytes:
-    with open_source(path, where) as file:
-        return file.read(start, stop)
+            found.update(piece.data if isinstance(piece, Bytes) else bytes(piece.num_bytes))
+    return found.hexdigest()[:12]
 
 
 def _is_beside(path: str) -> bool:
@@ -253,7 +248,3 @@ def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Differe
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _short(value: Any) -> str:
-    return str(value)[:_SHOWN]

@@ -58,7 +58,7 @@ def _brought(param: str, steps: Sequence[Mapping[str, float]], sources: Sources)
     """Return the steps of a param's moments: with their newest source, or 0 if they are reset."""
     if sources.moments_of(param) == RESET:
         return {0.0}
-    return {steps[source][param] for source in sources.of_states(param)}
+    return {steps[source][param] for source in sources.moments_from(param)}
 
 
 def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> OptimizerLayout:
@@ -69,23 +69,26 @@ def with_steps(target: OptimizerLayout, choices: Sequence[StepChoice]) -> Optimi
 
 def rebase_scales(
     indexes: Sequence[CheckpointIndex], sources: Sources, target: OptimizerLayout, choices: Sequence[StepChoice]
-) -> dict[State, float]:
+) -> dict[tuple[State, int], float]:
     """Return the factors that keep the bias-corrected moments of params whose step differs from their sub-group's.
+
+    They are those of states from one source each.
 
     Adam corrects exp_avg by ``1 / (1 - beta1**step)`` and exp_avg_sq likewise with beta2. When ``step`` is replaced,
     scaled moments keep the corrected values.
     """
     steps = [index.steps() for index in indexes]
-    scales: dict[State, float] = {}
+    scales: dict[tuple[State, int], float] = {}
     for choice, flat in zip(choices, target.sub_groups, strict=True):
         betas = betas_of(target.groups[flat.group].hyper)
         for param in flat.params:
             if sources.moments_of(param) in (AVERAGE, RESET):
                 continue
-            own = steps[sources.of_name[param]][param]
-            if betas and own != choice.step and own > 0:
-                for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
-                    scales[State(param, kind)] = (1 - beta**choice.step) / (1 - beta**own)
+            for source in sources.moments_from(param):
+                own = steps[source][param]
+                if betas and own != choice.step and own > 0:
+                    for kind, beta in zip((EXP_AVG, EXP_AVG_SQ), betas, strict=True):
+                        scales[State(param, kind), source] = (1 - beta**choice.step) / (1 - beta**own)
     return scales
 
 

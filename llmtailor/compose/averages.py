@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llmtailor.checkpoint.index import CheckpointIndex
@@ -10,28 +10,28 @@ from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import AVERAGE, RESET, Cut, Mix, Sources, Weights
 from llmtailor.compose.adam_step import StepChoice, betas_of
 from llmtailor.errors import MismatchError, Problem, some
-from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.parts import condense
+from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State, is_moment
 from llmtailor.recipe.recipe import Average, Origin
 from llmtailor.recipe.resolve import Choice
 
-_NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))
 
-
-def check_names(choice: Choice, base: CheckpointIndex, structure: ModelStructure) -> None:
-    """Raise MismatchError if averaged weights have other names on disk than their params.
+def check_names(choice: Choice, base: CheckpointIndex) -> None:
+    """Raise MismatchError if averaged weights have other names on disk than their params, or are part of a tensor.
 
     transformers keeps the experts of some models fused in memory. Their stored weights would have to be rounded from
     parts of averaged masters.
     """
-    parts = {
-        structure.part_of[name]: None
-        for name, origin in choice.source_of.items()
-        if isinstance(origin, Average) and base.tied.get(name, name) not in base.params
-    }
+    structure, known = choice.structure, {*base.params, *base.tied}
+    averaged = [name for name, origin in choice.source_of.items() if isinstance(origin, Average)]
+    parts = {structure.part_of[name]: None for name in averaged if structure.stored_in(name) not in known}
     if parts:
         what = "the weights on disk have other names than the params, so they can't be averaged"
         raise MismatchError.at(base.name, f"{condense(list(parts))}: {what}", "take these parts from one checkpoint")
+    pieces = structure.pieces.keys() & {*averaged, *choice.weights_of}
+    if mixed := [part for part in structure.parts if part in {structure.part_of[name] for name in pieces}]:
+        what = "of experts in one tensor, each needs one checkpoint for its weights and optimizer states"
+        raise MismatchError.at(base.name, f"{condense(mixed)}: {what}", "average whole layers")
 
 
 def number_sources(
@@ -42,7 +42,7 @@ def number_sources(
     Only what is trained is averaged. Frozen params and buffers come from the newest checkpoint of an average.
     """
     number_of = {index.root: number for number, index in enumerate(indexes)}
-    reference = indexes[base]
+    reference, pieces = indexes[base], choice.structure.pieces
     trained = {param for group in reference.group_params for param in group}
     mixes: dict[Origin, tuple[int, Mix]] = {}
     of_name: dict[str, int] = {}
@@ -59,7 +59,25 @@ def number_sources(
         if reference.tied.get(name, name) in trained:
             averages[name] = mix
     weights_of = {name: number_of[root] for name, root in choice.weights_of.items()}
-    return Sources(of_name, weights_of, cuts, averages)
+    moments_of = {name: number_of[root] for name, root in choice.moments_of.items()}
+    of_moments = of_name | moments_of
+    more: dict[State, tuple[Cut, ...]] = {}
+    for param, names in choice.structure.pieces_of.items():
+        of_name[param] = max((of_name[name] for name in names), key=lambda number: indexes[number].global_step)
+        kinds = {MASTER, *(state.kind for state in reference.held if state.param == param)} - {WEIGHT, BUFFER}
+        for kind in kinds:
+            source_of = of_moments if is_moment(kind) else of_name
+            more[State(param, kind)] = _join(Cut(pieces[one].begin, pieces[one].end, source_of[one]) for one in names)
+    return Sources(of_name, weights_of, {**more, **cuts}, averages, of_moments=moments_of)
+
+
+def _join(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    """Return the same elements in as few cuts as possible; they follow each other."""
+    joined: list[Cut] = []
+    for cut in cuts:
+        begin = joined.pop().begin if joined and joined[-1].source == cut.source else cut.begin
+        joined.append(Cut(begin, cut.end, cut.source))
+    return tuple(joined)
 
 
 def with_sums(
@@ -77,7 +95,7 @@ def with_sums(
         return sources
     kinds: dict[str, list[str]] = {}
     for state in indexes[base].held:
-        if state.kind not in _NO_MOMENTS:
+        if is_moment(state.kind):
             kinds.setdefault(state.param, []).append(state.kind)
     sums = {State(name, MASTER): mix.weights for name, mix in sources.averages.items()}
     problems = [*_partly_reset(sources, target, steps)]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
-from llmtailor.checkpoint.sources import Sources
+from llmtailor.checkpoint.placement import without
+from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.adam_step import StepChoice
 from llmtailor.errors import MismatchError, Problem, some
-from llmtailor.model.states import BUFFER, FROZEN, WEIGHT
+from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
 
 _PARTIAL = (
     "it is a partial checkpoint: name a source for these parts, or let llmtailor merge --run RUN_DIR choose them all"
+)
+_NO_MOMENTS = (
+    "it was saved without these moments: add {from: SOURCE, select: ..., only: moments}, with moments: reset if it is "
+    "averaged, or let llmtailor merge --run RUN_DIR choose the sources"
 )
 _OTHER_MODEL = "use checkpoints of the same model and training setup"
 _IN_UPDATE = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -81,30 +85,41 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
 
 def check_filled(plan: Plan, indexes: Sequence[CheckpointIndex], sources: Sources) -> None:
     """Raise MismatchError if a chosen source lacks a state that the target needs, or has it in another shape."""
-    lacking: dict[int, dict[str, None]] = {}
+    lacking: dict[int, dict[State, None]] = {}
     for slot in plan.summary.unfilled:
         total = sources.sum_of(slot.state)
         state = total[0] if total else slot.state
         spans = sources.spans(state, slot.begin, slot.end)
-        for source in [number for number, _ in total[1]] if total else [span.source for span in spans]:
-            if not can_fill(replace(slot, state=state), indexes[source]):
-                lacking.setdefault(source, {})[f"{state.kind} of {state.param}"] = None
+        asked = [Cut(slot.begin, slot.end, number) for number, _ in total[1]] if total else spans
+        for begin, end, source in ((cut.begin, cut.end, cut.source) for cut in asked):
+            if not can_fill(slot._replace(state=state, begin=begin, end=end), indexes[source]):
+                lacking.setdefault(source, {})[state] = None
     if lacking:
         raise MismatchError(
             Problem(
                 indexes[source].name,
-                f"it does not hold the {some(list(names))}",
-                _OTHER_MODEL if all(held.is_here for held in indexes[source].held.values()) else _PARTIAL,
+                f"it does not hold the {some([f'{state.kind} of {state.param}' for state in states])}",
+                _fix_for(indexes[source], states),
             )
-            for source, names in lacking.items()
+            for source, states in lacking.items()
         )
+
+
+def _fix_for(index: CheckpointIndex, lacking: Collection[State]) -> str:
+    if all(held.is_whole for held in index.held.values()):
+        return _OTHER_MODEL
+    masters = [index.held.get(State(state.param, MASTER)) for state in lacking if is_moment(state.kind)]
+    has_masters = len(masters) == len(lacking) and all(held is not None and held.is_whole for held in masters)
+    return _NO_MOMENTS if has_masters else _PARTIAL
 
 
 def can_fill(slot: Slot, index: CheckpointIndex) -> bool:
     """Return whether a checkpoint holds a state, and enough of it for a slot."""
     try:
-        numel = index.holding(slot.state, slot.dtype).numel
-        return numel >= (slot.end - slot.begin if slot.state.kind == BUFFER else slot.end)
+        held = index.holding(slot.state, slot.dtype)
+        if slot.state.kind == BUFFER:
+            return held.numel >= slot.end - slot.begin
+        return not without(((slot.begin, slot.end),), held.runs)
     except KeyError:
         return False
 

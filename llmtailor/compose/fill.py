@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
-from llmtailor.checkpoint.placement import Absent, Placement
+from llmtailor.checkpoint.placement import Absent, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
 from llmtailor.model.states import BUFFER, State
 from llmtailor.storage.stand_in import location_of
@@ -25,12 +25,13 @@ def plan_composite(
     indexes: Sequence[CheckpointIndex],
     sources: Sources,
     base: int,
-    scales: Mapping[State, float] = MappingProxyType({}),
+    scales: Mapping[tuple[State, int], float] = MappingProxyType({}),
 ) -> Plan:
     """Return the plan with every slot of every file filled by the bytes of sources.
 
-    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales`` are
-    multiplied by a factor. A slot that its source can't fill is left, see `checks.check_filled`.
+    ``sources`` are positions in ``indexes``; ``base`` is the source of bytes copied unchanged. States in ``scales``
+    that come from that source are multiplied by a factor. A slot that its source can't fill is left, see
+    `checks.check_filled`.
     """
     filler = _Filler(indexes, sources, base, scales)
     roots = tuple(location_of(index.root) for index in indexes)
@@ -48,6 +49,11 @@ class _Supply:
     dtype: str
     numel: int
     """Of the whole state in the source; 0 if it does not hold it"""
+    runs: Runs | None
+    """The elements that the source holds; None if it holds all"""
+
+    def holds(self, begin: int, end: int) -> bool:
+        return end <= self.numel and not (self.runs is not None and without(((begin, end),), self.runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +61,36 @@ class _Filler:
     indexes: Sequence[CheckpointIndex]
     sources: Sources
     base: int
-    scales: Mapping[State, float]
+    scales: Mapping[tuple[State, int], float]
     known: dict[tuple[State, str], tuple[_Supply, ...]] = field(default_factory=dict)
     """(State, dtype) -> what supplies it, in the order of the elements"""
 
     def fill(self, slot: Piece) -> Sequence[Piece]:
         """Return what takes the place of a piece; the slot itself if its source can't fill it."""
         if type(slot) is not Slot:
-            return (replace(slot, source=self.base) if type(slot) is Copy else slot,)
-        state, dtype = slot.state, slot.dtype
-        if (found := self.sources.sum_of(state)) is not None:
+            return (slot._replace(source=self.base) if type(slot) is Copy else slot,)
+        state, dtype, first, last = slot
+        if self.sources.sums and (found := self.sources.sum_of(state)) is not None:
             return self._sum(slot, *found)
         supplies = self.known.get((state, dtype))
         if supplies is None:
             cuts = self.sources.cuts_of(state) or (Cut(0, sys.maxsize, self.sources.of(state)),)
             supplies = self.known[state, dtype] = tuple(self._supplies(state, dtype, cuts))
-        scale = self.scales.get(state, 1.0)
         filled: list[Piece] = []
         for supply in supplies:
-            begin, end = max(slot.begin, supply.begin), min(slot.end, supply.end)
+            begin = first if first > supply.begin else supply.begin
+            end = last if last < supply.end else supply.end
             if begin >= end:
                 continue
             if state.kind == BUFFER and supply.numel >= end - begin:
                 # Each rank has its own buffers; a rank beyond the source's takes those of the source's ranks in turn.
                 begin, end = begin % supply.numel, begin % supply.numel + end - begin
-            if supply.numel < end:
+            if not supply.holds(begin, end):
                 return [slot]
-            source = supply.source
+            source, scale = supply.source, self.scales.get((state, supply.source), 1.0)
             if supply.dtype == dtype and scale == 1:
-                filled += [Copy(have.extent, source, state, have.begin) for have in supply.place.cover(begin, end)]
+                for at, _, extent in supply.place.cover(begin, end):
+                    filled.append(Copy(extent, source, state, at))
             else:
                 filled += [
                     Cast(have.extent, supply.dtype, dtype, source, state, have.begin, scale)
@@ -97,7 +104,7 @@ class _Filler:
         if supplies is None:
             cuts = (Cut(0, sys.maxsize, source) for source, _ in weights)
             supplies = self.known[original, slot.dtype] = tuple(self._supplies(original, slot.dtype, cuts))
-        if any(supply.numel < slot.end for supply in supplies):
+        if not all(supply.holds(slot.begin, slot.end) for supply in supplies):
             return [slot]
         begins = {have.begin for supply in supplies for have in supply.place.cover(slot.begin, slot.end)}
         filled: list[Piece] = []
@@ -114,6 +121,7 @@ class _Filler:
         for cut in cuts:
             try:
                 held = self.indexes[cut.source].holding(state, dtype)
-                yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.numel)
+                runs = None if held.is_whole else held.runs
+                yield _Supply(cut.begin, cut.end, cut.source, held.place, held.dtype, held.numel, runs)
             except KeyError:
-                yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, 0)
+                yield _Supply(cut.begin, cut.end, cut.source, Absent(), dtype, 0, None)

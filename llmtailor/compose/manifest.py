@@ -13,6 +13,7 @@ from llmtailor.compose.plan import Composition
 from llmtailor.engine.copy import FileResult
 from llmtailor.engine.recheck import SourceFile
 from llmtailor.formats.trainer import CARD
+from llmtailor.model.parts import layer_of
 from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
 from llmtailor.storage.stand_in import location_of
@@ -61,7 +62,7 @@ def make_manifest(
             }
             for number, index in enumerate(composition.indexes)
         ],
-        "parts": [{**asdict(row), "digest": digest_of.get(row.part)} for row in report.parts],
+        "parts": [{**asdict(row), "digest": digest_of.get(layer_of(row.part))} for row in report.parts],
         "optimizer_steps": [asdict(row) for row in report.steps],
         "files": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)

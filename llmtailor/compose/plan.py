@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
 from llmtailor.checkpoint.regroup import Regrouping, regroup
@@ -21,9 +21,21 @@ from llmtailor.compose.averages import check_names, number_sources, with_sums
 from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
+from llmtailor.containers.dcp import METADATA
 from llmtailor.engine.moving import Clone
-from llmtailor.engine.staging import check_target, free_bytes, old_output
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, TailorError, TargetError, UnsupportedCheckpoint
+from llmtailor.engine.space import SPARE_BYTES, free_bytes, space_for
+from llmtailor.engine.staging import check_target, old_output
+from llmtailor.engine.upload import room_to_upload
+from llmtailor.errors import (
+    PathIn,
+    Problem,
+    Problems,
+    SourceError,
+    TailorError,
+    TargetError,
+    UnsupportedCheckpoint,
+    UsageError,
+)
 from llmtailor.formats.attempt_mark import state_attempt, state_lags
 from llmtailor.formats.clients import choose_client, client_of
 from llmtailor.formats.dcp.roles import agree_on_buffers
@@ -36,6 +48,7 @@ from llmtailor.formats.registry import (
     find_model_order,
     find_structure,
     index_checkpoint,
+    with_experts,
     writer_of,
 )
 from llmtailor.formats.rng import is_rng_file
@@ -79,8 +92,6 @@ class Opened:
 
 
 logger = logging.getLogger(__name__)
-SPARE_BYTES = 16 << 20
-"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of the plan"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +122,14 @@ class Options:
     to: str | None = None
     """Format of the output: ``deepspeed``, ``universal``, ``trainer``, ``fsdp`` or ``dcp``; None keeps the base's, as
     far as `stage` allows."""
+    layout: str | None = field(default=None, repr=False)  # not shown, because the plan's digest tells it
+    """Whose loader finds the output's files: ``trainer``, ``accelerate`` or ``deepspeed``; None keeps the base's."""
     clone: Clone = "auto"
     """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
     which fails where it can't"""
+    link: bool = field(default=False, repr=False)  # not shown, because it does not change the output's bytes
+    """Whether files of tensors that a source has unchanged become hard links to it, where possible. What is later
+    written into one of the two is then in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +157,7 @@ class Composition:
     def is_copy(self) -> bool:
         """Whether the output would be a copy of its base."""
         base, told = self.indexes[self.base], self.options
-        wanted = (told.world_size or base.world_size, self.target.stage, self.family, self.client)
+        wanted = (self.target.world_size, self.target.stage, self.family, self.client)
         changed = wanted != (base.world_size, base.stage, base.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
         return one_source and not base.is_partial and not changed and told.groups == "keep" and not self.recipe.dtype
@@ -172,26 +188,33 @@ def plan_merge(
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
+    if options.link and stand_in_of(out):
+        raise UsageError.at("--link", "an object store has no hard links", "omit it, or name a folder")
     if stand_in_of(reference.root) and not stand_in_of(out) and not named:
         raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)
+    parts = with_experts(structure, reference)
     replaces: Entries | None = _attempt(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
     family, stage = choose_format(reference, options.to, options.stage)
-    families, client = (family, reference.family), choose_client(reference, family, options.to)
-    _attempt(problems, lambda: _check_base(reference, family))
+    is_universal, told = UNIVERSAL in (family, reference.family), (family, options.to, options.layout)
+    client = _attempt(problems, lambda: choose_client(reference, *told)) or reference.client
+    _attempt(problems, lambda: _check_base(reference, client))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
+    apart = {index.root: index.split_layers for index in indexes}
     choice: Choice | None = _attempt(
         problems,
-        lambda: resolve(recipe, structure, reference.root, set(reference.params), allow_split=options.allow_split),
+        lambda: resolve(
+            recipe, parts, reference.root, set(reference.params), allow_split=options.allow_split, apart=apart
+        ),
     )
     if choice is not None:
-        _attempt(problems, partial(check_names, choice, reference, structure))
+        _attempt(problems, partial(check_names, choice, reference))
     layout_of_tokenizer = _attempt(
         problems, lambda: lay_out_tokenizer(reference, recipe.tokenizer, recipe.chat_template, options.copy_tokenizer)
     )
-    writer = writer_of(family)
+    writer = writer_of(family, client)
     _attempt(problems, lambda: writer.check(recipe.dtype, options.allow_split))
     regrouping: Regrouping | None = None
     if options.groups != "keep":
@@ -212,19 +235,16 @@ def plan_merge(
         # without random states, nothing in the plain Trainer's format is of a rank
         world_size=1 if family == TRAINER and not _has_rng(reference) else options.world_size,
         stage=stage,
-        groups=regrouping.groups if regrouping else reference.groups if UNIVERSAL in families else None,
+        groups=regrouping.groups if regrouping else reference.groups if is_universal else None,
     )
     steps = choose_steps(indexes, sources, base, target)
     target = with_steps(target, steps)
     sources = with_sums(sources, indexes, base, target, steps)
-    from_group = regrouping.from_group if regrouping else None
-    wanted = Wanted(target, recipe.dtype, from_group, len(indexes) == 1, client)
+    wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, len(indexes) == 1, client)
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
     layouts, about_attempts = state_attempt(layouts, indexes, base)
-    if sources.averages:
-        layouts, about_lags = state_lags(layouts, reference, [one.step for one in target.sub_groups if one.params])
-        about_attempts += about_lags
+    layouts, about_lags = state_lags(layouts, reference, (one.step for one in target.sub_groups if one.params), family)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)
     check_filled(plan, indexes, sources)
@@ -234,6 +254,7 @@ def plan_merge(
         *(opened.notices if opened else ()),
         *about_weights,
         *about_attempts,
+        *about_lags,
         *(regrouping.notices if regrouping else ()),
         *step_notices(steps, reference.name, bool(scales)),
     ]
@@ -244,12 +265,12 @@ def plan_merge(
         base=reference.name,
         global_step=reference.global_step,
         world_size=target.world_size,
-        parts=part_rows(plan, structure, indexes, sources, base),
+        parts=part_rows(plan, choice.structure, indexes, sources, base),
         sources=source_rows(plan, indexes, base),
         steps=tuple(StepRow(choice.flat_id, choice.step, choice.others) for choice in steps),
         files=tuple(FileRow(file.path, file.num_bytes) for file in plan.files),
         num_bytes=plan.num_bytes,
-        needed_bytes=plan.num_bytes - (plan.shareable_bytes if options.clone == "require" else 0) + SPARE_BYTES,
+        needed_bytes=_needed_bytes(plan, out, options),
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
@@ -257,9 +278,19 @@ def plan_merge(
     return Composition(*found)
 
 
+def _needed_bytes(plan: Plan, out: Path, options: Options) -> int:
+    """Return the local space that an output takes while it is written."""
+    if stand_in_of(out):
+        return room_to_upload(file.num_bytes for file in plan.files) + SPARE_BYTES
+    return space_for(plan, options.clone)
+
+
 def _check_target(out: Path, sources: list[Path], options: Options) -> Entries | None:
     """Return the existing content that the output may replace, None if it must be new. Raises TargetError."""
     check_target(out, sources, options.replace or options.reuse)
+    if options.replace and out.exists() and stand_in_of(out):
+        what = "an output in an object store can't be replaced"
+        raise TargetError.at(display_name(out), what, "choose another output")
     return check_replaceable(old_output(out), display_name(out)) if options.replace else None
 
 
@@ -270,8 +301,9 @@ def _default_out(base: CheckpointIndex) -> Path:
 
 
 def output_in(run: Path, step: int) -> Path:
-    """Return the folder for a composite in a run's folder, where a resume looks for it."""
-    out = run / f"checkpoint-{step}"
+    """Return the folder for a composite in a run's folder, where a resume looks for it: torchtitan for ``step-N``."""
+    is_of_titan = any((one / METADATA).is_file() for one in run.glob("step-*"))
+    out = run / f"{'step' if is_of_titan else 'checkpoint'}-{step}"
     # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
     return out.with_name(f"{out.name}-merged") if out.exists() else out
 
@@ -311,7 +343,7 @@ def _has_rng(base: CheckpointIndex) -> bool:
     return any(is_rng_file(path) for path in (*base.files, *base.inside))
 
 
-def _check_base(base: CheckpointIndex, family: str) -> None:
+def _check_base(base: CheckpointIndex, target: str) -> None:
     if base.variant == "elastic":
         raise UnsupportedCheckpoint.at(
             base.name,
@@ -319,7 +351,7 @@ def _check_base(base: CheckpointIndex, family: str) -> None:
             "use another checkpoint of the run as base_model, saved without elastic_checkpoint",
         )
     client = client_of(base)
-    if client.state and client.state not in base.files and family != DCP:
+    if client.state and client.state not in base.files and target == client.name:
         raise SourceError.at(
             PathIn(base.name, client.state),
             f"the file is missing, and {client.loader} can't resume without it",
@@ -362,6 +394,7 @@ def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = Fal
     problems.raise_if_any()
     recipe = weigh(recipe, {index.root: index.global_step for index in indexes})
     reference = indexes[base]
-    structure = find_structure(reference)
+    structure = with_experts(find_structure(reference), reference)
     choice = resolve(recipe, structure, reference.root, set(reference.params), allow_split=allow_split)
-    return write_normal_form(recipe, choice.source_of, reference.root, structure, folder, choice.weights_of)
+    found = (choice.source_of, reference.root, choice.structure, folder, choice.weights_of, choice.moments_of)
+    return write_normal_form(recipe, *found)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.compose.averages import describe
 from llmtailor.errors import Problem
+from llmtailor.formats.clients import Client
 from llmtailor.formats.trainer import MANIFEST
-from llmtailor.model.parts import ModelStructure, layer_number
+from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
+from llmtailor.recipe.recipe import ONLY_MOMENTS
 
 SCHEMA_PLAN = "llmtailor.plan/1"
 
@@ -35,6 +38,22 @@ class PartRow:
     num_tensors: int
     is_whole: bool
     """Whether the whole part comes from this source."""
+    only: str | None = None
+    """``moments``: they alone come from this source, and the rest of the part from that of the row without"""
+    masters_step: int | None = None
+    """The step of the masters, if they are newer than ``step``: of a part of a composite"""
+    setback: float | None = None
+    """By how many steps training falls back because the part is stale, as the training estimated it; None if it did
+    not"""
+
+    @property
+    def label(self) -> str:
+        """The part, and what of it comes from this source"""
+        return self.part + (f" {self.only}" if self.only else "") + ("" if self.is_whole else self._tensors)
+
+    @property
+    def _tensors(self) -> str:
+        return f" ({self.num_tensors} tensor{'s' * (self.num_tensors != 1)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +107,50 @@ def part_rows(
     """Return the source, age and size of every part."""
     num_bytes: dict[tuple[str, int, str], int] = defaultdict(int)
     averages = {name: describe(mix, indexes) for name, mix in sources.averages.items()}
+    pieces_of = structure.pieces_of
     for (param, source), moved in plan.summary.moved.items():
-        if param is not None:
+        if param in pieces_of:  # each element has the same number of bytes, two thirds of them for moments
+            own: dict[str, int] = {}
+            for one in pieces_of[param]:
+                main = sources.of_name[one]
+                kinds = (main, *[sources.of_moments.get(one, main)] * 2).count(source)
+                own[one] = kinds * structure.pieces[one].numel
+            total = sum(own.values())
+            for one, share in own.items() if total else ():
+                num_bytes[structure.part_of[one], source, ""] += moved * share // total
+        elif param is not None:
             num_bytes[structure.part_of[param], source, averages.get(param, "")] += moved
+    moments: dict[str, Counter[int]] = defaultdict(Counter)
+    for name, source in sources.of_moments.items():
+        moments[structure.part_of[name]][source] += 1
     rows = []
     for part in structure.parts:
         counts = Counter(
             (source, averages.get(name, "")) for name in structure.names(part) for source in sources.of_any(name)
         )
         for (source, average), count in sorted(counts.items()):
-            step = indexes[source].part_steps.get(part, indexes[source].global_step)
+            newest = indexes[source].master_step_of(part)
+            step = newest if part in moments else indexes[source].step_of(part)
             staleness, moved = indexes[base].global_step - step, num_bytes[part, source, average]
             name = average or indexes[source].name
-            rows.append(PartRow(part, name, step, staleness, moved, count, len(counts) == 1))
+            setback = indexes[base].setback_with(part, step) if len(counts) == 1 and not average else None
+            of_masters = newest if newest != step and not average else None
+            is_whole = len(counts) == 1
+            rows.append(PartRow(part, name, step, staleness, moved, count, is_whole, None, of_masters, setback))
+    for part in filter(moments.__contains__, structure.parts):
+        for source, count in sorted(moments[part].items()):
+            step = indexes[source].step_of(part)
+            staleness, moved = indexes[base].global_step - step, num_bytes[part, source, ""]
+            is_whole = len(moments[part]) == 1
+            rows.append(PartRow(part, indexes[source].name, step, staleness, moved, count, is_whole, ONLY_MOMENTS))
     return tuple(rows)
+
+
+def total_setback(of_parts: Iterable[float | None]) -> float | None:
+    """Return by how many steps training falls back with several parts; None if it is unknown for one of them."""
+    steps = [*of_parts]
+    known = [one for one in steps if one is not None]
+    return math.fsum(known) if len(known) == len(steps) else None
 
 
 def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tuple[SourceRow, ...]:
@@ -144,25 +193,30 @@ def to_json(report: Report) -> dict[str, Any]:
     return {"schema": SCHEMA_PLAN} | {"optimizer_steps" if key == "steps" else key: content[key] for key in content}
 
 
-_OF_TRAINER = 'trainer.train(resume_from_checkpoint="this folder")'
-_RESUMES = {
-    DEEPSPEED: ("Hugging Face Trainer and DeepSpeed", _OF_TRAINER),
-    UNIVERSAL: ('Hugging Face Trainer and DeepSpeed with "checkpoint": {"load_universal": true}', _OF_TRAINER),
-    TRAINER: ("Hugging Face Trainer, without DeepSpeed", _OF_TRAINER),
-    FSDP: ("Hugging Face Trainer and FSDP", _OF_TRAINER),
-    DCP: ("torch.distributed.checkpoint", 'torch.distributed.checkpoint.load(state_dict, checkpoint_id="this folder")'),
+_UNIVERSAL = 'DeepSpeed with "checkpoint": {"load_universal": true}'
+_WITH = {
+    DEEPSPEED: " and DeepSpeed",
+    UNIVERSAL: f" and {_UNIVERSAL}",
+    TRAINER: ", without DeepSpeed",
+    FSDP: " and FSDP",
+    DCP: "",
 }
-"""Family of formats -> what resumes it, and how"""
+"""Family of formats -> what the client resumes it with"""
 
 
-def card(report: Report, tool_version: str, family: str) -> str:
-    """Return the README of a composite: a model card with the table of its parts."""
+def _what_resumes(family: str, client: Client) -> str:
+    if client.name == DEEPSPEED:
+        return _UNIVERSAL if family == UNIVERSAL else client.loader
+    return ("Hugging Face Trainer" if client.name == TRAINER else client.loader) + _WITH[family]
+
+
+def card(report: Report, tool_version: str, family: str, stage: int, client: Client) -> str:
+    """Return the README of a composite: a model card with the table of its parts. Stage 0 is without DeepSpeed."""
     has_masters = family in (DEEPSPEED, UNIVERSAL)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
-    trainer, call = _RESUMES[family]
     ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
     rows = "\n".join(
-        f"| {row.part} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
+        f"| {row.label} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
         for row in fold_layers(report.parts)
     )
     notices = "\n".join(f"- {notice.where}: {notice.what}" for notice in report.notices) or "- none"
@@ -175,9 +229,9 @@ tags:
 # Composite training checkpoint at step {report.global_step}
 
 Composed by llmtailor {tool_version} from {sources} of one training run. It holds {holds},
-and resumes on {ranks} with an unpatched {trainer}:
+and resumes on {ranks} with an unpatched {_what_resumes(family, client)}:
 
-    {call}
+    {client.call.format(client.takes("this folder", stage))}
 
 | part | source | saved at step | steps behind the base | bytes |
 |---|---|---:|---:|---:|
@@ -193,20 +247,35 @@ Notices:
 
 
 def fold_layers(rows: Sequence[PartRow]) -> list[PartRow]:
-    """Join neighbouring layers with the same source and step into one row, ``layer 0-7``."""
+    """Join neighbouring layers with the same source and step into one row, ``layer 0-7``, and likewise experts."""
     folded: list[PartRow] = []
     first = last = 0
-    for row in rows:
+    for row in fold_experts(rows):
         number = layer_number(row.part)
         if folded and number is not None and number == last + 1 and _alike(folded[-1], row):
-            above, last = folded[-1], number
-            num_bytes, num_tensors = above.num_bytes + row.num_bytes, above.num_tensors + row.num_tensors
-            folded[-1] = replace(row, part=f"layer {first}-{last}", num_bytes=num_bytes, num_tensors=num_tensors)
+            last = number
+            folded[-1] = replace(_sum_of([folded[-1], row]), part=f"layer {first}-{last}")
         else:
             folded.append(row)
             first = last = -2 if number is None else number
     return folded
 
 
+def fold_experts(rows: Sequence[PartRow]) -> list[PartRow]:
+    """Join experts with the same source and step into one row, ``layer 3 experts 0-4``."""
+    facts = [(row.source, row.step, row.only) if row.is_whole else number for number, row in enumerate(rows)]
+    groups = group_shares([row.part for row in rows], facts)
+    return [_sum_of([rows[at] for at in group]) for group in groups]
+
+
+def _sum_of(rows: Sequence[PartRow]) -> PartRow:
+    if len(rows) == 1:
+        return rows[0]
+    num_bytes, num_tensors = sum(row.num_bytes for row in rows), sum(row.num_tensors for row in rows)
+    part, setback = condense(row.part for row in rows), total_setback(row.setback for row in rows)
+    return replace(rows[0], part=part, num_bytes=num_bytes, num_tensors=num_tensors, setback=setback)
+
+
 def _alike(above: PartRow, row: PartRow) -> bool:
-    return above.is_whole and row.is_whole and (above.source, above.step) == (row.source, row.step)
+    alike = (above.source, above.step, above.only) == (row.source, row.step, row.only)
+    return above.is_whole and row.is_whole and alike

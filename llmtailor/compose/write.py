@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain, count
@@ -22,8 +23,9 @@ from llmtailor.engine.job import Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, read_again
-from llmtailor.engine.staging import Staging, check_space, occupied_bytes, peek, staging_folder
-from llmtailor.engine.upload import clear, is_unfinished, upload
+from llmtailor.engine.space import check_space, occupied_bytes
+from llmtailor.engine.staging import Staging, peek, staging_folder
+from llmtailor.engine.upload import Upload, clear, is_unfinished
 from llmtailor.errors import (
     Interrupted,
     PathIn,
@@ -35,6 +37,7 @@ from llmtailor.errors import (
     VerificationError,
 )
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.manifest import read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
@@ -118,35 +121,63 @@ def write(
             kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
             told = composition.options
-            context = Context(
-                facts, kept, on_progress, staging.journal.add, digest=told.checksum, stop=stop, clone=told.clone
-            )
-            logger.info("writing in %s", staging.path)
-            if job is None:
-                results = execute(composition.plan, staging.path, context)
-            else:
-                results = write_together(job, composition, staging.path, context, on_progress)
-            logger.info("wrote %d files, %s bytes, in %s", len(results), f"{composition.plan.num_bytes:,}", watch.lap())
-            digests = _check_sources(composition, results, before, on_progress, stop, job)
-            logger.info("checked that the sources are unchanged, in %s", watch.lap())
-            readme = card(composition.report, __version__, composition.family).encode()
-            content = make_manifest(composition, results, digests, readme, identity.digest(), now())
-            manifest = json.dumps(content, indent=2).encode() + b"\n"
-            write_durably(staging.path / MANIFEST, manifest)
-            write_durably(staging.path / CARD, readme)
-            _check_written(composition, staging.path)
-            logger.info("verified what was written in %s", watch.lap())
-            stop.check()
-            staging.publish()
-            if stand_in_of(composition.out):
-                crcs = {one.path: one.crc for one in results} | {CARD: crc32(readme), MANIFEST: crc32(manifest)}
-                upload(composition.out, crcs, on_progress, stop)
+            with _uploading(composition, on_progress, stop) as upload:
+                context = Context(
+                    facts,
+                    kept,
+                    on_progress,
+                    # what is uploaded leaves nothing to resume from
+                    staging.journal.add if upload is None else lambda path, mark: None,
+                    digest=told.checksum,
+                    stop=stop,
+                    clone=told.clone,
+                    link=told.link,
+                    direct=upload is None,
+                    upload=upload,
+                )
+                logger.info("writing in %s", staging.path)
+                if job is None:
+                    results = execute(composition.plan, staging.path, context)
+                else:
+                    results = write_together(job, composition, staging.path, context, on_progress)
+                size = f"{composition.plan.num_bytes:,}"
+                logger.info("wrote %d files, %s bytes, in %s", len(results), size, watch.lap())
+                digests = _check_sources(composition, results, before, on_progress, stop, job)
+                logger.info("checked that the sources are unchanged, in %s", watch.lap())
+                readme = _card(composition).encode()
+                content = make_manifest(composition, results, digests, readme, identity.digest(), now())
+                for name, data in ((MANIFEST, json.dumps(content, indent=2).encode() + b"\n"), (CARD, readme)):
+                    write_durably(staging.path / name, data)
+                    if upload is not None:
+                        upload.take(staging.path / name, name, crc32(data))
+                if upload is not None:
+                    upload.show()
+                _check_written(composition, staging.path if upload is None else composition.out)
+                logger.info("verified what was written in %s", watch.lap())
+                stop.check()
+                if upload is None:
+                    staging.publish()
             logger.info("published %s in %s", display_name(composition.out), watch.lap())
         except (Interrupted, StorageError, Unanswered) as error:
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
     return sum((result.moved for result in results), Moved())
+
+
+def _card(composition: Composition) -> str:
+    client = CLIENTS[composition.client]
+    return card(composition.report, __version__, composition.family, composition.target.stage, client)
+
+
+def _uploading(
+    composition: Composition, on_progress: Callable[[int], None], stop: Stop
+) -> AbstractContextManager[Upload | None]:
+    """Return the upload of an output, a context manager around making it; None for a folder of this machine."""
+    if stand_in_of(composition.out) is None:
+        return nullcontext()
+    num_bytes = {file.path: file.num_bytes for file in composition.plan.files} | {CARD: 0, MANIFEST: 0}
+    return Upload(composition.out, num_bytes, on_progress, stop)
 
 
 def _check_sources(
@@ -164,6 +195,7 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
+    linked = {(one.linked.source, one.linked.path): one.linked for one in results if one.linked}
     for remote in stand_ins.values():
         remote.list()
     for number, index in enumerate(composition.indexes):
@@ -176,7 +208,11 @@ def _check_sources(
                 changed.append(
                     Problem(PathIn(index.name, path), "the file changed while it was read", "run the merge again")
                 )
-            elif now != before.get(f"{composition.plan.sources[number]}/{path}", now) and not stand_in_of(index.root):
+                continue
+            known = before.get(f"{composition.plan.sources[number]}/{path}", now)
+            if (link := linked.get((number, path))) is not None and link.before == known:
+                known = link.after
+            if now != known and not stand_in_of(index.root):
                 doubtful.add((number, path))
     if changed:
         raise SourceError(changed)

@@ -30,6 +30,7 @@ _ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
 GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
 """Seen with Python 3.11.2: an enum's member is pickled as ``getattr(Class, name)``; 3.11.7 writes ``Class(value)``."""
+_SPECIAL = {one.name for one in (_ORDERED_DICT, _ENCODE, *GETATTR)}
 _MEMBERS = {
     Global("deepspeed.runtime.zero.config", "ZeroStageEnum"): {
         "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
@@ -166,7 +167,9 @@ class Machine:
 
     def reduce(self) -> None:
         args, func = expect(self.stack.pop(), tuple), expect(self.stack.pop(), Global)
-        if func == _ORDERED_DICT and not args:
+        if func.name not in _SPECIAL:  # to compare whole names takes longer
+            self.push(Call(func, args))
+        elif func == _ORDERED_DICT and not args:
             self.push(Ordered())
         elif func == _ENCODE:  # how protocol 2 writes bytes
             if len(args) != 2 or not isinstance(args[0], str) or args[1] != "latin1":
@@ -270,3 +273,28 @@ def _reading(name: str, do: Callable[[Machine, Any], object]) -> Callable[[Machi
 
 _OPCODES = {_CODES[name]: do for name, do in _WITHOUT.items()}
 _OPCODES |= {_CODES[name]: _reading(name, do) for name, do in _WITH_ARGUMENT.items()}
+
+
+def _get(size: int) -> Callable[[Machine], None]:
+    def get(self: Machine) -> None:
+        data = self.file.read(size)
+        if len(data) < size:
+            raise ValueError(f"not enough data in stream to read uint{size}")
+        self.stack.append(self.memo[int.from_bytes(data, "little")])
+
+    return get
+
+
+def _put(size: int) -> Callable[[Machine], None]:
+    def put(self: Machine) -> None:
+        data = self.file.read(size)
+        if len(data) < size:
+            raise ValueError(f"not enough data in stream to read uint{size}")
+        self.memo[int.from_bytes(data, "little")] = self.stack[-1]
+
+    return put
+
+
+# half of all opcodes of large pickles, at a third of the time
+_OPCODES |= {_CODES["BINGET"]: _get(1), _CODES["LONG_BINGET"]: _get(4)}
+_OPCODES |= {_CODES["BINPUT"]: _put(1), _CODES["LONG_BINPUT"]: _put(4)}

@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,9 @@ def _why_no_zip(file: SourceFile, error: Exception) -> str:
     return f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
 
 
+_HEADERS = "pickle and zip headers"
+_OTHER_RECORDS = 5
+"""Records besides the storages in a file that states its alignment"""
 Content = tuple[bytes, Sequence[tuple[Piece, ...]]]
 """A file's pickle, and what its storages consist of"""
 
@@ -238,8 +242,31 @@ def _zip(
     "meta", for instance). A file that places them otherwise states neither, like those of older versions of torch, so
     that torch reads the places from the file.
     """
+    name = archive.encode() + b"/"
+    if all(type(piece) is Bytes for content in storages for piece in content):
+        parts = _between_names(len(name), pickled, tuple(storages))
+        if parts is not None:
+            return (Bytes(name.join(parts), _HEADERS),)
+    return _zip_as(name, pickled, storages, as_torch)
+
+
+@lru_cache(16)
+def _between_names(length: int, pickled: bytes, storages: tuple[tuple[Piece, ...], ...]) -> list[bytes] | None:
+    """Return what is between the names of a file whose storages are known now, given the length of the name.
+
+    The ranks of ZeRO-3 have thousands of files with the same pickle and no tensors. None if the parts can't be told.
+    """
+    name = b"\xff" * (length - 1) + b"/"
+    [whole] = _zip_as(name, pickled, storages, as_torch=True)
+    assert isinstance(whole, Bytes), "a file of literals is one"
+    parts = whole.data.split(name)
+    records = len(storages) + _OTHER_RECORDS
+    return parts if len(parts) == 2 * records + 1 else None  # else the pickle has such bytes, too
+
+
+def _zip_as(name: bytes, pickled: bytes, storages: Sequence[tuple[Piece, ...]], as_torch: bool) -> tuple[Piece, ...]:
     starts = [None if as_torch else shareable_start(content, ALIGNMENT) for content in storages]
-    builder = _ZipBuilder(archive)
+    builder = _ZipBuilder(name)
     builder.add("data.pkl", (Bytes(pickled, "pickle"),))
     if not any(start is not None for start in starts):
         builder.add(".format_version", (Bytes(b"1", "torch's format version"),))
@@ -252,8 +279,9 @@ def _zip(
 
 
 class _ZipBuilder:
-    def __init__(self, name: str):
+    def __init__(self, name: bytes):
         self.name = name
+        """Of the archive, with a slash"""
         self.pieces: list[Piece] = []
         self.literal: list[bytes] = []
         self.at = 0
@@ -268,10 +296,20 @@ class _ZipBuilder:
             self.pieces.append(piece)
         self.at += piece.num_bytes
 
+    def put_all(self, content: Sequence[Piece], size: int) -> None:
+        """Append pieces of ``size`` bytes in total."""
+        if Bytes in map(type, content):
+            for piece in content:
+                self.put(piece)
+        elif size:
+            self.flush()
+            self.pieces += [piece for piece in content if piece.num_bytes]
+            self.at += size
+
     def flush(self) -> None:
         """Make one piece of the literal bytes since the last other piece."""
         if data := b"".join(self.literal):
-            self.pieces.append(Bytes(data, "pickle and zip headers"))
+            self.pieces.append(Bytes(data, _HEADERS))
         self.literal = []
 
     def add(self, record: str, content: tuple[Piece, ...], start: int | None = None) -> None:
@@ -279,7 +317,7 @@ class _ZipBuilder:
 
         The data starts at ``start`` modulo `BLOCK_BYTES`, or else at a multiple of `ALIGNMENT`.
         """
-        name, size, header_at = f"{self.name}/{record}".encode(), sum(part.num_bytes for part in content), self.at
+        name, size, header_at = self.name + record.encode(), sum([part.num_bytes for part in content]), self.at
         big = size >= _U32
         zip64 = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
         bare = self.at + _LOCAL_HEADER.size + len(name) + len(zip64) + 4
@@ -291,8 +329,7 @@ class _ZipBuilder:
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         self.put(Bytes(header + name + extra, f"zip header of {record}"))
         data_at = self.at
-        for part in content:
-            self.put(part)
+        self.put_all(content, size)
         crc = self.checksum(data_at, content)
         self.put(Bytes(b"PK\x07\x08", "zip data descriptor"))
         self.put(crc)
@@ -344,7 +381,7 @@ def list_blob_records(root: Path, path: str, blobs: Iterable[tuple[int, int]], w
         return tuple(
             Record(record.name, start + record.start, start + record.stop, record.crc)
             for start, stop in blobs
-            for record in _records_in(Window(file, start, min(stop, file.num_bytes)), where)
+            for record in _records_in(Buffered(Window(file, start, min(stop, file.num_bytes))), where)
         )
 
 

@@ -55,6 +55,8 @@ MAX_DEPTH = 100
 MAX_NODES = 32_000_000
 """Nodes of the tree, a shared one counted each time it is reached: all later code may walk the tree freely."""
 _CONTAINERS = (dict, list, tuple, set, Call)
+_LEAVES = {str, int, Global}
+"""Most of what is not a container"""
 _SHOWN = 20
 
 
@@ -134,7 +136,7 @@ def _measure(node: Any, depth: int, done: dict[int, tuple[int, int]]) -> tuple[i
     height, size = 1, 1
     for child in children(node):
         size += 1
-        if isinstance(child, _CONTAINERS) and (child or isinstance(child, Ordered)):
+        if type(child) not in _LEAVES and isinstance(child, _CONTAINERS) and (child or isinstance(child, Ordered)):
             below, inside = _measure(child, depth + 1, done)
             height, size = max(height, below + 1), size + inside
     if height > MAX_DEPTH:
@@ -148,11 +150,11 @@ def _measure(node: Any, depth: int, done: dict[int, tuple[int, int]]) -> tuple[i
 def _check_call(node: Call) -> None:
     if node.func.name in _ONLY_NAMED.get(node.func.module, ()):
         raise ValueError(f"it calls {node.func}, which checkpoints only name")
-    if node.func == REBUILD_TENSOR:
+    if node.func.name == REBUILD_TENSOR.name and node.func == REBUILD_TENSOR:  # to compare whole names takes longer
         view = as_tensor(node)
         if view is None or not view.fits:
             raise ValueError("a tensor extends beyond its storage")
-    if node.func == _REBUILD_TYPED:  # which calls its first argument
+    if node.func.name == _REBUILD_TYPED.name and node.func == _REBUILD_TYPED:  # which calls its first argument
         inner = node.args[0] if node.args else None
         if not isinstance(inner, Global) or inner.module != "torch._utils":
             raise ValueError(f"it calls {node.func} for something other than a tensor")

@@ -21,6 +21,7 @@ MAX_NAME_BYTES = 1024
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_CRC_AT = 16
 _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -45,6 +46,8 @@ class Record:
     stop: int
     crc: int | None
     """CRC-32; None for a deflated record, whose checksum is of other bytes, or one written without (torch writes 0)"""
+    crc_at: int = 0
+    """Where it is in the directory, counted from the start of the file"""
 
 
 def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
@@ -59,7 +62,7 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
         raise BadZip(f"its directory of {count:,} records takes {stop - start:,} bytes")
     records: dict[str, Record] = {}
     spans = []
-    for name, size, at, crc, is_deflated in _entries(file.read(start, stop), count):
+    for name, size, at, crc, is_deflated, crc_at in _entries(file.read(start, stop), count):
         if is_deflated and not may_be_deflated:
             raise Compressed(f"record {_shown(name)} is compressed")
         begin = _data_start(file, name, at, start)
@@ -68,7 +71,7 @@ def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, R
         text = name.decode()
         if text in records:
             raise BadZip(f"record {_shown(name)} occurs twice")
-        records[text] = Record(text, begin, begin + size, None if is_deflated else crc or None)
+        records[text] = Record(text, begin, begin + size, None if is_deflated else crc or None, start + crc_at)
         spans.append((at, begin + size))
     spans.sort()
     if spans and spans[0][0] != 0:
@@ -113,13 +116,15 @@ def find_directory(file: SourceFile) -> tuple[int, int, int]:
     return start, stop, count
 
 
-def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, int, bool]]:
-    """Yield (name, size in the file, offset of the local header, CRC-32, whether it is deflated) of each entry."""
+def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, int, bool, int]]:
+    """Yield (name, size in the file, offset of the local header, CRC-32, whether it is deflated, where the CRC-32 is in
+    the directory) of each entry.
+    """
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(directory):
             raise BadZip("its directory ends early")
-        fields = _ENTRY.unpack_from(directory, at)
+        fields, crc_at = _ENTRY.unpack_from(directory, at), at + _CRC_AT
         signature, flags, method, crc, packed, size = fields[0], fields[3], fields[4], *fields[7:10]
         name_len, extra_len, comment_len, disk, offset = *fields[10:14], fields[16]
         at += _ENTRY.size
@@ -131,7 +136,7 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, in
             size, packed, offset = _wide(extra, size, packed, offset)
         if method not in (_STORED, _DEFLATED) or flags & 1 or (method == _STORED and packed != size):
             raise BadZip(f"record {_shown(name)} is encrypted, or compressed by a method torch does not read")
-        yield name, packed, offset, crc, method == _DEFLATED
+        yield name, packed, offset, crc, method == _DEFLATED, crc_at
     if at != len(directory):
         raise BadZip("its directory has more entries than the end record says")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
-from llmtailor.checkpoint.layout import Blend, Plan, Term
+from llmtailor.checkpoint.layout import Blend, Plan
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import BUFFER_BYTES, Sources, changed
 from llmtailor.errors import SourceError
@@ -20,21 +20,16 @@ def blended(piece: Blend, sources: Sources, stop: Stop) -> Iterator[bytes]:
     """Yield the bytes of a piece in order. Raises SourceError or StorageError as `Sources.read_into` does."""
     from llmtailor.storage.casts import add  # numpy takes a while
 
-    for begin in range(0, piece.numel, CHUNK_ELEMENTS):
+    if not piece.terms:
+        for begin in range(0, piece.numel, CHUNK_ELEMENTS):
+            yield bytes(min(CHUNK_ELEMENTS, piece.numel - begin) * ITEMSIZE[piece.dtype])
+        return
+    terms = [sources.chunks(term, CHUNK_ELEMENTS * ITEMSIZE[term.source_dtype]) for term in piece.terms]
+    for read in zip(*terms, strict=True):
         stop.check()
-        numel = min(CHUNK_ELEMENTS, piece.numel - begin)
-        if piece.terms:
-            read = ((_read(term, begin, numel, sources), term.source_dtype, term.factor) for term in piece.terms)
-            yield add(read, piece.dtype)
-        else:
-            yield bytes(numel * ITEMSIZE[piece.dtype])
-
-
-def _read(term: Term, begin: int, numel: int, sources: Sources) -> bytearray:
-    wide = ITEMSIZE[term.source_dtype]
-    data = bytearray(numel * wide)
-    sources.read_into(term, term.extent.start + begin * wide, memoryview(data))
-    return data
+        yield add(
+            ((data, term.source_dtype, term.factor) for data, term in zip(read, piece.terms, strict=True)), piece.dtype
+        )
 
 
 def sum_again(

@@ -10,11 +10,12 @@ recorded.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -22,12 +23,15 @@ from threading import BoundedSemaphore
 from llmtailor.checkpoint.layout import Blend, Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
 from llmtailor.engine import streams
 from llmtailor.engine.blending import blended
+from llmtailor.engine.filled import Filled
 from llmtailor.engine.journal import Mark
+from llmtailor.engine.linking import LinkedTo, NoLinks, link_file
 from llmtailor.engine.moving import Clone, Mover
 from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
+from llmtailor.engine.upload import Upload
 from llmtailor.model.states import ITEMSIZE, State
-from llmtailor.storage.checksums import combine, crc32, new_digest
+from llmtailor.storage.checksums import crc32, new_digest
 from llmtailor.storage.listing import FileFact
 from llmtailor.storage.stand_in import STORE_WORKERS, stand_ins
 from llmtailor.timing import Stopwatch
@@ -36,6 +40,9 @@ logger = logging.getLogger(__name__)
 MARK_BYTES = 256 << 20
 """A long file is made durable, and marked in the journal, each time it grows by this much. This runs in parallel with
 the writing and costs no time: the disk has less to do at the end."""
+
+MIN_DIRECT_BYTES = 4 << 20
+"""Smaller files gain nothing by bypassing the page cache"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +65,15 @@ class Moved:
     """Written"""
     kept_bytes: int = 0
     """Written by an earlier run that was interrupted"""
+    linked_bytes: int = 0
+    """In files that are hard links to the sources'"""
+    linked_files: int = 0
+    """The number of these files"""
+    unlinkable_files: int = 0
+    """The number of files that should have been, but had to be copied: no links are possible there"""
 
     def __add__(self, other: Moved) -> Moved:
-        return Moved(
-            self.cloned_bytes + other.cloned_bytes,
-            self.copied_bytes + other.copied_bytes,
-            self.kept_bytes + other.kept_bytes,
-        )
+        return Moved(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,8 @@ class FileResult:
     digest: str | None
     """XXH3 of the file, if requested"""
     moved: Moved
+    linked: LinkedTo | None = None
+    """What the file is a link to; None if it was there already"""
 
     @property
     def path(self) -> str:
@@ -115,6 +126,13 @@ class Context:
     pool, so a write that never returns must not be in one."""
     clone: Clone = "never"
     """Whether the files share blocks with the sources"""
+    direct: bool = True
+    """Whether large files bypass the page cache where they can, which takes half of the CPU time; not for what is read
+    again at once"""
+    link: bool = False
+    """Whether files that a source has unchanged become hard links to it, where possible"""
+    upload: Upload | None = None
+    """Takes each file away when it is complete"""
 
 
 def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[FileResult]:
@@ -136,40 +154,68 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
         raise cannot_write(staging, error) from error
     # a store answers late, so its requests wait for each other less than a disk's
     workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_workers()
-    turns, mover = BoundedSemaphore(workers), Mover(context.clone)
+    work = _Work(plan, facts, staging, context, BoundedSemaphore(workers), Mover(context.clone))
     if context.inline:
-        return [_write_file(plan, file, facts, staging, context, turns, mover) for file in plan.files]
+        return [_make_file(work, file) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
     order = sorted(range(len(plan.files)), key=lambda number: -plan.files[number].num_bytes)
-    jobs = [partial(_write_file, plan, plan.files[number], facts, staging, context, turns, mover) for number in order]
+    jobs = [partial(_make_file, work, plan.files[number]) for number in order]
     results = run_all(jobs, 2 * workers, context.stop)
     return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
 
-def _write_file(
-    plan: Plan,
-    file: FileLayout,
-    facts: Mapping[str, FileFact],
-    staging: Path,
-    context: Context,
-    turns: BoundedSemaphore,
-    mover: Mover,
-) -> FileResult:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the files of a plan have in common."""
+
+    plan: Plan
+    facts: Mapping[str, FileFact]
+    """Full name -> the source file as indexed"""
+    staging: Path
+    context: Context
+    turns: BoundedSemaphore
+    """Held by who needs a core"""
+    mover: Mover
+
+
+def _make_file(work: _Work, file: FileLayout) -> FileResult:
+    if (upload := work.context.upload) is None:
+        return _write_file(work, file)
+    with upload.room_for(file.num_bytes):
+        result = _write_file(work, file)
+        upload.take(work.staging / file.path, file.path, result.crc)
+    return result
+
+
+def _write_file(work: _Work, file: FileLayout) -> FileResult:
     """Write one file: its bytes while holding a core, then its fsync, which needs none, in parallel with others."""
-    target = staging / file.path
+    context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
+    sources = Sources(work.plan.sources, work.facts, context.stores)
+    unlinkable = 0
     try:
+        if marks and target.exists() and target.lstat().st_nlink > 1:
+            target.unlink()  # it is a source's file, too, so it must not be written to
+            marks = ()
+        if context.link and not marks:
+            try:
+                if (linked := _link_file(work, file, target, sources)) is not None:
+                    logger.info("%s: linked, %s bytes, in %s", file.path, f"{file.num_bytes:,}", watch.lap())
+                    return linked
+            except NoLinks:
+                unlinkable = 1
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
-            with turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
-                watch = Stopwatch()
+            with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
+                watch.lap()
                 context.stop.check()
                 filled, output = _take_over(file.made(), fd, marks, context)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept = output.at
-                _fill(filled, output, Sources(plan.sources, facts, context.stores), mover, beside, context)
-            os.fsync(fd)
+                _fill(filled, output, sources, work.mover, beside, context)
+            if context.upload is None:
+                os.fsync(fd)
             if not done_before:
                 context.record(file.path, Mark(file.num_bytes, filled.crc))
         finally:
@@ -177,35 +223,28 @@ def _write_file(
     except OSError as error:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
-    moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept)
-    return FileResult(
-        file, filled.crc, array("I", filled.crcs), output.digest.hexdigest() if output.digest else None, moved
-    )
+    moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept, unlinkable_files=unlinkable)
+    return FileResult(file, filled.crc, array("I", filled.crcs), output.hexdigest(), moved)
 
 
-class _Filled:
-    """The pieces that a file has so far, with their checksums."""
-
-    def __init__(self, plan: FileLayout):
-        self.plan = plan
-        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
-        self.crc = 0
-        self.crcs: list[int] = []
-        self.at = 0
-
-    def missing(self) -> tuple[Piece, ...]:
-        return self.plan.pieces[len(self.crcs) :]
-
-    def add(self, piece: Piece, crc: int) -> None:
-        self.ranges.add(self.at, crc, piece.num_bytes)
-        self.crc = combine(self.crc, crc, piece.num_bytes)
-        self.crcs.append(crc)
-        self.at += piece.num_bytes
+def _link_file(work: _Work, file: FileLayout, target: Path, sources: Sources) -> FileResult | None:
+    """Make one file by linking it to a source's that has all its bytes, if there is one. Raises as `link_file`."""
+    context = work.context
+    with work.turns:
+        context.stop.check()
+        linked = link_file(file.made(), target, sources, work.facts, context)
+    if linked is None:
+        return None
+    context.record(file.path, Mark(file.num_bytes, linked.filled.crc))
+    moved = Moved(linked_bytes=file.num_bytes, linked_files=1)
+    return FileResult(file, linked.filled.crc, array("I", linked.filled.crcs), linked.digest, moved, linked.source)
 
 
-def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Context) -> tuple[_Filled, Output]:
+def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Context) -> tuple[Filled, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
-    filled, output = _Filled(plan), Output(fd, context.on_progress, new_digest() if context.digest else None)
+    is_direct = context.direct and not marks and plan.num_bytes >= MIN_DIRECT_BYTES
+    filled = Filled(plan)
+    output = Output(fd, context.on_progress, new_digest() if context.digest else None, is_direct)
     for number, mark in enumerate(marks):
         try:
             for piece in filled.missing():
@@ -224,9 +263,9 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Contex
     return filled, output
 
 
-def _fill(filled: _Filled, output: Output, sources: Sources, mover: Mover, beside: Executor, context: Context) -> None:
+def _fill(filled: Filled, output: Output, sources: Sources, mover: Mover, beside: Executor, context: Context) -> None:
     """Write the missing pieces."""
-    marked = filled.at
+    marked, due = filled.at, None
     marking: Future[None] | None = None
 
     def mark(reached: Mark) -> None:
@@ -237,18 +276,19 @@ def _fill(filled: _Filled, output: Output, sources: Sources, mover: Mover, besid
     for run in consecutive(filled.missing()):
         for piece, crc in zip(run, _write(run, filled, output, sources, mover, context.stop), strict=True):
             filled.add(piece, crc)
-            if filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
-                output.flush()
+            if due is None and filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
+                due = Mark(filled.at, filled.crc)
+            if due is not None and output.at >= due.num_bytes:  # no longer in the buffer
                 if marking:
                     marking.result()
-                marked, marking = filled.at, beside.submit(mark, Mark(filled.at, filled.crc))
+                marked, marking, due = due.num_bytes, beside.submit(mark, due), None
     output.flush()
     if marking:
         marking.result()  # a disk reports an error only once, not again at the last fsync
 
 
 def _write(
-    run: Sequence[Piece], filled: _Filled, output: Output, sources: Sources, mover: Mover, stop: Stop
+    run: Sequence[Piece], filled: Filled, output: Output, sources: Sources, mover: Mover, stop: Stop
 ) -> Iterator[int]:
     """Write a run of pieces; yield the CRC-32 of each."""
     piece = run[0]
@@ -282,13 +322,10 @@ def _write(
 def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:
     from llmtailor.storage.casts import cast  # numpy takes a while
 
-    crc, wide, offset = 0, ITEMSIZE[piece.source_dtype], piece.extent.start
-    for numel in _lengths(piece.numel, streams.BUFFER_BYTES // 16):
+    crc = 0
+    for data in sources.chunks(piece, streams.BUFFER_BYTES // 16 * ITEMSIZE[piece.source_dtype]):
         stop.check()
-        data = bytearray(numel * wide)
-        sources.read_into(piece, offset, memoryview(data))
         crc = output.put(cast(data, piece.source_dtype, piece.dtype, piece.scale), crc)
-        offset += numel * wide
     return crc
 
 
@@ -324,23 +361,3 @@ def _lengths(total: int, size: int) -> Iterator[int]:
     while total > 0:
         yield min(size, total)
         total -= size
-
-
-class _Ranges:
-    """The CRC-32 of the ranges that checksum pieces need; they never overlap, and come in order."""
-
-    def __init__(self, wanted: Iterator[Crc]):
-        self.spans = sorted({(piece.start, piece.stop) for piece in wanted}, reverse=True)
-        self.done: dict[tuple[int, int], int] = {}
-        self.crc = 0
-
-    def add(self, start: int, crc: int, length: int) -> None:
-        while self.spans and self.spans[-1][1] <= start:
-            self.done[self.spans.pop()] = self.crc
-            self.crc = 0
-        if self.spans and self.spans[-1][0] <= start:
-            self.crc = combine(self.crc, crc, length)
-
-    def crc_of(self, piece: Crc, at: int) -> int:
-        self.add(at, 0, 0)
-        return self.done[(piece.start, piece.stop)]

@@ -23,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.engine.launch import Member
 from llmtailor.engine.pool import Stop
 from llmtailor.engine.posts import Posts
 from llmtailor.engine.staging import RANKS, acquire, lock_of, release, staging_folder
-from llmtailor.errors import BRANCHES, Interrupted, Problem, SourceError, TailorError, Unanswered, ranges
+from llmtailor.errors import BRANCHES, Interrupted, Problem, SourceError, StorageError, TailorError, Unanswered, ranges
 from llmtailor.storage.local import make_folder
 from llmtailor.timing import TIME_LIMIT, time_limit
 
@@ -36,6 +37,7 @@ LIMIT_S = 180.0
 """Seconds of silence after which a rank is given up. NFS may hide new files for 60."""
 PLANNING, READY, WRITING, WRITTEN = "planning", "ready", "writing", "written"
 CHECKING, CHECKED = "checking", "checked"
+EXCHANGING = "exchanging"
 IDLE, FAILED, ENDED = "idle", "failed", "ended"
 _BEAT_S = 1.0
 _LEAVING_S = (10.0, 60.0)
@@ -140,22 +142,27 @@ class Job:
             self._own |= {"stage": stage, **facts}
         self._say()
 
-    def wait(self, *stages: str) -> dict[int, dict[str, Any]]:
-        """Return the posts of all whom this rank waits for (rank 0: all others) once they are in one of these stages.
+    def wait(self, *stages: str, round_number: int = 0) -> dict[int, dict[str, Any]]:
+        """Return the posts of all whom this rank waits for (rank 0: all others) once they are in one of these stages,
+        or say that they have been in this round of an exchange.
 
         Raises what ends the merge.
         """
+
+        def is_there(post: Mapping[str, Any]) -> bool:
+            return post["stage"] in stages or (round_number > 0 and post.get("round") == round_number)
+
         while True:
             self.check()
             found = dict(self._found)
-            idle = [rank for rank, post in found.items() if post["stage"] in (IDLE, ENDED)]
-            if idle and ENDED not in stages:
+            idle = [rank for rank, post in found.items() if post["stage"] in (IDLE, ENDED) and not is_there(post)]
+            if idle:
                 what, fix = (
                     "it found nothing to write",
                     "check that all ranks see the same folders, then run this again",
                 )
                 raise SourceError.at(_name(idle), what, fix)
-            if len(found) == len(self._others) and all(post["stage"] in stages for post in found.values()):
+            if len(found) == len(self._others) and all(map(is_there, found.values())):
                 return found
             time.sleep(self._poll_s / 2)
 
@@ -180,7 +187,7 @@ class Job:
         """On the other ranks: say why this one can't go on, wait for the end, and raise what it was, if an error."""
         if error is not None and error is not self._cause:
             self.say(FAILED, **_told(error))
-        elif self._own["stage"] == PLANNING:
+        elif self._own["stage"] not in (WRITTEN, CHECKED):
             self.say(IDLE)
         try:
             while self._cause is None and self._found.get(0, {}).get("stage") != ENDED:
@@ -309,10 +316,12 @@ class Job:
             return None
         late = [rank for rank in gone if rank not in self._found]
         problems = []
-        fix = f"see that rank's log; then run the same command again, or set {TIME_LIMIT} to more than the seconds"
+        longer = f"set {TIME_LIMIT} above {self.limit_s:g} (seconds)"
+        fix = f"read that rank's log, and run the same command again; if the rank was only slow, {longer}"
         if late:
             what = f"no sign of it in {self.folder} for {self.limit_s:g} s"
-            problems.append(Problem(_name(late), what, f"check that all ranks see this folder; {fix}"))
+            start = f"check that all ranks were started and see this folder; if they start slowly, {longer}"
+            problems.append(Problem(_name(late), what, start))
         for rank in gone:
             if rank not in late:
                 where = f"{_name([rank])} ({self._found[rank]['process']})"
@@ -346,16 +355,21 @@ def _told(error: BaseException) -> dict[str, Any]:
         error = Interrupted.at("", "interrupted", "run the same command again")
     elif isinstance(error, OSError):
         text = error.strerror or str(error)
-        return {"code": 8, "problems": [{"where": str(error.filename or ""), "what": text, "fix": "check the disk"}]}
-    elif not isinstance(error, TailorError):
+        error = StorageError.at(error.filename or "", text, "check the disk")
+    if not isinstance(error, TailorError):
         what = f"unexpected {type(error).__name__}: {error}"
         error = TailorError.at("", what, "this is a bug in llmtailor: please report it")
-    problems = [{"where": str(one.where), "what": one.what, "fix": one.fix} for one in error.problems]
+    problems = [
+        {"where": str(one.where), "what": one.what, "fix": one.fix, "code": one.code.value} for one in error.problems
+    ]
     return {"code": error.exit_code, "problems": problems}
 
 
 def _problems(post: Mapping[str, Any]) -> list[Problem]:
-    return [Problem(one["where"], one["what"], one["fix"]) for one in post.get("problems", ())]
+    return [
+        Problem(one["where"], one["what"], one["fix"], next(code for code in Code if code.value == one["code"]))
+        for one in post.get("problems", ())
+    ]
 
 
 def _error(code: int, problems: list[Problem]) -> TailorError:

@@ -19,6 +19,9 @@ The first whose variables are set counts: a torchrun that srun has started numbe
 """
 
 
+RANK_VARIABLES = tuple(of_rank for _, of_rank, _, _ in _LAUNCHERS)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One process of those that a launcher has started together."""

@@ -11,8 +11,9 @@ from collections.abc import Generator, Iterator
 from typing import Literal
 
 from llmtailor.checkpoint.layout import Copy, whole_blocks
-from llmtailor.engine.streams import Output, Sources
+from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources
 from llmtailor.errors import StorageError
+from llmtailor.storage.ahead import Ahead
 from llmtailor.storage.local import clone_range
 
 Clone = Literal["auto", "never", "require"]
@@ -48,11 +49,12 @@ class Mover:
         self, piece: Copy, start: int, stop: int, sources: Sources, output: Output
     ) -> Generator[memoryview, None, int]:
         """Clone as many bytes as possible; return where they end."""
-        if start == stop:
-            return start
-        output.flush()
         file = sources.open(piece)
         between = (file.device, output.device)
+        if start == stop or between in self._not_between:
+            return start
+        output.flush()
+        ahead = Ahead(file.fd, start, stop)
         while start < stop and between not in self._not_between:
             count = min(stop - start, MAX_CLONE_BYTES)
             try:
@@ -66,6 +68,7 @@ class Mover:
             os.lseek(output.fd, count, os.SEEK_CUR)
             output.cloned += count
             for begin in range(start, start + count, len(output.buffer)):
+                ahead.reached(begin)
                 room = output.buffer[: start + count - begin]
                 sources.read_into(piece, begin, room)
                 output.count(room)
@@ -88,8 +91,11 @@ class Mover:
 
 
 def _copy(piece: Copy, start: int, stop: int, sources: Sources, output: Output) -> Iterator[memoryview]:
+    file = sources.open(piece)  # kept, so that it stays open
+    ahead = Ahead(file.fd, start, stop)
     while start < stop:
-        room = output.room()[: stop - start]
+        ahead.reached(start)
+        room = output.room()[: min(stop - start, BUFFER_BYTES)]
         sources.read_into(piece, start, room)
         yield output.commit(len(room))
         start += len(room)

@@ -42,13 +42,16 @@ def read_again(
     on_progress: Callable[[int], None],
     stop: Stop,
     stated: Mapping[SourceFile, Sequence[Stated]] | None = None,
+    of_all: Collection[SourceFile] | None = None,
 ) -> dict[SourceFile, str]:
     """Read whole source files again; return their digests.
 
     Every range that was copied or converted is compared by CRC-32 with what was written, including what this run kept
-    of an earlier one, and with the checksums that the sources ``stated``. Weighted sums are computed again. Raises
-    SourceError for a changed or damaged file, or StorageError.
+    of an earlier one, and with the checksums that the sources ``stated``. Weighted sums are computed again, from
+    another read. If several ranks share the files, ``of_all`` are those of all ranks, and each sum is computed by one.
+    Raises SourceError for a changed or damaged file, or StorageError.
     """
+    asked = files if of_all is None else of_all
     taken: dict[SourceFile, list[_Range]] = defaultdict(list)
     for name, ranges in (stated or {}).items():
         taken[name] += [_Range(one.start, one.stop, one.crc, one.what) for one in ranges if one.start < one.stop]
@@ -58,12 +61,14 @@ def read_again(
         for piece, crc in zip(result.plan.pieces, result.crcs, strict=True):
             if isinstance(piece, (Copy, Cast)) and piece.num_bytes and (piece.source, piece.extent.path) in files:
                 taken[(piece.source, piece.extent.path)].append(_Taken(piece, crc))
-            elif isinstance(piece, Blend) and any((one.source, one.extent.path) in files for one in piece.terms):
-                sums[-1].append((piece, crc))
+            elif isinstance(piece, Blend):
+                read = [name for one in piece.terms if (name := (one.source, one.extent.path)) in asked]
+                if read and min(read) in files:
+                    sums[-1].append((piece, crc))
     names = sorted(files)
     jobs = [partial(_read, locate(plan.sources[name[0]]) / name[1], taken[name], on_progress, stop) for name in names]
     digests = dict(zip(names, run_all(jobs, num_workers(), stop), strict=True))
-    sum_again(plan, sums, files, stop)
+    sum_again(plan, sums, asked, stop)
     return digests
 
 

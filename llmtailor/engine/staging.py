@@ -23,7 +23,7 @@ from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError
 from llmtailor.storage.listing import Entries
 from llmtailor.storage.local import fsync_folder, make_folder, rename_new
 from llmtailor.storage.lock import Held, Lock
-from llmtailor.storage.stand_in import stand_in_of
+from llmtailor.storage.stand_in import location_of, stand_in_of
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
@@ -47,12 +47,12 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
         raise TargetError.at(out, "the output exists and is not a folder", "choose another output, or remove it")
     if out.exists() and not replace and not is_unfinished(out):
         raise already_there(out)
-    if out.exists() and replace and stand_in_of(out):
-        raise TargetError.at(out, "an output in an object store can't be replaced", "choose another output")
 
 
 def already_there(out: Path) -> TargetError:
     """Return the error for an output that exists."""
+    if stand_in_of(out):
+        return TargetError.at(location_of(out), "the output already exists", "choose another one")
     fix = "choose another one, or use --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
         fix += f"; {left} was left by an interrupted merge and may be removed"
@@ -99,36 +99,6 @@ def _read(journal: Path) -> Unfinished | None:
         return read_journal(fd)
     finally:
         os.close(fd)
-
-
-def occupied_bytes(out: Path) -> int:
-    """Return the space that an earlier merge into ``out`` takes and the next one reuses."""
-    total = 0
-    for folder, _, names in os.walk(staging_folder(out)):
-        for name in names:
-            with suppress(FileNotFoundError):  # another merge is running during a dry run
-                total += (Path(folder) / name).lstat().st_blocks * 512
-    return total
-
-
-def check_space(out: Path, num_bytes: int) -> None:
-    """Raise StorageError if the file system of ``out`` has fewer bytes free."""
-    free = free_bytes(out)
-    if free < num_bytes:
-        raise StorageError.at(
-            out,
-            f"{num_bytes:,} bytes are needed, but {free:,} are free",
-            f"free {num_bytes - free:,} bytes, or choose an output on another disk",
-        )
-
-
-def free_bytes(out: Path) -> int:
-    """Return the bytes free for this user on the file system where ``out`` will be."""
-    there = out.absolute()
-    while not there.exists():
-        there = there.parent
-    stat = os.statvfs(there)
-    return stat.f_bavail * stat.f_frsize
 
 
 def lock_of(out: Path) -> Lock:

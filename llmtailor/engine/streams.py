@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.layout import Cast, Copy, Term
+from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
+from llmtailor.storage.ahead import Ahead
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, chunks, write_all
+from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, bypass_cache, chunks, write_all
 
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
+
+DIRECT_BYTES = 2 << 20
+"""Written at once when the page cache is bypassed: large enough that waiting for the disk costs little"""
 
 
 class Digest(Protocol):
@@ -56,18 +62,38 @@ class Sources:
         """Return the full name of the piece's file."""
         return f"{self.roots[piece.source]}/{piece.extent.path}"
 
-    def open(self, piece: Copy) -> OpenFile:
+    def open(self, piece: Copy | Cast | Term) -> OpenFile:
         """Return the piece's file, open. Raises SourceError for a missing or changed file, else StorageError."""
         try:
             return self.files.open(self.where(piece))
         except OSError as error:
             raise cannot_read(self.where(piece), error) from error
 
-    def is_remote(self, piece: Copy) -> bool:
+    def is_remote(self, piece: Copy | Cast | Term) -> bool:
         """Return whether the piece's file is in an object store."""
         return "://" in self.roots[piece.source]
 
-    def stream(self, piece: Copy, stop: int) -> Iterator[bytes]:
+    def chunks(self, piece: Cast | Term, size: int) -> Iterator[memoryview]:
+        """Yield the bytes of a piece in order, ``size`` at a time. Raises as `read_into`."""
+        extent, rest = piece.extent, memoryview(b"")
+        if self.is_remote(piece):
+            for some in self.stream(piece, extent.stop):
+                rest = memoryview(bytes(rest) + some) if rest else memoryview(some)
+                while len(rest) >= size:
+                    yield rest[:size]
+                    rest = rest[size:]
+            if rest:
+                yield rest
+            return
+        file = self.open(piece)  # kept, so that it stays open
+        ahead = Ahead(file.fd, extent.start, extent.stop)
+        for start in range(extent.start, extent.stop, size):
+            ahead.reached(start)
+            data = memoryview(bytearray(min(size, extent.stop - start)))
+            self.read_into(piece, start, data)
+            yield data
+
+    def stream(self, piece: Copy | Cast | Term, stop: int) -> Iterator[bytes]:
         """Yield bytes of the piece's file in an object store, from its start to ``stop``. Raises as `read_into`."""
         file = self.open(piece)
         assert file.remote is not None, "a URL has a stand-in"
@@ -112,13 +138,18 @@ def cannot_write(where: Path, error: OSError) -> StorageError:
 
 
 class Output:
-    """Gathers bytes in one buffer and writes it when full; it may first keep what the file already has."""
+    """Gathers bytes in one buffer and writes it when full; it may first keep what the file already has.
 
-    def __init__(self, fd: int, on_progress: Callable[[int], None], digest: Digest | None):
+    With ``direct``, writes bypass the page cache where they can. That saves a copy of every byte, and what others have
+    in the cache stays there.
+    """
+
+    def __init__(self, fd: int, on_progress: Callable[[int], None], digest: Digest | None, direct: bool = False):
         self.fd = fd
         self.on_progress = on_progress
         self.digest = digest
-        self.buffer = memoryview(bytearray(BUFFER_BYTES))
+        self.is_direct = direct and bypass_cache(fd)
+        self.buffer = memoryview(mmap.mmap(-1, DIRECT_BYTES) if self.is_direct else bytearray(BUFFER_BYTES))
         self.filled = 0
         self.at = 0
         """Valid bytes in the file"""
@@ -153,26 +184,57 @@ class Output:
         return self.buffer[self.filled - length : self.filled]
 
     def put(self, data: bytes | memoryview, crc: int = 0) -> int:
-        """Write bytes; return the CRC-32 continued from ``crc``. Long ones do not pass through the buffer."""
+        """Write bytes; return the CRC-32 continued from ``crc``. Long ones need not pass through the buffer."""
         data = memoryview(data)
         while data:
-            if len(data) < len(self.buffer):
-                room = self.room()[: len(data)]
+            is_straight, length = self._next(data)
+            if is_straight:
+                self.flush()
+                room = data[:length]
+                crc = crc32(room, crc)
+                self._write(room)
+            else:
+                room = self.room()[: min(length, len(data))]
                 room[:] = data[: len(room)]
                 crc = crc32(self.commit(len(room)), crc)
-            else:
-                self.flush()
-                room = data[: len(self.buffer)]
-                crc = crc32(room, crc)
-                write_all(self.fd, room)
-                self.count(room)
             data = data[len(room) :]
         return crc
 
+    def _next(self, data: memoryview) -> tuple[bool, int]:
+        """Return whether the next bytes are written from where they are, and at most how many of them."""
+        if not self.is_direct:
+            return len(data) >= len(self.buffer), len(self.buffer)
+        position = self.at + self.filled
+        if (position - _address(data)) % BLOCK_BYTES:
+            return False, len(data)
+        if before := -position % BLOCK_BYTES:
+            return False, before
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        return (True, min(whole, len(self.buffer))) if whole else (False, len(data))
+
+    def hexdigest(self) -> str | None:
+        return None if self.digest is None else self.digest.hexdigest()
+
     def flush(self) -> None:
-        write_all(self.fd, self.buffer[: self.filled])
-        self.count(self.buffer[: self.filled])
-        self.filled = 0
+        if self.filled:
+            self._write(self.buffer[: self.filled])
+            self.filled = 0
+
+    def _write(self, data: memoryview) -> None:
+        """Write bytes at the end of the file: whole blocks straight to the disk, if possible. Others end that."""
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES if self.is_direct else 0
+        if whole:
+            try:
+                write_all(self.fd, data[:whole])
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.lseek(self.fd, self.at, os.SEEK_SET)  # the file system wants larger blocks, or takes none
+                whole = 0
+        if whole < len(data):
+            self.is_direct = self.is_direct and bypass_cache(self.fd, False)
+            write_all(self.fd, data[whole:])
+        self.count(data)
 
     def count(self, data: memoryview) -> None:
         """Take note of the next bytes of the file, which are written."""
@@ -180,3 +242,8 @@ class Output:
             self.digest.update(data)
         self.at += len(data)
         self.on_progress(len(data))
+
+
+def _address(data: memoryview) -> int:
+    """Return where bytes lie in memory; an odd number if that is not known."""
+    return 1 if data.readonly else ctypes.addressof(ctypes.c_char.from_buffer(data))

@@ -1,26 +1,30 @@
-"""Uploads a complete output to an object store.
+"""Uploads an output to an object store.
 
 A store has no rename that publishes a folder. So a marker is there first and removed last, after everything was read
-back: a folder with the marker is no checkpoint for any command.
+back and verified: a folder with the marker is no checkpoint for any command. Each file is uploaded as soon as it is
+made, and its local copy removed, so that local space is needed for few files at a time.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
-from llmtailor.engine.pool import Stop, run_all
-from llmtailor.errors import StorageError, TargetError
+from llmtailor.engine.pool import Stop
+from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.listing import list_files
 from llmtailor.storage.local import read_source
-from llmtailor.storage.stand_in import STORE_WORKERS, UPLOADING, Remote, stand_in_of
+from llmtailor.storage.stand_in import UPLOADING, Remote, stand_in_of
 
 _FILES = "files"
 _MAX_MARKER_BYTES = 64 << 20
+_POLL_S = 0.5
 
 
 def is_unfinished(out: Path) -> bool:
@@ -44,42 +48,99 @@ def clear(out: Path) -> None:
     shutil.rmtree(out)  # the stand-in's folders
 
 
-def upload(out: Path, crcs: Mapping[str, int], on_progress: Callable[[int], None], stop: Stop) -> None:
-    """Upload the files of ``out``, the stand-in of a folder in a store, and read them back.
+def room_to_upload(num_bytes: Iterable[int]) -> int:
+    """Return the local space that the upload of files of these sizes takes: while one is uploaded, another is made."""
+    return sum(sorted(num_bytes)[-2:])
+
+
+class Upload:
+    """The upload of an output, file by file, as they are made; a context manager around making them.
+
+    After an error in the block the marker stays, so that the next upload begins anew; but an output that was refused
+    is removed.
 
     Args:
-        out: complete, with nothing in the store.
-        crcs: the CRC-32 of each of its files.
+        out: the stand-in of a folder in a store, with nothing in it.
+        num_bytes: the size of each file that will be uploaded.
         on_progress: called with numbers of bytes, from several threads.
         stop: checked between requests.
-
-    Raises StorageError if the store refuses or returns something else, Interrupted on Ctrl-C.
     """
-    remote, inside = _of(out)
-    try:
-        remote.put_bytes(inside + UPLOADING, json.dumps({_FILES: sorted(crcs)}).encode())
-        jobs = [partial(_upload_file, remote, inside + name, crc, on_progress, stop) for name, crc in crcs.items()]
-        run_all(jobs, STORE_WORKERS, stop)
-        remote.remove([inside + UPLOADING])
-    except OSError as error:
-        what = f"can't upload: {error.strerror or error}"
-        raise StorageError.at(remote.url, what, "check the store, and run the same command again") from error
+
+    def __init__(self, out: Path, num_bytes: Mapping[str, int], on_progress: Callable[[int], None], stop: Stop) -> None:
+        self.out = out
+        self._names, self._on_progress, self._stop = sorted(num_bytes), on_progress, stop
+        self._remote, self._inside = _of(out)
+        self._room, self._used = room_to_upload(num_bytes.values()), 0
+        self._freed = threading.Condition()
+
+    def __enter__(self) -> Upload:
+        with self._faults():
+            self._remote.put_bytes(self._inside + UPLOADING, json.dumps({_FILES: self._names}).encode())
+        return self
+
+    @contextmanager
+    def room_for(self, num_bytes: int) -> Iterator[None]:
+        """Wait until the files that are made or uploaded now leave local space for another one."""
+        with self._freed:
+            while self._used and self._used + num_bytes > self._room:
+                self._freed.wait(_POLL_S)
+                self._stop.check()
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._used -= num_bytes
+                self._freed.notify_all()
+
+    def take(self, path: Path, name: str, crc: int) -> None:
+        """Upload a local file, read it back from the store, and remove the local one.
+
+        Raises StorageError if the store refuses, or returns something else than bytes of this CRC-32, and Interrupted.
+        """
+        self._stop.check()
+        with self._faults():
+            num_bytes = path.stat().st_size
+            self._remote.put(self._inside + name, path)
+            path.unlink()
+            found = 0
+            for data in self._remote.stream(self._inside + name, 0, num_bytes):
+                self._stop.check()
+                found = crc32(data, found)
+                self._on_progress(len(data))
+        if found != crc:
+            what = "what the store returns differs from what was uploaded"
+            raise StorageError.at(f"{self._remote.url}/{self._inside}{name}", what, "run the same command again")
+
+    def show(self) -> None:
+        """Make the stand-in's files those that were uploaded, without the marker."""
+        with self._faults():
+            self._remote.list()
+            (self.out / UPLOADING).unlink(missing_ok=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            with self._faults():
+                self._remote.remove([self._inside + UPLOADING])
+            return
+        shutil.rmtree(self.out, ignore_errors=True)
+        with suppress(OSError, TailorError):
+            self._remote.list()  # so that the same call begins anew
+            if isinstance(error, (SourceError, VerificationError)):
+                clear(self.out)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"can't upload: {error.strerror or error}"
+            raise StorageError.at(self._remote.url, what, "check the store, and run the same command again") from error
 
 
 def _of(out: Path) -> tuple[Remote, str]:
     found = stand_in_of(out)
     assert found is not None, "uploads go to stand-ins"
     return found[0], f"{found[1]}/" if found[1] else ""
-
-
-def _upload_file(remote: Remote, name: str, crc: int, on_progress: Callable[[int], None], stop: Stop) -> None:
-    stop.check()
-    remote.put(name)
-    found = 0
-    for data in remote.stream(name, 0, (remote.root / name).stat().st_size):
-        stop.check()
-        found = crc32(data, found)
-        on_progress(len(data))
-    if found != crc:
-        what = "what the store returns differs from what was uploaded"
-        raise StorageError.at(f"{remote.url}/{name}", what, "run the same command again")

@@ -16,13 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import DEEPSPEED, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.lineage import THINNED, Past, continued, is_one_attempt, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError
 from llmtailor.formats.clients import TRAINER_STATE
+from llmtailor.formats.lightning.stated import read_lightning
 from llmtailor.formats.partial.manifest import is_partial, read_manifest
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK, read_lags, with_lags
 
@@ -65,6 +66,9 @@ def stated_attempt(root: Path) -> Past | None:
         if marked := read_mark(content, content.get("global_step")):
             return marked
     with suppress(OSError, SourceError):
+        if (tree := read_lightning(root)) is not None:
+            return read_mark({CALLBACKS: tree.get("callbacks")}, tree.get("global_step"))
+    with suppress(OSError, SourceError):
         if is_partial(root):
             manifest = read_manifest(root, root.name)
             past = read_past(manifest.step, manifest.ledger.get("lineage"), manifest.ledger.get("history"))
@@ -99,26 +103,29 @@ def state_attempt(
 
 
 def state_lags(
-    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float]
+    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float], family: str
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of a composite, with how far its optimizer's ``steps`` are behind its base, and notices.
 
     Checkpoints that a training saves after a resume keep this, which tells them from files of several saves.
     """
     expected = reference.global_step - reference.skipped_steps
-    lags = frozenset(int(expected - step) for step in steps) | {0}
+    found = frozenset(int(expected - step) for step in steps)
+    lags = found | {0}
     content = _content(layouts, reference)
     if content is not None:
         if read_lags(content) == lags:
             return list(layouts), []
         return _with_content(layouts, with_lags(content, lags), "the base's, with Adam's steps behind it"), []
-    if lags == {0}:
+    # elsewhere each param has a step of its own, and those without gradients lag behind in any training
+    is_usual = lags == {0} or (family not in (DEEPSPEED, UNIVERSAL) and 0 in found and min(found) == 0)
+    if is_usual:
         return list(layouts), []
     what = (
         f"Adam's steps differ from the run's, and without {TRAINER_STATE} nothing says so in the checkpoints that the "
         "run saves after a resume: llmtailor will refuse them"
     )
-    return list(layouts), [Problem("moments", what, "use moments: newest with a base_model of the same step")]
+    return list(layouts), [Problem("optimizer", what, "take all optimizer states from the step of base_model")]
 
 
 def _content(layouts: Sequence[FileLayout], reference: CheckpointIndex) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import SourceError, TargetError, some
-from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
+from llmtailor.formats.clients import CKPT, TRAINER_STATE, client_of, is_accelerates
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
 from llmtailor.formats.partial.manifest import is_tensor_file
 from llmtailor.formats.partial.read import looks_partial
@@ -38,12 +38,12 @@ from llmtailor.formats.trainer import (
     SCHEDULER,
     is_weight_file,
 )
-from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, is_shard_name
+from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, is_shard_name, is_tag_alone
 from llmtailor.storage.listing import Entries, FileFact, list_entries
 from llmtailor.storage.local import open_source, read_source
 
 _TRAINING = {
-    *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, "training_args.bin"),
+    *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, CKPT, "training_args.bin"),
     *("optimizer.bin", "pytorch_model_fsdp.bin"),  # FSDP with FULL_STATE_DICT
     *(LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"),
 }
@@ -64,7 +64,6 @@ _OF_RANK = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
 _TAG = re.compile(r"global_step[0-9]+(_universal)?|pytorch_model")
 _OF_UNIVERSAL = re.compile(r"zero/(optimizer_state\.pt|[^/]+/(\w+\.pt)?)?")
-_OF_TRAINING = (TRAINER_STATE, OPTIMIZER, "optimizer.bin", METADATA)
 _DCP_FOLDERS = ("pytorch_model_fsdp_0/", "optimizer_0/")
 _TEMPLATES = "additional_chat_templates"
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json")
@@ -107,7 +106,7 @@ def survey_contents(root: Path) -> Contents:
         else:
             unknown.append(path)
     is_training = any(
-        path in (TRAINER_STATE, OPTIMIZER, "optimizer.bin", METADATA) or is_shard_name(path.rpartition("/")[2])
+        path in (TRAINER_STATE, OPTIMIZER, CKPT, "optimizer.bin", METADATA) or is_shard_name(path.rpartition("/")[2])
         for path in known
     )
     return Contents(known, tuple(sorted(unknown)), is_training, recognizer.is_partial)
@@ -168,13 +167,14 @@ class _Recognizer:
     def __init__(self, root: Path, top: Entries):
         self.root, self.top = root, top
         self.is_partial = looks_partial(root)
+        self.is_tag = is_tag_alone(root)
         self.weights = frozenset() if self.is_partial else frozenset(self._weights())
         self.names = {*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST, *self.weights, *self._code()}
         self.tags = self._find_tags()
         self.written = self._written()
 
     def file(self, path: str) -> bool:
-        if path in self.names or is_rng_file(path) or is_accelerates(path):
+        if path in self.names or is_rng_file(path) or is_accelerates(path) or (self.is_tag and is_shard_name(path)):
             return True
         if path == METADATA or DATA_FILE.fullmatch(path):
             return METADATA in self.top
@@ -289,4 +289,5 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
         return path.endswith(".safetensors")
     if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path):
         return True
-    return "/" in path or path == client_of(index).optimizer or (is_weight_file(path) and not index.has_masters)
+    is_of_states = path in (".", client_of(index).optimizer)
+    return "/" in path or is_of_states or (is_weight_file(path) and not index.has_masters)

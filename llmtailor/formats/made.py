@@ -1,4 +1,4 @@
-"""The Trainer's files of a base without a Trainer: a scheduler's state and a trainer_state.json, made from its steps.
+"""The files of a client that the base, of another one, lacks: a scheduler's state, and a trainer_state.json.
 
 A scheduler's state is taken from accelerate's ``scheduler.bin``, from DeepSpeed's model states, or from
 ``lr_scheduler`` of a folder of torch.distributed.checkpoint, where torchtitan keeps it.
@@ -10,25 +10,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, CheckpointIndex, DcpEntry
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problem, some
-from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
+from llmtailor.errors import PathIn, Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, client_of, is_accelerates, is_trainers_file
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.scheduler import read_scheduler, regroup_scheduler
-from llmtailor.formats.trainer import SCHEDULER
+from llmtailor.formats.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
+from llmtailor.formats.trainer import ADAPTER_CONFIG
+from llmtailor.formats.zero.files import is_shard_name
 
 LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
 
 
 def of_others(base: CheckpointIndex) -> frozenset[str]:
-    """Return the files in the root of an FSDP, DCP or universal checkpoint that other formats don't have."""
+    """Return the files in the root of an FSDP, DCP or universal checkpoint, or of a tag folder, that other formats
+    don't have."""
     names = (METADATA, "optimizer.bin", "latest_universal")
-    return frozenset(path for path in base.files if path in names or DATA_FILE.fullmatch(path))
+    there = (*base.files, *base.inside)
+    return frozenset(path for path in there if path in names or DATA_FILE.fullmatch(path) or is_shard_name(path))
 
 
 def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:
@@ -80,13 +83,48 @@ def rates(base: CheckpointIndex, wanted: Wanted) -> list[float]:
 def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
     """Return the files of the wanted client that a base of another one lacks, and notices.
 
-    That client is the Trainer: these are its ``scheduler.pt`` and ``trainer_state.json``.
+    An engine has none: it keeps a scheduler's state in the model states. Raises UnsupportedCheckpoint for an adapter.
     """
     if wanted.client == base.client:
         return [], [*_other_ranks(base, wanted.layout.world_size)]
-    tree, notices = scheduler_tree(base, wanted.from_group), []
-    tree_of_base = tree
+    if wanted.client != TRAINER and ADAPTER_CONFIG in base.files:
+        what = "it is a PEFT adapter, and other loaders than the Trainer's miss the frozen params"
+        raise UnsupportedCheckpoint.at(base.name, what, "leave out --layout")
+    made: list[FileLayout] = []
+    notices: list[Problem] = []
+    own = next((tree.get("lr_scheduler") for tree in base.train.model if tree), None)
+    is_engines = bool(wanted.layout.stage and own) and not is_torch_scheduler(own)  # made from the DeepSpeed config
+    if wanted.client == TRAINER or (wanted.client == ACCELERATE and not is_engines):
+        scheduler, notices = _scheduler(base, wanted)
+        made.append(scheduler)
+    if lost := [*_without_counterpart(base, wanted.client)]:
+        text = f"its {some(lost)} have no counterpart, and are left out"
+        if base.client == DCP:
+            text = f"its values under {some(lost)} have no counterpart, and are left out"
+        notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
+    if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.inside))):
+        what = "it has no random states; accelerate logs that, and draws other numbers"
+        notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
+    if wanted.client == TRAINER:
+        what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
+        fix = (
+            "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes "
+            "them from there, not from its arguments, and they are 500 here"
+        )
+        notices.append(Problem(base.name, what, fix))
+        data = json.dumps(_trainer_state(base.global_step), indent=2, sort_keys=True).encode() + b"\n"
+        made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))
+    return made, notices
+
+
+def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, str]:
+    """Return the state of a scheduler of torch that has counted the base's steps, for another client.
+
+    If the base holds none, it is made from the rates in the param groups; the text then says why.
+    """
+    tree, why = scheduler_tree(base, wanted.from_group), ""
     if tree is None or not read_scheduler(tree).lengths:
+        why = "it holds no scheduler state" if tree is None else "its scheduler's state is not torch's"
         groups, step = wanted.layout.groups, base.global_step
         tree = {
             "base_lrs": rates(base, wanted),
@@ -97,31 +135,34 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
             "_last_lr": [group.hyper.get("lr", 0.0) for group in groups],
             "lr_lambdas": [None] * len(groups),
         }
-        lacks = "it holds no scheduler state" if tree_of_base is None else "its scheduler's state is not torch's"
-        what = f"{lacks}; {SCHEDULER} is made for step {step}, from the rates in the param groups"
+    return tree, why
+
+
+def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
+    """Return the scheduler's file, and notices."""
+    client, step, notices = CLIENTS[wanted.client], base.global_step, []
+    tree, why = scheduler_for(base, wanted)
+    if why:
+        what = f"{why}; {client.scheduler} is made for step {step}, from the rates in the param groups"
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
         notices.append(Problem(base.name, what, fix))
-    what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
-    if lost := [*_without_counterpart(base)]:
-        text = f"its {some(lost)} have no counterpart, and are left out"
-        if base.client == DCP:
-            text = f"its values under {some(lost)} have no counterpart, and are left out"
-        notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
-    fix = (
-        "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes them "
-        "from there, not from its arguments, and they are 500 here"
-    )
-    notices.append(Problem(base.name, what, fix))
-    data = json.dumps(_trainer_state(base.global_step), indent=2, sort_keys=True).encode() + b"\n"
-    made = [lay_out_torch_file(SCHEDULER, tree), FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),))]
-    return made, notices
+    if not client.counts_steps and read_scheduler(tree).num_steps is not None:
+        count = step * wanted.layout.world_size
+        tree = {**tree, "last_epoch": count, "_step_count": count + 1}
+        if count != step:
+            what = f"the schedule is set to {count} for step {step}, because accelerate steps it once per process"
+            fix = f"if the loop that resumes steps it once, set its last_epoch to {step} after load_state"
+            notices.append(Problem(PathIn(base.name, client.scheduler), what, fix))
+    return lay_out_torch_file(client.scheduler, tree), notices
 
 
-def _without_counterpart(base: CheckpointIndex) -> list[str]:
-    """Return the values of a base's client that the Trainer has no place for."""
-    if base.client == ACCELERATE:
+def _without_counterpart(base: CheckpointIndex, client: str) -> list[str]:
+    """Return the files, or values, of a base's client that another one has no place for."""
+    if base.client in (ACCELERATE, TRAINER):
+        own = is_accelerates if base.client == ACCELERATE else is_trainers_file
         known = {client_of(base).scheduler, client_of(base).optimizer}
-        return [path for path in base.files if is_accelerates(path) and not is_rng_file(path) and path not in known]
+        has_rng = CLIENTS[client].saves_rng
+        return [path for path in base.files if own(path) and path not in known and not (is_rng_file(path) and has_rng)]
     return sorted({str(entry.path[0]) for entry in _others(base).values()} - {LR_SCHEDULER, "llmtailor"})
 
 

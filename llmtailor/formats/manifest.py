@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
@@ -12,17 +13,19 @@ from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.partial.manifest import is_partial
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
 from llmtailor.formats.trainer import MANIFEST
+from llmtailor.model.parts import layer_of
 
 
-def read_part_steps(root: Path, name: str) -> dict[str, int]:
-    """Return the step of each part of a composite; empty for a checkpoint that is not a composite.
+def read_part_steps(root: Path, name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the step of each part of a composite, and that of its masters; empty for another checkpoint.
 
     A part that is split over several sources gets the oldest step. Raises SourceError for a damaged manifest.
     """
-    if not (root / MANIFEST).is_file():
-        return {}
-    where = PathIn(name, MANIFEST)
     steps: dict[str, int] = {}
+    masters: dict[str, int] = {}
+    if not (root / MANIFEST).is_file():
+        return steps, masters
+    where = PathIn(name, MANIFEST)
     rows = read_json(root / MANIFEST, where).get("parts")
     for row in rows if isinstance(rows, list) else [None]:
         if not isinstance(row, dict) or not is_count(row.get("step")):
@@ -32,7 +35,11 @@ def read_part_steps(root: Path, name: str) -> dict[str, int]:
             )
         part, step = check_name(row.get("part"), "a part", where), row["step"]
         steps[part] = min(step, steps.get(part, step))
-    return steps
+        stated: Any = row.get("masters_step")  # absent in older ones
+        of_masters = int(stated) if is_count(stated) else step
+        if row.get("only") is None:
+            masters[part] = min(of_masters, masters.get(part, of_masters))
+    return steps, masters
 
 
 def read_merge(root: Path) -> str | None:
@@ -55,7 +62,7 @@ class ManifestFacts:
     files: Mapping[str, tuple[int, int]]
     """Path -> size in bytes and CRC-32, as written"""
     digests: Mapping[str, str]
-    """Part -> digest of its states; see `storage.checksums.part_digest`"""
+    """Part -> digest of its states; see `storage.checksums.part_digest`. Layers are whole."""
     is_split: bool
     """Whether weights and optimizer states of a part come from different checkpoints, as requested"""
 
@@ -79,7 +86,7 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             world_size=int(content["world_size"]),
             steps={int(row["flat_id"]): float(row["step"]) for row in content["optimizer_steps"]},
             files={str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in content["files"]},
-            digests={str(row["part"]): str(row["digest"]) for row in content["parts"] if row["digest"]},
+            digests={layer_of(str(row["part"])): str(row["digest"]) for row in content["parts"] if row["digest"]},
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:

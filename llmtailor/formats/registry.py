@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
+from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.errors import MismatchError, SourceError, damaged, printable
 from llmtailor.findings import NOTE, Finding
+from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.format import Reader, Writer, attempt
+from llmtailor.formats.lightning import read as lightning_reader
+from llmtailor.formats.lightning import write as lightning_writer
 from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.plain import read as plain_reader
@@ -29,9 +33,10 @@ from llmtailor.formats.universal import read as universal_reader
 from llmtailor.formats.universal import write as universal_writer
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
+from llmtailor.model.experts import split_experts
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import WEIGHT
+from llmtailor.model.states import BUFFER, FROZEN, WEIGHT, is_moment
 from llmtailor.storage.stand_in import UPLOADING, location_of, see, stand_in_of
 from llmtailor.timing import Stopwatch
 
@@ -39,7 +44,14 @@ logger = logging.getLogger(__name__)
 _SHOWN = 3
 
 
-READERS: tuple[Reader, ...] = (partial_reader, dcp_reader, plain_reader, universal_reader, zero_reader)
+READERS: tuple[Reader, ...] = (
+    partial_reader,
+    lightning_reader,
+    dcp_reader,
+    plain_reader,
+    universal_reader,
+    zero_reader,
+)
 """In the order in which they are tried; the last one reports what is wrong with a folder of no format."""
 
 
@@ -52,9 +64,15 @@ _WRITERS: Mapping[str, Writer] = {
 }
 
 
-def writer_of(family: str) -> Writer:
-    """Return the writer of a family of formats."""
-    return _WRITERS[family]
+def writer_of(family: str, client: str = TRAINER) -> Writer:
+    """Return the writer of a family of formats, for whose loader resumes from the output."""
+    is_one_file = family == TRAINER and CLIENTS[client].holds_all
+    return lightning_writer if is_one_file else _WRITERS[family]
+
+
+def is_checkpoint(root: Path) -> bool:
+    """Return whether this is, or was, a checkpoint of any format."""
+    return any(reader.detects(root) for reader in READERS)
 
 
 def choose_format(base: CheckpointIndex, to: str | None, stage: int | None) -> tuple[str, int]:
@@ -107,7 +125,9 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         about = (survey.index.format, survey.index.global_step, survey.index.world_size, len(survey.index.files))
         logger.info("indexed %s in %s: %s, step %d, %d ranks, %d files", name, watch.lap(), *about)
         findings = (*survey.index.findings, *_links_outside(survey.index))
-        return replace(survey, index=replace(survey.index, part_steps=steps or {}, findings=findings))
+        of_parts, of_masters = steps or ({}, {})
+        known = replace(survey.index, part_steps=of_parts, master_steps=of_masters, findings=findings)
+        return replace(survey, index=known)
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
         raise SourceError.at(
@@ -145,6 +165,45 @@ def find_structure(index: CheckpointIndex) -> ModelStructure:
     return find_parts([*numels, *index.tied], dict(index.tied), numels, config)
 
 
-def absent_parts(index: CheckpointIndex, structure: ModelStructure) -> frozenset[str]:
-    """Return the parts that a partial checkpoint left out, entirely or in part."""
-    return frozenset(structure.part_of[state.param] for state, held in index.held.items() if not held.is_here)
+def split_parts(structure: ModelStructure, *indexes: CheckpointIndex) -> ModelStructure:
+    """Return the parts of a model with experts as parts in the `shared_layers` of these checkpoints."""
+    layers = {layer for index in indexes for layer in shared_layers(index, structure)}
+    return with_experts(structure, indexes[0], layers)
+
+
+def with_experts(
+    structure: ModelStructure, index: CheckpointIndex, layers: Collection[str] | None = None
+) -> ModelStructure:
+    """Return the parts of the model in a checkpoint with experts as parts in these layers; None means all."""
+    shapes = {name: () if param.role == "buffer" else param.shape for name, param in index.params.items()}
+    return split_experts(structure, {**dict.fromkeys(index.tied, ()), **shapes}, layers)
+
+
+def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]:
+    """Return the layers of which a partial checkpoint holds a share, and of a composite those of several steps.
+
+    In ``structure``, layers are whole.
+    """
+    layers = index.split_layers
+    here: dict[tuple[str, bool], bool] = {}
+    for state, held in index.held.items() if index.is_partial else ():
+        if state.kind not in (WEIGHT, FROZEN, BUFFER) and held.numel:
+            part, key = structure.part_of[state.param], is_moment(state.kind)
+            if held.is_here != held.is_whole or here.setdefault((part, key), held.is_here) != held.is_here:
+                layers.add(part)
+    return layers
+
+
+def absent_parts(index: CheckpointIndex, structure: ModelStructure, kind: str | None = None) -> frozenset[str]:
+    """Return the parts that a partial checkpoint left out, entirely or in part; with ``kind``, those of this kind."""
+    absent, pieces_of = set(), structure.pieces_of
+    for state, held in index.held.items():
+        if held.is_whole or kind not in (None, state.kind):
+            continue
+        if state.param not in pieces_of:
+            absent.add(structure.part_of[state.param])
+        for name in pieces_of.get(state.param, ()):
+            piece = structure.pieces[name]
+            if without(((piece.begin, piece.end),), held.runs):
+                absent.add(structure.part_of[name])
+    return frozenset(absent)

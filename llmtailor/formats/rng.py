@@ -182,6 +182,16 @@ def as_trainers(tree: Any) -> dict[str, Any]:
     return {key: own[other] for key, other in ACCELERATE_KEYS.items() if other in own}
 
 
+def as_accelerates(tree: Any) -> dict[str, Any]:
+    """Return the Trainer's random number states in accelerate's form, which lists those of all GPUs."""
+    own = tree if isinstance(tree, dict) else {}
+    found = {other: own[key] for key, other in ACCELERATE_KEYS.items() if key in own}
+    of_gpus = ACCELERATE_KEYS["cuda"]
+    if as_tensor(found.get(of_gpus)) is not None:
+        found[of_gpus] = [found[of_gpus]]
+    return found
+
+
 def check_rng(root: Path, tree: Any, where: str) -> Iterator[Finding]:
     """Yield findings on states that a resume rejects. Of tensors, only that of the CPU's generator is read."""
     yield from check_file(tree, RNG_TABLE, "random states", where, _OF_ARRAYS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
@@ -30,10 +30,26 @@ from llmtailor.containers.safetensors import (
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, Client, detect_client, is_accelerates, is_second_models
+from llmtailor.formats.clients import (
+    CLIENTS,
+    TRAINER_STATE,
+    Client,
+    detect_client,
+    is_accelerates,
+    is_second_models,
+    is_trainers_file,
+)
 from llmtailor.formats.format import Trees, Wanted, attempt
 from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
-from llmtailor.formats.rng import as_trainers, check_random_states, check_rng, find_swapped, is_rng_file, rng_file
+from llmtailor.formats.rng import (
+    as_accelerates,
+    as_trainers,
+    check_random_states,
+    check_rng,
+    find_swapped,
+    is_rng_file,
+    rng_file,
+)
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
     TRAINING_ARGS,
@@ -138,13 +154,14 @@ def read_trainer_files(
             findings += check_trainer_state(content, facts, where)
     saved_as: dict[str, str] = {}
     known: dict[str, Any] = {}
-    in_root = [path for path in inside if "/" not in path and path != for_whom.optimizer]
+    whole, optimizer = (for_whom.optimizer, "") if for_whom.holds_all else ("", for_whom.optimizer)
+    in_root = [path for path in inside if "/" not in path and path != optimizer]
     for path in (*files, *in_root):
         where, is_rng = PathIn(name, path), is_rng_file(path)
         try:
             if path == CONFIG:
                 read_json(root / path, where)
-            elif path in inside or is_rng or path in (for_whom.scheduler, SCALER):
+            elif path in inside or is_rng or path in (for_whom.scheduler, SCALER, whole):
                 decoded = trees.read(path, where)
                 known[path] = decoded.tree
                 if is_rng and decoded.archive is not None:
@@ -245,12 +262,12 @@ def lay_out_trainer_files(
     if wanted.from_group is not None and is_same_client and base.offers(scheduler):
         where = PathIn(base.name, scheduler)
         made.append(lay_out_scheduler(base.train.trees[scheduler], where, len(base.groups), wanted.from_group))
-    paths = {layout.path for layout in made}
+    paths = {".", CLIENTS[base.client].optimizer, *(layout.path for layout in made)}
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path)
-        is_others = not is_same_client and is_accelerates(path)
+        is_others = not is_same_client and (is_accelerates(path) or (base.client == TRAINER and is_trainers_file(path)))
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
@@ -259,7 +276,7 @@ def lay_out_trainer_files(
         if not is_left(path):
             is_cast = path == CONFIG and dtype
             layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
-    if not has_weights:
+    if not has_weights and (is_same_client or CLIENTS[wanted.client].saves_model):
         layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
     return [*layouts, *made]
 
@@ -309,13 +326,16 @@ def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
 def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
     """Return layouts of random number states, one per rank; with more ranks than the base, they repeat in turn."""
     layouts: list[FileLayout] = []
+    if client != base.client and not CLIENTS[client].saves_rng:
+        return layouts
     old = base.world_size
     for rank in range(new):
         source = rng_file(rank % old, old, base.client)
         path = rng_file(rank, new, client)
-        if base.client == ACCELERATE != client:
+        if ACCELERATE in (base.client, client) and base.client != client:
+            convert = as_trainers if base.client == ACCELERATE else as_accelerates
             if source in base.train.trees:
-                layouts.append(lay_out_torch_file(path, as_trainers(base.train.trees[source])))
+                layouts.append(lay_out_torch_file(path, convert(base.train.trees[source])))
         elif source in base.files:
             layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
         elif source in base.inside:

@@ -283,8 +283,8 @@ def read_global_step(content: Mapping[str, Any], where: str) -> int:
 def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
     """Return how many steps Adam may be behind the run; 0 is among them.
 
-    A composite whose moments were reset, or are newer than its base, states the difference. A training that resumes
-    from it keeps the statement, as it keeps all states of callbacks, and the difference stays the same.
+    A composite whose moments were reset, or come from another step than its base, states the difference. A training
+    that resumes from it keeps the statement, as it keeps all states of callbacks, and the difference stays the same.
     """
     callbacks = content.get(CALLBACKS)
     stated = callbacks.get(LAGS) if isinstance(callbacks, Mapping) else None

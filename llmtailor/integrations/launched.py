@@ -1,19 +1,19 @@
 """The saver that ``llmtailor run`` adds to every Trainer of a script.
 
-transformers has no entry points and no option that names a callback, and ``report_to`` knows only its own names. It has
-the list ``transformers.trainer.DEFAULT_CALLBACKS``: every Trainer gets one of each class in it.
+transformers has no entry points and no option that names a callback. It has the list
+``transformers.trainer.DEFAULT_CALLBACKS``: every Trainer gets one of each class in it. The option ``report_to`` knows
+the names in a dict, to which the module `report_to` adds ours.
 """
 
 from __future__ import annotations
 
-import sys
-
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from llmtailor.integrations.report_to import NamedSaving
 from llmtailor.saving.trainer_callback import PartialSaving
 
 
-class LaunchedSaving(PartialSaving):
+class LaunchedSaving(NamedSaving):
     """A saver with the options of the environment. It gives way to one that the script adds itself."""
 
     gives_way = True
@@ -27,9 +27,3 @@ class LaunchedSaving(PartialSaving):
             handler.callbacks = [one for one in handler.callbacks if one is not self]
             return
         super().on_train_begin(args, state, control, **kwargs)
-        if state.is_world_process_zero and self.saver is not None:
-            how = self.save_steps or (
-                "auto" if self.overhead is not None else f"by save_strategy={args.save_strategy.value}"
-            )
-            what = f"llmtailor: saving parts ({self.policy.name}, save_steps: {how}) in {self.saver.folder.partial}"
-            print(what, file=sys.stderr)  # the launcher's word that it works: scripts rarely show the log at level INFO

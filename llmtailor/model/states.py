@@ -37,6 +37,14 @@ ITEMSIZE = {
 """Bytes per element, by the dtype names of the safetensors format, which llmtailor uses everywhere"""
 
 
+_NO_MOMENTS = frozenset((MASTER, WEIGHT, MODULE, FROZEN, BUFFER))
+
+
+def is_moment(kind: str) -> bool:
+    """Return whether a kind of state is one of those that an optimizer keeps beside the master."""
+    return kind not in _NO_MOMENTS
+
+
 class State(NamedTuple):  # which hashes several times faster than a dataclass
     """One kind of data of one param.
 

@@ -6,18 +6,34 @@ asks a policy at a save.
 
 from __future__ import annotations
 
-from llmtailor.policies.check import IN_NO_SAVE, MAX_STALENESS, OLDEST, check_policy, choose, restore_state, state_of
+from llmtailor.policies.by_change import Adaptive, Update
+from llmtailor.policies.check import (
+    IN_NO_SAVE,
+    MAX_STALENESS,
+    OLDEST,
+    check_policy,
+    choose,
+    restore_state,
+    saves_masters,
+    staleness_limit,
+    state_of,
+)
 from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
-from llmtailor.policies.schedules import POLICIES, Filter, Full, Parity, RoundRobin, Update, make_policy, named_policy
+from llmtailor.policies.schedules import Filter, Full, MomentsInTurn, Parity, RoundRobin
+from llmtailor.policies.setback import setbacks
+from llmtailor.policies.spec import DEFAULT_POLICY, POLICIES, make_policy, named_policy
 
 __all__ = [
+    "DEFAULT_POLICY",
     "IN_NO_SAVE",
     "MAX_STALENESS",
     "OLDEST",
     "POLICIES",
+    "Adaptive",
     "Choice",
     "Filter",
     "Full",
+    "MomentsInTurn",
     "Parity",
     "Policy",
     "RoundRobin",
@@ -29,5 +45,8 @@ __all__ = [
     "make_policy",
     "named_policy",
     "restore_state",
+    "saves_masters",
+    "setbacks",
+    "staleness_limit",
     "state_of",
 ]

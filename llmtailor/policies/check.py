@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
 from llmtailor.model.parts import ModelStructure, nearest
 from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
+from llmtailor.policies.spec import POLICIES
 
 MAX_STALENESS = "max_staleness"
 IN_NO_SAVE = "in no save"
@@ -41,7 +42,13 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> Choice:
         added = {max(situation.parts, key=situation.age): OLDEST}
     reasons = wanted | added
     ordered = {part: reasons[part] for part in situation.parts if part in reasons}
-    return Choice(ordered, frozenset(added), tuple(problems))
+    masters = tuple(part for part in situation.parts if part not in ordered) if saves_masters(policy) else ()
+    return Choice(ordered, frozenset(added), tuple(problems), masters)
+
+
+def saves_masters(policy: Policy) -> bool:
+    """Return whether every save holds the masters of the parts that a policy does not choose."""
+    return bool(getattr(policy, "saves_masters", False))
 
 
 def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Problem]]:
@@ -54,7 +61,8 @@ def ask(policy: Policy, situation: Situation) -> tuple[dict[str, str], list[Prob
     if not isinstance(answer, Mapping):
         what = f"it returned a {type(answer).__name__}"
         return {}, [Problem(where, what, "return a mapping from parts to reasons, such as {'layer 3': 'changed'}")]
-    unknown = [part for part in answer if part not in situation.parts]
+    known = {*situation.parts}  # of a model with experts, thousands
+    unknown = [part for part in answer if part not in known]
     problems = [Problem(where, f"there is no part {part!r}", nearest(part, situation.parts)) for part in unknown]
     return {part: str(answer[part]) for part in situation.parts if part in answer}, problems
 
@@ -68,17 +76,18 @@ def _own_bound(policy: Policy, situation: Situation) -> int | None:
 
 def _due(situation: Situation, wanted: Mapping[str, str], max_staleness: int, *, is_paced: bool) -> dict[str, str]:
     """Return the parts that must be added to this save, with reasons."""
+    now, last = situation.save, situation.last
     left_out = [part for part in situation.parts if part not in wanted]
-    new = {part: IN_NO_SAVE for part in left_out if part not in situation.last}
+    new = {part: IN_NO_SAVE for part in left_out if part not in last}
     # The latest save that a part can wait for.
-    deadlines = {
-        part: max(situation.save, situation.last[part] + max_staleness + 1) for part in left_out if part not in new
-    }
-    sizes = [situation.num_bytes[part] for part in situation.parts]
-    share = -(-sum(sizes) // (max_staleness + 1))
-    due = [part for part, deadline in deadlines.items() if deadline == situation.save]
+    deadlines = {part: last[part] + max_staleness + 1 for part in left_out if part not in new}
     if is_paced:
-        due = _ahead_of_time(deadlines, situation.num_bytes, situation.save, share, max(sizes))
+        sizes = [situation.num_bytes[part] for part in situation.parts]
+        share = -(-sum(sizes) // (max_staleness + 1))
+        deadlines = {part: at if at > now else now for part, at in deadlines.items()}
+        due = _ahead_of_time(deadlines, situation.num_bytes, now, share, max(sizes))
+    else:
+        due = [part for part, at in deadlines.items() if at <= now]
     return new | dict.fromkeys(due, MAX_STALENESS)
 
 
@@ -91,12 +100,20 @@ def _ahead_of_time(
     can hold them at that rate, plus one part; the excess is saved now, the most urgent first. If there is too much for
     the share (left by another policy), the smallest sufficient number is used.
     """
-    waiting = sorted(deadlines, key=lambda part: deadlines[part])
-    until = dict(zip(waiting, accumulate(num_bytes[part] for part in waiting), strict=True))
-    saves = {part: deadlines[part] - now for part in waiting}
-    share = max([share, *(-((largest - until[part]) // (saves[part] + 1)) for part in waiting)])
-    excess = max((until[part] - saves[part] * share - largest for part in waiting), default=0)
-    return [part for part in waiting if saves[part] == 0 or until[part] - num_bytes[part] < excess]
+    due_by: dict[int, list[str]] = {}
+    for part, deadline in deadlines.items():
+        due_by.setdefault(deadline, []).append(part)
+    in_time = sorted(due_by)
+    until = dict(zip(in_time, accumulate(sum(map(num_bytes.__getitem__, due_by[at])) for at in in_time), strict=True))
+    share = max([share, *(-((largest - until[at]) // (at - now + 1)) for at in in_time)])
+    excess = max((until[at] - (at - now) * share - largest for at in in_time), default=0)
+    chosen, load = due_by.get(now, []), until.get(now, 0)
+    for part in (part for at in in_time if at > now for part in due_by[at]):
+        if load >= excess:
+            break
+        chosen.append(part)
+        load += num_bytes[part]
+    return chosen
 
 
 NUM_SAVES = 240
@@ -120,24 +137,40 @@ def check_policy(
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
 ) -> int:
-    """Return the staleness that `choose` must guarantee: `max_staleness`, or what the policy itself promises.
+    """Return what `staleness_limit` does, and test the policy in simulated saves.
 
-    Raises UsageError with every problem if the policy promises nothing and no `max_staleness` is given, if its schedule
-    exceeds `max_staleness` or its promise, if it names unknown parts, never chooses any, raises, or answers
-    differently when asked again or resumed. The policy's own state is restored.
+    Raises UsageError with every problem, also if the policy's schedule exceeds its promise, if it names unknown parts,
+    never chooses any, raises, or answers differently when asked again or resumed. Of the policies in `POLICIES`, only
+    the options are tested. The policy's own state is restored.
     """
-    where = f"policy {policy.name}"
-    if not parts:
-        raise UsageError.at(where, "no part of the model is trainable", "unfreeze something before attaching")
-    with _blaming(policy, "fix its worst_staleness, or return None there"):
-        worst = policy.worst_staleness(structure, parts)
-    limit = _limit(policy, worst, max_staleness)
+    limit, promise = _limits(policy, structure, parts, max_staleness)
     first = Situation(STEPS_PER_SAVE, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
     with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"), _copies(policy) as fresh:
-        problems = _try_out(fresh, first, limit, worst, needs_drift=policy.needs_drift)
+        is_own = type(policy) in POLICIES.values()
+        problems = _try_out(fresh, first, limit, promise, needs_drift=policy.needs_drift, is_own=is_own)
     if problems:
-        raise UsageError(Problem(where, what, fix) for what, fix in problems.items())
+        raise UsageError(Problem(f"policy {policy.name}", what, fix) for what, fix in problems.items())
     return limit
+
+
+def staleness_limit(policy: Policy, structure: ModelStructure, parts: Sequence[str], given: int | None) -> int:
+    """Return the staleness that `choose` must guarantee: the given ``max_staleness``, or what the policy promises.
+
+    Raises UsageError if neither says one, the policy's schedule exceeds the given one, or there are no parts.
+    """
+    return _limits(policy, structure, parts, given)[0]
+
+
+def _limits(
+    policy: Policy, structure: ModelStructure, parts: Sequence[str], given: int | None
+) -> tuple[int, int | None]:
+    """Return what `staleness_limit` does, and what the policy itself promises."""
+    if not parts:
+        fix = "unfreeze something before attaching"
+        raise UsageError.at(f"policy {policy.name}", "no part of the model is trainable", fix)
+    with _blaming(policy, "fix its worst_staleness, or return None there"):
+        promise = policy.worst_staleness(structure, parts)
+    return _limit(policy, promise, given), promise
 
 
 def state_of(policy: Policy) -> dict[str, Any] | None:
@@ -213,18 +246,33 @@ def _copies(policy: Policy) -> Iterator[Callable[[], Policy]]:
         rewind()
 
 
+_NEVER = {f"in {NUM_SAVES} simulated saves it never chose a part": "make it choose some; check its options"}
+
+
 def _try_out(
-    fresh: Callable[[], Policy], first: Situation, limit: int, promise: int | None, *, needs_drift: bool
+    fresh: Callable[[], Policy],
+    first: Situation,
+    limit: int,
+    promise: int | None,
+    *,
+    needs_drift: bool,
+    is_own: bool,
 ) -> dict[str, str]:
-    """Return the first problem of each kind, with its fix."""
+    """Return the first problem of each kind, with its fix.
+
+    Only the options of llmtailor's own may be wrong, so that it never chooses a part; tests check the rest.
+    """
     found: dict[str, tuple[str, str]] = {}
-    is_active = False
     patterns: Mapping[str, Pattern | None] = PATTERNS if needs_drift else {"": None}
+    simulate = partial(_simulate, fresh, first, limit if promise is None else promise)
+    if is_own:
+        is_active = any(map(_is_choice, chain.from_iterable(map(simulate, reversed([*patterns.values()])))))
+        return {} if is_active else _NEVER
+    is_active = False
     for title, pattern in patterns.items():
         when = f" (when {title})" if title else ""
-        simulate = partial(_simulate, fresh, first, limit if promise is None else promise, pattern)
-        answers = simulate()
-        is_active |= any(len(answer.added) < len(answer.parts) for answer in answers)
+        answers = [*simulate(pattern)]
+        is_active |= any(map(_is_choice, answers))
         for save, answer in enumerate(answers, 1):
             for problem in answer.problems:
                 found.setdefault("answer", (f"at save {save}{when}: {problem.what}", problem.fix))
@@ -232,40 +280,44 @@ def _try_out(
             if promise is not None and forced:
                 what = f"its worst_staleness is {promise}, but at save {save}{when} {forced[0]} is older"
                 found.setdefault("promise", (what, "fix worst_staleness, or return None there and give max_staleness"))
-        differing = _differ(answers, simulate())
-        if differing is not None:
-            fix = "decide by the situation alone: no random numbers, no clock, no state missing from state_dict"
-            found.setdefault("again", (f"asked again, it answers differently at save {differing}{when}", fix))
+        differing = _differ(answers, simulate(pattern, resume=True))
+        if differing is None:
             continue
-        differing = _differ(answers, simulate(resume=True))
-        if differing is not None:
+        again = _differ(answers, simulate(pattern))
+        if again is not None:
+            fix = "decide by the situation alone: no random numbers, no clock, no state missing from state_dict"
+            found.setdefault("again", (f"asked again, it answers differently at save {again}{when}", fix))
+        else:
             fix = "give it state_dict() and load_state_dict() that cover its whole state"
             found.setdefault("resume", (f"resumed, it answers differently at save {differing}{when}", fix))
-    if not is_active and not found:
-        return {f"in {NUM_SAVES} simulated saves it never chose a part": "make it choose some; check its options"}
-    return dict(found.values())
+    return dict(found.values()) if is_active or found else _NEVER
+
+
+def _is_choice(answer: Choice) -> bool:
+    """Return whether the policy itself chose some of the parts."""
+    return len(answer.added) < len(answer.parts)
 
 
 def _simulate(
     fresh: Callable[[], Policy], first: Situation, limit: int, pattern: Pattern | None, *, resume: bool = False
-) -> list[Choice]:
+) -> Iterator[Choice]:
+    """Yield the choices of a policy, save by save."""
     policy, last, num = fresh(), dict(first.last), len(first.parts)
-    answers = []
+    rates = {part: pattern(at, num) for at, part in enumerate(first.parts)} if pattern is not None else None
     for save in range(1, NUM_SAVES + 1):
         if resume and save == NUM_SAVES // 2 - 1:
             state = state_of(policy)
             policy = fresh()
             restore_state(policy, state)
-        drift = None
-        if pattern is not None:
-            drift = {part: pattern(at, num) * (save - last[part]) for at, part in enumerate(first.parts)}
-        now = replace(first, step=save * STEPS_PER_SAVE, save=save, last=dict(last), drift=drift)
-        answers.append(choose(policy, now, limit))
-        last |= dict.fromkeys(answers[-1].parts, save)
-    return answers
+        drift = {part: rate * (save - last[part]) for part, rate in rates.items()} if rates is not None else None
+        step = save * STEPS_PER_SAVE
+        now = replace(first, step=step, save=save, last=dict(last), drift=drift, expected_loss=drift)
+        answer = choose(policy, now, limit)
+        last |= dict.fromkeys(answer.parts, save)
+        yield answer
 
 
-def _differ(first: Sequence[Choice], second: Sequence[Choice]) -> int | None:
+def _differ(first: Iterable[Choice], second: Iterable[Choice]) -> int | None:
     """Return the number of the first save at which they differ."""
     pairs = enumerate(zip(first, second, strict=True), 1)
     return next((save for save, (one, other) in pairs if one.parts.keys() != other.parts.keys()), None)

@@ -31,7 +31,10 @@ class Situation:
     """Part -> number of the save that last held it. A part that no save holds (frozen until now) is missing."""
     drift: Mapping[str, float] | None = None
     """Part -> relative change ``|w - w_saved| / |w_saved|`` since it was last saved. None unless the policy needs
-    it; parts that can't be measured are missing."""
+    it; parts that could not be measured are missing."""
+    expected_loss: Mapping[str, float] | None = None
+    """Part -> estimate of how much the training loss rises if this part alone is taken from its last save, in nats;
+    only the ratios are reliable. None and missing as for `drift`."""
 
     def __post_init__(self) -> None:
         if self.save < 1:
@@ -45,11 +48,14 @@ class Situation:
 
 
 class Policy(Protocol):
-    """A choice of the parts that a save holds. It must be deterministic, so that a resumed run makes the same choices.
+    """A choice of the parts that a save holds. It must be deterministic: every rank asks it with the same situation and
+    must get the same answer, as must a resumed run.
 
-    Rank 0 asks it and broadcasts the answer. A policy need not enforce limits: `choose` adds parts that it leaves out
-    for too long. A policy without a bound may have an attribute ``default_max_staleness`` for users who give none; a
-    policy with a state of its own follows `Stateful` as well.
+    A policy need not enforce limits: `choose` adds parts that it leaves out for too long.
+
+    Optional attributes: ``default_max_staleness``, for users who give no bound to a policy without one; and
+    ``saves_masters``: if true, every save holds the masters of the parts that are not chosen, so that only moments
+    become old. A policy with a state of its own follows `Stateful` as well.
     """
 
     @property
@@ -57,7 +63,7 @@ class Policy(Protocol):
 
     @property
     def needs_drift(self) -> bool:
-        """Whether `Situation.drift` must be measured."""
+        """Whether it needs `Situation.drift` or `Situation.expected_loss`."""
         ...
 
     def choose(self, situation: Situation) -> Mapping[str, str]:
@@ -97,6 +103,8 @@ class Choice:
     """The parts that the policy left out"""
     problems: tuple[Problem, ...] = ()
     """The invalid parts of the policy's answer, which were ignored"""
+    masters: tuple[str, ...] = ()
+    """Further parts, of which it holds the masters without the moments"""
 
 
 def whole(least: int, default: Any = MISSING) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmtailor.checkpoint.sources import MOMENTS
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import nearest
-from llmtailor.recipe.recipe import Average, Origin, Recipe, Select, Whole
+from llmtailor.recipe.recipe import ONLY_MOMENTS, Average, Origin, Recipe, Select, Whole
 from llmtailor.recipe.selectors import quote
 from llmtailor.recipe.yaml_tree import Value
 
@@ -21,6 +21,8 @@ LAYERS_FROM = ("slices", "models", "modules")
 MODEL_KEYS = ("model", "parameters")
 _PARAMETERS = {LINEAR: ("weight", "normalize"), EMA: ("decay",)}
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_SMALLEST, _LARGEST = 1e-150, 1e150
+"""Of weights that are not 0: shares stay above 0, also those of many models in the normal form of ema"""
 _CLOSE = 1e-6
 """How far weights that are not normalized may be from a sum of 1, as decimals of thirds are"""
 ReadModel = Callable[[Value], Path]
@@ -47,6 +49,15 @@ def read_moments(value: Value) -> str | None:
     word = value.word(" or ".join(MOMENTS))
     if word is not None and word not in MOMENTS:
         value.refuse(f"moments {quote(word)} is unknown", nearest(word, MOMENTS))
+        return None
+    return word
+
+
+def read_only(value: Value) -> str | None:
+    """Return what of its tensors an entry of ``parts`` is for; None means everything."""
+    word = value.word(ONLY_MOMENTS)
+    if word is not None and word != ONLY_MOMENTS:
+        value.refuse(f"only: {quote(word)} is unknown", f"write only: {ONLY_MOMENTS}, or leave it out")
         return None
     return word
 
@@ -127,6 +138,9 @@ def _weight(value: Value) -> float | None:
     number = _number(value, "a number that is not negative")
     if number is not None and number < 0:
         value.refuse(f"the weight {value.text} is negative, so the result would be no average", "write 0 or more")
+        return None
+    if number is not None and number and not _SMALLEST <= number <= _LARGEST:
+        value.refuse(f"the weight {value.text} is out of range", f"write 0, or {_SMALLEST:g} to {_LARGEST:g}")
         return None
     return number
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, condense, layer_number
-from llmtailor.recipe.recipe import DTYPES, Assignment, Origin, Recipe
+from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
+from llmtailor.recipe.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.stand_in import location_of, stand_in_of
 
@@ -35,8 +35,8 @@ class _Document:
 
     folder: Path | None
     header: list[str]
-    sources: list[tuple[Origin, list[str], list[str]]] = field(default_factory=list)
-    """The checkpoints and averages, the base first: path, the tensors that come from it, and comments"""
+    sources: list[tuple[Origin, list[str], list[str], str | None]] = field(default_factory=list)
+    """The checkpoints and averages, the base first: path, the tensors that come from it, comments, and `Select.only`"""
     slices: list[tuple[Path, int, int]] = field(default_factory=list)
     """Sources of optimizer states whose weights have another source: layer ranges and LLMTailor's numbers"""
     weights: list[tuple[str, Path]] = field(default_factory=list)
@@ -87,14 +87,15 @@ def write_recipe(
     can't be written.
     """
     document = _Document(folder, list(header) or [assignment.title])
-    for source, parts in assignment.parts_of().items():
+    structure = structure.joined(assignment.source_of)
+    for source, parts, only in assignment.rules():
         why: dict[str, list[str]] = {}
         for part in parts:
-            why.setdefault(assignment.reason[part], []).append(part)
+            why.setdefault("newest moments" if only else assignment.reason[part], []).append(part)
         comments = [_age(source.step, assignment.base.step if document.sources else None)]
         comments += [f"{condense(same)} ({reason})" for reason, same in why.items()]
         names = [name for name, part in structure.part_of.items() if part in parts]
-        document.sources.append((source.path, names, comments))
+        document.sources.append((source.path, names, comments, only))
     document.settings = {"output": output}
     return _lay_out(document, structure)
 
@@ -106,11 +107,12 @@ def write_normal_form(
     structure: ModelStructure,
     folder: Path | None,
     weights_of: Mapping[str, Path] = MappingProxyType({}),
+    moments_of: Mapping[str, Path] = MappingProxyType({}),
 ) -> str:
     """Return the YAML of a recipe of any form in the short form.
 
-    `source_of` and `weights_of` are the result of resolving it (see `Choice`). Split parts become globs or names of
-    tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
+    `source_of`, `weights_of` and `moments_of` are the result of resolving it (see `Choice`). Split parts become globs
+    or names of tensors. Output, dtype and tokenizer are kept. Paths are written as by `write_recipe`.
     """
     names_of: dict[Origin, list[str]] = {source: [] for source in (base, *recipe.sources())}
     split = dict.fromkeys(structure.part_of[name] for name in weights_of)
@@ -119,10 +121,14 @@ def write_normal_form(
             names_of.setdefault(source_of[name], []).append(name)
     document = _Document(folder, [f"the normal form of {recipe.name}"])
     base_step = _step(base)
-    for source, names in names_of.items():
+    entries: list[tuple[Origin, list[str], str | None]] = [(source, names, None) for source, names in names_of.items()]
+    for moved in dict.fromkeys(moments_of.values()):
+        names = [name for name in structure.part_of if moments_of.get(name) == moved]
+        entries.append((moved, names, ONLY_MOMENTS))
+    for source, names, only in entries:
         step = _step(source) if isinstance(source, Path) else None
         age = [_age(step, base_step)] if source != base and step is not None and base_step is not None else []
-        document.sources.append((source, names, age + _shares(names, structure)))
+        document.sources.append((source, names, age + _shares(names, structure), only))
     for part in split:
         _write_split(part, source_of, weights_of, structure, document)
     if split:
@@ -161,18 +167,19 @@ def _write_split(
 
 
 def _lay_out(document: _Document, structure: ModelStructure) -> str:
-    (base, names, comments), *others = document.sources
+    (base, names, comments, _), *others = document.sources
     also = f"supplies the rest, and {_NO_PART}" if names else f"supplies no part, only {_NO_PART}"
     lines = [*_comment(document.header), "merge_method: passthrough", "", *_comment([*comments, also])]
     assert isinstance(base, Path), "an average can't be the base"
     lines.append(f"base_model: {document.model(base)}")
     others = [source for source in others if source[1]]
     lines += ["", "parts:"] if others else []
-    for path, names, comments in others:
+    for path, names, comments, only in others:
         lines += _comment(comments, "  ")
         lines += document.head(path)
         try:
             lines += _entry("select", spell(names, structure), "    ")
+            lines += [f"    only: {only}"] if only else []
         except RecipeError as error:
             document.problems += error.problems
     lines += ["", "slices:", "  # optimizer states"] if document.slices else []
@@ -264,14 +271,38 @@ def _sum_of(wanted: frozenset[str], structure: ModelStructure, *, negating: bool
     """Return selectors for layers, other parts, and tensors of split parts; without ``!`` unless `negating`."""
     whole, split = structure.divide(wanted)
     numbers = structure.layers
-    texts = _spell_layers({numbers[part] for part in whole if part in numbers}, sorted(numbers.values()), negating)
-    for part in whole:
-        if part not in numbers:
+    layers = with_layers(whole, structure.parts) & {layer_of(part) for part in numbers}
+    taken = {number for part, number in numbers.items() if layer_of(part) in layers}
+    texts = _spell_layers(taken, sorted({*numbers.values()}), negating)
+    rest = [part for part in whole if layer_of(part) not in layers]
+    texts += _spell_shares(rest, structure)
+    for part in rest:
+        if layer_of(part) == part:
             own = structure.names(part)
             is_selector = select([part], structure) == (frozenset(own), ())
             texts += [part] if is_selector else [_exactly(name) for name in own]
     pieces = {name for name in wanted if structure.part_of[name] in split}
     return texts + (_spell_pieces(pieces, wanted, structure, negating) if pieces else [])
+
+
+def _spell_shares(parts: Collection[str], structure: ModelStructure) -> list[str]:
+    """Return selectors for experts, and the rest, of layers that are not taken whole."""
+    taken: dict[int, set[int]] = {}
+    every: dict[int, list[int]] = {}
+    for found in filter(None, map(expert_number, parts)):
+        taken.setdefault(found[0], set()).add(found[1])
+    for found in filter(None, map(expert_number, structure.parts)):
+        every.setdefault(found[0], []).append(found[1])
+    texts = []
+    for layer, numbers in taken.items():
+        listed = "" if len(numbers) == len(every[layer]) else f" {', '.join(_runs(numbers, every[layer]))}"
+        texts.append(f"layer {layer} expert{'s' * (len(numbers) > 1)}{listed}")
+    rests = {part: at for part, at in structure.layers.items() if layer_of(part) != part and not expert_number(part)}
+    taken_rests = {rests[part] for part in parts if part in rests}
+    if taken_rests:
+        listed = ", ".join(_runs(taken_rests, sorted(rests.values())))
+        texts.append(f"layer{'s' * (len(taken_rests) > 1)} {listed} non-expert")
+    return texts
 
 
 def _spell_layers(taken: set[int], every: Sequence[int], negating: bool) -> list[str]:

@@ -14,13 +14,16 @@ from llmtailor.checkpoint.sources import NEWEST
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import layer_part, nearest
 from llmtailor.recipe.averages import (
+    EMA,
     LAYERS_FROM,
+    LINEAR,
     MODEL_KEYS,
     PASSTHROUGH,
     read_average,
     read_method,
     read_models,
     read_moments,
+    read_only,
 )
 from llmtailor.recipe.recipe import DTYPES, Average, GroupId, LayerRange, NamedWeight, Recipe, Rule, Select, Whole
 from llmtailor.recipe.selectors import SelectorError, quote, read_selector
@@ -89,14 +92,18 @@ def _read_recipe(top: Value, text: str) -> Recipe:
     document = top.document
     top.mapping(TOP_KEYS)
     top.drop_nulls(_MAY_BE_NULL)
-    method = (read_method(top.entries["merge_method"]) if "merge_method" in top.entries else None) or PASSTHROUGH
-    if method == PASSTHROUGH:
+    named = top.entries.get("merge_method")
+    method = PASSTHROUGH if named is None else read_method(named)
+    if method not in (LINEAR, EMA):
         _check_parameters(top)
     moments = top.read("moments", read_moments) or NEWEST
     base = top.read("base_model", _read_model)
 
-    is_average = method != PASSTHROUGH
-    rules: list[Rule] = [*read_models(top, method, moments, _read_model)] if is_average else _read_layers(top)
+    rules: list[Rule] = []
+    if method in (LINEAR, EMA):
+        rules += read_models(top, method, moments, _read_model)
+    elif method is not None or "models" not in top.entries:  # what several models mean depends on the method
+        rules += _read_layers(top)
     for key in ("pre_weights", "post_weights"):
         rules += top.read(key, _read_weights) or []
     rules += top.read("parts", lambda value: _read_parts(value, moments)) or []
@@ -321,11 +328,12 @@ def _read_parts(value: Value, moments: str) -> list[Rule]:
     rules: list[Rule] = []
     for item in value.list_of("entries {from: ..., select: ...}"):
         averaged = "average" in item.entries
-        keys = ("average", "select", "moments") if averaged else ("from", "select")
+        keys = ("average", "select", "moments") if averaged else ("from", "select", "only")
         if item.mapping(keys, keys[:2]):
             selectors = tuple(item.read("select", _read_selectors) or ())
             average = read_average(item, moments, _read_model) if averaged else None
-            rules.append(Select(average or item.read("from", _read_model) or _UNREAD, selectors, item.where))
+            only = item.read("only", read_only)
+            rules.append(Select(average or item.read("from", _read_model) or _UNREAD, selectors, item.where, only))
     return rules
 
 

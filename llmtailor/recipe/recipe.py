@@ -7,12 +7,13 @@ ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem
+from llmtailor.model.parts import layer_of
 
 DTYPES = {
     "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
@@ -28,7 +29,7 @@ class Average:
     members: tuple[tuple[Path, float], ...]
     """Checkpoints and their weights as written, all above 0; `shares` sum to 1."""
     moments: str
-    """One of `checkpoint.layout.MOMENTS`"""
+    """One of `checkpoint.sources.MOMENTS`"""
     where: str = field(default="", compare=False)
     decay: float | None = None
     """Of an exponential moving average, whose weights follow from the steps of the checkpoints, see
@@ -45,6 +46,8 @@ class Average:
 
 Origin = Path | Average
 """Where a tensor comes from"""
+ONLY_MOMENTS = "moments"
+"""What a rule names if it does not name the whole state"""
 
 
 def checkpoints_of(origins: Iterable[Origin]) -> tuple[Path, ...]:
@@ -103,6 +106,8 @@ class Select:
     source: Origin
     selectors: tuple[str, ...]
     where: str
+    only: str | None = None
+    """``ONLY_MOMENTS``: the moments, without masters and weights. Such a rule names one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class Parts:
 
     source: Path
     parts: tuple[str, ...]
+    only: str | None = None
+    """As in `Select`"""
 
 
 PlaceRule = Whole | LayerRange | GroupId | NamedWeight
@@ -130,14 +137,33 @@ class Assignment:
     """Part -> reason in a few words, e.g. ``newest`` or ``flagged at 150``"""
     title: str
     """Its origin, e.g. ``strategy parity at step 400``"""
+    moments_of: Mapping[str, RunCheckpoint] = field(default_factory=dict)
+    """Part -> the checkpoint that its moments come from, if that is not the one in ``source_of``"""
 
-    def parts_of(self) -> dict[RunCheckpoint, tuple[str, ...]]:
-        """Return the checkpoints, the base first, then newest first, and the parts that come from each."""
-        others = sorted(self.source_of.values(), key=lambda source: -source.step)
-        return {
-            source: tuple(part for part, owner in self.source_of.items() if owner == source)
-            for source in dict.fromkeys([self.base, *others])
-        }
+    def joined(self) -> Assignment:
+        """Return the same with each layer as one part if all of it comes from one checkpoint for one reason."""
+        found: dict[str, set[tuple[RunCheckpoint, RunCheckpoint | None, str]]] = {}
+        for part, source in self.source_of.items():
+            found.setdefault(layer_of(part), set()).add((source, self.moments_of.get(part), self.reason[part]))
+        name = {part: layer_of(part) if len(found[layer_of(part)]) == 1 else part for part in self.source_of}
+        return replace(
+            self,
+            source_of={name[part]: source for part, source in self.source_of.items()},
+            reason={name[part]: self.reason[part] for part in self.source_of},
+            moments_of={name[part]: source for part, source in self.moments_of.items()},
+        )
+
+    def rules(self) -> list[tuple[RunCheckpoint, tuple[str, ...], str | None]]:
+        """Return each checkpoint, the base first, then newest first, with the parts that come from it; then those that
+        only moments come from, marked by `ONLY_MOMENTS`."""
+
+        def by_source(
+            of: Mapping[str, RunCheckpoint], first: Sequence[RunCheckpoint], only: str | None
+        ) -> Iterator[tuple[RunCheckpoint, tuple[str, ...], str | None]]:
+            for source in dict.fromkeys([*first, *sorted(of.values(), key=lambda source: -source.step)]):
+                yield source, tuple(part for part, owner in of.items() if owner == source), only
+
+        return [*by_source(self.source_of, [self.base], None), *by_source(self.moments_of, [], ONLY_MOMENTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +196,7 @@ class Recipe:
         output: Path | None = None,
     ) -> Recipe:
         """Return the recipe that composes an assignment. `text` is for people and is never parsed."""
-        parts_of = assignment.parts_of()
-        rules = tuple(Parts(source.path, parts) for source, parts in parts_of.items() if parts)
+        rules = tuple(Parts(source.path, parts, only) for source, parts, only in assignment.rules() if parts)
         return cls(name, text, assignment.base.path, rules, None, output, notices)
 
     def sources(self) -> tuple[Path, ...]:

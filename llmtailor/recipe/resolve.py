@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.recipe.recipe import NamedWeight, Origin, Parts, PlaceRule, Recipe, Select
+from llmtailor.model.parts import ModelStructure, condense, layer_of
+from llmtailor.recipe.recipe import ONLY_MOMENTS, Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select
 from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
@@ -18,55 +19,142 @@ class Choice:
     """The checkpoint that each tensor comes from."""
 
     source_of: Mapping[str, Origin]
-    """Has every name in `ModelStructure.part_of`. Tied names share a source, as do a weight on disk and its params."""
+    """Has every name in the structure. Tied names share a source, as do a weight on disk and its params."""
+    structure: ModelStructure
+    """The parts, as far as they have to be told apart: experts only in layers that come from several checkpoints or are
+    of several steps"""
     filled: tuple[str, ...]
     """Parts that come from the base because no rule names them; with `` (partly)`` if rules name some tensors"""
     weights_of: Mapping[str, Path] = field(default_factory=dict)
     """Name -> source of its weight, if that is not the source of its optimizer states in `source_of`"""
     split: tuple[str, ...] = ()
     """The parts of those names; with `` (partly)`` if only some tensors of the part are among them"""
+    moments_of: Mapping[str, Path] = field(default_factory=dict)
+    """Name of a trained param -> source of its moments, if that is not the source in `source_of`"""
 
 
 def resolve(
-    recipe: Recipe, structure: ModelStructure, base: Path, params: Collection[str], *, allow_split: bool = False
+    recipe: Recipe,
+    structure: ModelStructure,
+    base: Path,
+    params: Collection[str],
+    *,
+    allow_split: bool = False,
+    apart: Mapping[Path, Collection[str]] = MappingProxyType({}),
 ) -> Choice:
     """Return the source of every tensor; tensors that no rule names come from `base`.
 
-    `params` are the params and buffers with their names in training. Other names in `structure` are tensors with other
-    names in safetensors files (the experts of some MoE models): they follow the params of their part.
+    In `structure`, experts are parts. `params` are the params and buffers with their names in training. Other names in
+    `structure` are tensors with other names in safetensors files (the experts of some MoE models): they follow the
+    params of their part.
 
     Slices, models, pre_weights and post_weights must not conflict; ``parts`` override them, later ones override earlier
-    ones. With `allow_split`, pre_weights and post_weights may conflict with the others: they then decide the weights,
-    and the others the optimizer states.
+    ones. Those with ``only: moments`` leave everything else of their tensors where it is. With `allow_split`,
+    pre_weights and post_weights may conflict with the others: they then decide the weights, and the others the
+    optimizer states. `apart` are the layers of each source whose experts are of several steps; they stay apart also if
+    they all come from it.
     Raises RecipeError with every problem; if the recipe has no base, tensors without a source are a problem.
     """
     problems: list[Problem] = []
     states, weights = _apply_places(recipe, structure, allow_split, problems)
+    moments: dict[str, Path] = {}
     for rule in recipe.rules:
         names: Collection[str] = ()
         if isinstance(rule, Select):
             names, found = select(rule.selectors, structure, rule.where)
             problems += found
         elif isinstance(rule, Parts):
-            names = [name for name, part in structure.part_of.items() if part in rule.parts]
+            named = {*rule.parts}
+            if lost := [part for part in named - {*structure.parts} if layer_of(part) != part]:
+                what = f"its base does not tell these parts apart: {condense(sorted(lost))}"
+                problems.append(Problem(recipe.name, what, "use a partial checkpoint as the base"))
+            names = [name for name, part in structure.part_of.items() if named & {part, layer_of(part)}]
+        if isinstance(rule, Select | Parts) and rule.only == ONLY_MOMENTS:
+            assert isinstance(rule.source, Path), "the parser has refused an average"
+            moments |= dict.fromkeys(names, rule.source)
+            continue
         states |= dict.fromkeys(names, rule.source)
         weights |= dict.fromkeys(names, rule.source)
+        moments = {name: source for name, source in moments.items() if name not in names} if moments else {}
 
-    source_of, filled = _complete(recipe, structure, states, base, params, problems)
+    source_of = _complete(recipe, structure, states, base, params, problems)
     weights_of: dict[str, Path] = {}
     if weights != states:
-        of_weight, _ = _complete(recipe, structure, weights, base, params, problems)
+        of_weight = _complete(recipe, structure, weights, base, params, problems)
         # only pre_weights and post_weights set weights apart, and they name one checkpoint
         differing = {name: source for name, source in of_weight.items() if source != source_of[name]}
         weights_of = {name: source for name, source in differing.items() if isinstance(source, Path)}
+    trained = _trained(structure, params)
+    moments_of = {name: one for name, one in moments.items() if name in trained and one != source_of[name]}
+    averaged = [structure.part_of[name] for name in moments_of if isinstance(source_of[name], Average)]
+    if averaged:
+        what = f"the masters of these parts are averaged: {condense(averaged)}"
+        problems.append(Problem(recipe.name, f"only: moments: {what}", "use moments: newest, average or reset"))
+    of_moments = {name: moments_of.get(name) for name in trained}
+    whole = _whole_layers(structure, source_of, weights_of, of_moments, apart)
+    filled = _filled(structure, whole, states, trained)
     if filled and recipe.base is None:
         fix = "add base_model: with the checkpoint that supplies the rest, or name these parts"
         problems.append(Problem(recipe.name, f"no rule names a source for these parts: {condense(filled)}", fix))
     if problems:
         raise RecipeError(dict.fromkeys(problems))
-    whole, partly = structure.divide(weights_of)
-    shares = {part: part for part in whole} | {part: f"{part} (partly)" for part in partly}
-    return Choice(source_of, filled, weights_of, tuple(shares[part] for part in structure.parts if part in shares))
+    joined = structure.joined(whole)
+    stored = {name: name if name in joined.part_of else structure.stored_in(name) for name in structure.part_of}
+    weights_of = {stored[name]: source for name, source in weights_of.items()}
+    moments_of = {stored[name]: source for name, source in moments_of.items()}
+    entire, partly = joined.divide(weights_of)
+    shares = {part: part for part in entire} | {part: f"{part} (partly)" for part in partly}
+    split = tuple(shares[part] for part in joined.parts if part in shares)
+    return Choice(
+        {stored[name]: source for name, source in source_of.items()}, joined, filled, weights_of, split, moments_of
+    )
+
+
+def _whole_layers(
+    structure: ModelStructure,
+    source_of: Mapping[str, Origin],
+    weights_of: Mapping[str, Path],
+    moments_of: Mapping[str, Path | None],
+    apart: Mapping[Path, Collection[str]],
+) -> set[str]:
+    """Return the layers all of which comes from the same source, or moments from one and the rest from another, and
+    which are of one step there.
+
+    ``moments_of`` has the names that are trained.
+    """
+    sources: dict[str, set[tuple[Origin, Path | None]]] = defaultdict(set)
+    moments: dict[str, set[Path | None]] = defaultdict(set)
+    for name, part in structure.part_of.items():
+        sources[layer_of(part)].add((source_of[name], weights_of.get(name)))
+        if name in moments_of:
+            moments[layer_of(part)].add(moments_of[name])
+    split = {(root, layer) for root, layers in apart.items() for layer in layers}
+    return {
+        part
+        for part, found in sources.items()
+        if len(found) == 1
+        and len(moments[part]) <= 1
+        and split.isdisjoint((one, part) for one in (*moments[part], *(one for one, _ in found)))
+    }
+
+
+def _trained(structure: ModelStructure, params: Collection[str]) -> set[str]:
+    """Return the names of params and pieces of params, or all if there are none."""
+    params = set(params)
+    return {name for name in structure.part_of if structure.stored_in(name) in params} or set(structure.part_of)
+
+
+def _filled(
+    structure: ModelStructure, whole: Collection[str], chosen: Collection[str], trained: Collection[str]
+) -> tuple[str, ...]:
+    """Return the parts with params that no rule names, with these layers as one part each."""
+    shown = {part: layer_of(part) if layer_of(part) in whole else part for part in structure.parts}
+    own: dict[str, list[str]] = {part: [] for part in shown.values()}
+    for name, part in structure.part_of.items():
+        if name in trained:
+            own[shown[part]].append(name)
+    gaps = {part: sum(name not in chosen for name in names) for part, names in own.items()}
+    return tuple(part if gaps[part] == len(own[part]) else f"{part} (partly)" for part in own if gaps[part])
 
 
 def _apply_places(
@@ -116,22 +204,19 @@ def _complete(
     base: Path,
     params: Collection[str],
     problems: list[Problem],
-) -> tuple[dict[str, Origin], tuple[str, ...]]:
+) -> dict[str, Origin]:
     """Fill gaps from the base; weights with other names on disk follow the params of their part."""
-    trained = set(params).intersection(structure.part_of) or set(structure.part_of)
+    trained = _trained(structure, params)
     by_part: dict[str, list[str]] = {part: [] for part in structure.parts}
     for name, part in structure.part_of.items():
         by_part[part].append(name)
 
     source_of: dict[str, Origin] = {name: chosen.get(name, base) for name in structure.part_of if name in trained}
     everywhere = dict.fromkeys(source_of.values())
-    filled: list[str] = []
     split: list[str] = []
     unknown: list[str] = []
     for part, names in by_part.items():
         own = [name for name in names if name in trained]
-        if gaps := sum(name not in chosen for name in own):
-            filled.append(part if gaps == len(own) else f"{part} (partly)")
         followers = [name for name in names if name not in trained]
         # A part without params has weights of params in other parts; names alone don't show which.
         sources = dict.fromkeys(source_of[name] for name in own) if own else dict(everywhere)
@@ -144,4 +229,4 @@ def _complete(
     if unknown:
         what = f"{condense(unknown)}: these weights on disk have other names than their params, which are unknown"
         problems.append(Problem(recipe.name, what, "take the whole model from one checkpoint"))
-    return {name: source_of[name] for name in structure.part_of}, tuple(filled)
+    return {name: source_of[name] for name in structure.part_of}

@@ -2,10 +2,12 @@
 
 ::
 
-    even  odd             layers by parity            3                 layer 3
+    even  odd             layers by parity            3  layers 0, 4-7  layer 3; layers 0 and 4 to 7
     first:2  last:2       layers from either end      8-15              layers 8 to 15, both included
     layers                all layers                  all  *            everything
     norm  layer 3  wpe    a part by its name          *.mlp.*           tensors whose full name matches (case counts)
+    experts  expert 5     all experts, or one number of them, of all layers; layer 3 expert 5, layers 2-5 experts 0-3, 7
+    non-expert            everything else of the layers with experts; layers 2-5 non-expert
     !x                    removes x from what this list has selected so far; first in the list, from everything
 
 Submodels of ``modules:`` are those of mergekit's architecture data if it has the model (`ModelStructure.modules`).
@@ -20,15 +22,28 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from llmtailor.errors import Problem
-from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_number, layer_part, nearest
+from llmtailor.errors import Problem, ranges
+from llmtailor.model.parts import (
+    EMBED,
+    HEAD,
+    NORM,
+    ModelStructure,
+    expert_number,
+    layer_number,
+    layer_of,
+    layer_part,
+    nearest,
+    non_expert_part,
+)
 from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 
-FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, all, a part name, or a glob over tensor names"
+FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, experts, non-expert, all, a part name, or a glob for tensor names"
 
-_LAYER = re.compile(r"(?:layer )?([0-9]+)")
-_SPAN = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
+_SPAN = re.compile(r"(?:layers? )?([0-9]+)(?:\s*-\s*([0-9]+))?")
+_NUMBERS = r"[0-9]+(?:\s*[-,]\s*[0-9]+)*"
+_LAYERS = re.compile(rf"layers? ({_NUMBERS})")
+_SHARES = re.compile(rf"(?:layers? ({_NUMBERS}) )?(?:(non-expert)|experts?(?: ({_NUMBERS}))?)")
 _END = re.compile(r"(first|last)\s*:\s*([0-9]+)")
 _SHOWN = 60
 """Maximum number of characters of a user's text in a message"""
@@ -74,12 +89,12 @@ def read_selector(text: str) -> Selector:
     negated = text.strip().startswith("!")
     word = text.strip()[negated:].strip()
 
-    def layers(numbers: Callable[[int], range], highest: int = -1) -> Selector:
+    def layers(numbers: Callable[[int], Collection[int]], highest: int = -1) -> Selector:
         def find(structure: ModelStructure) -> set[str]:
             if highest >= structure.num_layers:
                 raise SelectorError(f"{quote(text)} is out of range", count_layers(structure.num_layers))
             wanted = numbers(structure.num_layers)
-            return {name for name, part in structure.part_of.items() if layer_number(part) in wanted}
+            return {name for name, part in structure.part_of.items() if layer_number(layer_of(part)) in wanted}
 
         return Selector(text, negated, find)
 
@@ -89,16 +104,21 @@ def read_selector(text: str) -> Selector:
         return Selector(text, negated, lambda structure: structure.part_of)
     if word in ("even", "odd", "layers"):
         return layers(lambda count: range(word == "odd", count, 1 if word == "layers" else 2))
-    if match := _LAYER.fullmatch(word) or _SPAN.fullmatch(word):
-        first, last = _number(match[1]), _number(match[match.lastindex or 1])
-        if first > last:
-            raise SelectorError(f"{quote(text)} runs backwards", f"write {last}-{first}")
-        return layers(lambda count: range(first, last + 1), last)
+    if match := _SPAN.fullmatch(word):
+        span = _span(match[1], match[2], text)
+        return layers(lambda count: span, span[-1])
+    if match := _LAYERS.fullmatch(word):
+        listed = _listed(match[1], text)
+        return layers(lambda count: listed, max(listed))
     if match := _END.fullmatch(word):
         num, is_first = _number(match[2]), match[1] == "first"
         if num == 0:
             raise SelectorError(f"{quote(text)} selects nothing", f"give at least 1, e.g. {match[1]}:2")
         return layers(lambda count: range(num) if is_first else range(count - num, count), num - 1)
+    if match := _SHARES.fullmatch(word):
+        of_layers, of_experts = (None if given is None else _listed(given, text) for given in (match[1], match[3]))
+        is_rest = match[2] is not None
+        return Selector(text, negated, lambda structure: _shares(of_layers, of_experts, is_rest, text, structure))
     if any(sign in word for sign in "*?["):
         return Selector(text, negated, lambda structure: _matching(word, text, structure))
     if word in ("first", "last") or re.fullmatch(r"(first|last)\s*:.*", word):
@@ -106,6 +126,29 @@ def read_selector(text: str) -> Selector:
     if re.fullmatch(r"[\d\s.,:-]+", word) or ":" in word:
         raise SelectorError(f"{quote(text)} is not a selector", f"valid are {FORMS}; layers count from 0")
     return Selector(text, negated, lambda structure: _named(word, structure), word)
+
+
+def _span(first: str, last: str | None, text: str) -> range:
+    """Return the numbers from ``first`` to ``last``, or only ``first``. Raises SelectorError."""
+    low = _number(first)
+    high = low if last is None else _number(last)
+    if low > high:
+        raise SelectorError(f"{quote(text)} runs backwards", f"write {high}-{low}")
+    return range(low, high + 1)
+
+
+def _listed(numbers: str, text: str) -> set[int]:
+    """Return the numbers in a list such as ``0-3, 7``. Raises SelectorError."""
+    found: set[int] = set()
+    for item in numbers.split(","):
+        match = _SPAN.fullmatch(item.strip())
+        if match is None:
+            raise SelectorError(f"{quote(text)} is not a selector", "write numbers and ranges, e.g. 0-3, 7")
+        span = _span(match[1], match[2], text)
+        if len(span) > _TOO_MANY // 10:
+            raise SelectorError(f"{quote(text)} is out of range", "name fewer numbers")
+        found.update(span)
+    return found
 
 
 def _number(digits: str) -> int:
@@ -143,11 +186,37 @@ def select(
 
 
 def _matching(glob: str, text: str, structure: ModelStructure) -> set[str]:
-    found = whole_embedding(filter(re.compile(fnmatch.translate(glob)).match, structure.part_of), structure)
+    is_meant = re.compile(fnmatch.translate(glob)).match
+    names = [name for name in structure.part_of if is_meant(name) or is_meant(structure.stored_in(name))]
+    found = whole_embedding(names, structure)
     if not found:
         example = next(iter(structure.part_of), "")
         raise SelectorError(f"{quote(text)} matches no tensor name", f"names look like {example!r}")
     return found
+
+
+def _shares(
+    layers: Collection[int] | None,
+    numbers: Collection[int] | None,
+    is_rest: bool,
+    text: str,
+    structure: ModelStructure,
+) -> set[str]:
+    """Return the tensors of experts by the numbers of layers and experts, or of everything else of these layers.
+
+    None means all numbers. Raises SelectorError.
+    """
+    there = {part: found for part in structure.parts if (found := expert_number(part))}
+    if not there:
+        raise SelectorError(f"{quote(text)} selects nothing", "no experts are parts here; select layers")
+    having, most = {layer for layer, _ in there.values()}, max(number for _, number in there.values())
+    layers, numbers = having if layers is None else layers, range(most + 1) if numbers is None else numbers
+    if having.isdisjoint(layers) or max(layers) > max(having) or max(numbers) > most:
+        fix = f"layers with experts are {ranges(sorted(having))}, and experts are numbered 0-{most}"
+        raise SelectorError(f"{quote(text)} is out of range", fix)
+    parts = {part for part, (layer, number) in there.items() if layer in layers and number in numbers}
+    parts = set(map(non_expert_part, layers)) if is_rest else parts
+    return {name for name, part in structure.part_of.items() if part in parts}
 
 
 def whole_embedding(names: Iterable[str], structure: ModelStructure) -> set[str]:
@@ -162,11 +231,15 @@ def _named(word: str, structure: ModelStructure) -> set[str]:
     """Return the tensors of a part, or the one tensor of that name. Raises SelectorError."""
     if word in structure.part_of:
         return whole_embedding([word], structure)
+    if pieces := structure.pieces_of.get(word):
+        return set(pieces)
     # The tied name may be missing: neither the optimizer nor the safetensors file must have it.
     if structure.tied and word.removesuffix(".weight") == HEAD:
         word = EMBED
     if word in structure.parts:
         return set(structure.names(word))
+    if shares := {part for part in structure.parts if layer_of(part) == word}:
+        return {name for name, part in structure.part_of.items() if part in shares}
     valid = structure.part_of if word.count(".") > 1 or word.endswith((".weight", ".bias")) else structure.parts
     raise SelectorError(f"the model has no part or tensor {quote(word)}", nearest(word, valid))
 
@@ -185,7 +258,8 @@ def numbering(structure: ModelStructure) -> dict[int, str]:
     ``embed_tokens``.
     """
     names = [NORM, *map(layer_part, range(structure.num_layers)), *([] if structure.tied else [HEAD]), EMBED]
-    return {number: part for number, part in enumerate(names) if part in structure.parts}
+    there = set(map(layer_of, structure.parts))
+    return {number: part for number, part in enumerate(names) if part in there}
 
 
 def named_by(rule: PlaceRule, structure: ModelStructure) -> set[str]:
@@ -198,7 +272,7 @@ def named_by(rule: PlaceRule, structure: ModelStructure) -> set[str]:
         parts = structure.parts if rule.module is None else parts_of(rule.module, structure)
         return {name for name, part in structure.part_of.items() if part in parts}
     if rule.module is None or is_text(rule.module, structure):
-        numbers = {name: layer_number(part) for name, part in structure.part_of.items()}
+        numbers = {name: layer_number(layer_of(part)) for name, part in structure.part_of.items()}
         return _in_range(rule, numbers, structure.num_layers, "the model")
     numbers = layers_of(rule.module, structure)
     return _in_range(rule, numbers, 1 + max(n for n in numbers.values() if n is not None), rule.module)
@@ -229,7 +303,7 @@ def _auxiliary(number: int, structure: ModelStructure) -> str:
 def is_text(module: str, structure: ModelStructure) -> bool:
     """Return whether this is the submodel whose layers are the model's layers."""
     if module in structure.modules:
-        return any(layer_number(part) is not None for part in structure.modules[module])
+        return any(layer_number(layer_of(part)) is not None for part in structure.modules[module])
     return module in _TEXT_MODEL
 
 
@@ -241,7 +315,7 @@ def parts_of(module: str, structure: ModelStructure) -> set[str]:
         found = {part for part in structure.parts if _is_of_text(part)}
     else:
         inside = f".{module}."
-        found = {part for part in structure.parts if layer_number(part) is None and inside in f".{part}."}
+        found = {part for part in structure.parts if part not in structure.layers and inside in f".{part}."}
     if not found:
         roots = [part.split(".")[0] for part in structure.parts if not _is_of_text(part)]
         fix = nearest(module, list(dict.fromkeys([*(structure.modules or ["text_decoder"]), *roots])))
@@ -268,4 +342,5 @@ def layers_of(module: str, structure: ModelStructure) -> dict[str, int | None]:
 
 
 def _is_of_text(part: str) -> bool:
-    return part in (EMBED, NORM, HEAD) or layer_number(part) is not None or not is_aside(tuple(part.split(".")))
+    is_layer = layer_number(layer_of(part)) is not None
+    return is_layer or part in (EMBED, NORM, HEAD) or not is_aside(tuple(part.split(".")))

@@ -20,9 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newest_resumable
+from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newer_masters, newest_resumable
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, nearest
+from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, layer_number, layer_of, nearest
 from llmtailor.recipe.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering, quote, select
 
@@ -93,6 +93,7 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
         fix = "a full checkpoint must supply the learning rate schedule and trainer state; give a later failure step"
         task.refuse("checkpoints", f"{_steps(task.steps)}: {what}", fix)
     source_of: dict[str, RunCheckpoint] = {}
+    moments_of: dict[str, RunCheckpoint] = {}
     reason: dict[str, str] = {}
     missing: list[str] = []
     for part, wish in STRATEGIES[options.strategy](task).items():
@@ -101,14 +102,18 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
         if found is None:
             missing.append(part)
             continue
-        source_of[part] = found
+        newer = newer_masters([] if wish.only else until, {part: found}).get(part)
+        if newer is not None:
+            moments_of[part] = found
+        source_of[part] = found = newer or found
         reason[part] = wish.why if found.step == wish.step else f"{wish.why}, but step {wish.step} lacks it"
     if missing:
         fix = "give a later failure step, or another run, to include a full checkpoint"
         task.refuse("checkpoints", f"no usable checkpoint holds {condense(missing)}", fix)
     if task.problems or base is None:
         raise RecipeError(dict.fromkeys(task.problems))
-    return Assignment(base, source_of, reason, f"strategy {options.strategy} at step {task.steps[-1]}")
+    title = f"strategy {options.strategy} at step {task.steps[-1]}"
+    return Assignment(base, source_of, reason, title, moments_of).joined()
 
 
 def _latest(task: _Task) -> _Wishes:
@@ -318,14 +323,15 @@ def assign_flags(
 
     source_of = _of_steps(flagged, lines, checkpoints, name, problems)
     reason = {part: f"flagged at {step}" for part, step in flagged.items()}
-    unflagged = [part for part in structure.parts if part not in flagged]
+    unflagged = [part for part in structure.parts if layer_of(part) not in flagged]
     if base is None and unflagged:
         what = f"never flagged at or before step {failure_step}: {condense(unflagged)}"
         problems.append(Problem(name, what, "name a checkpoint that holds them with --base"))
     elif base is not None:
         source_of |= dict.fromkeys(unflagged, base)
         for part in unflagged:
-            reason[part] = f"not flagged after {base.step}" if part in number_of else "has no number in the log"
+            is_numbered = layer_of(part) in number_of
+            reason[part] = f"not flagged after {base.step}" if is_numbered else "has no number in the log"
         if missing := [part for part in unflagged if not base.holds(part)]:
             what = f"{base.name} does not hold {condense(missing)}, which no line after step {base.step} flags"
             problems.append(Problem("--base", what, "name a checkpoint that holds every part"))
@@ -337,14 +343,16 @@ def assign_flags(
         problems.append(Problem(name, what, "name a full checkpoint with --base"))
     if problems or newest_used is None:
         raise RecipeError(dict.fromkeys(problems))
-    in_order = {part: source_of[part] for part in structure.parts}
-    return Assignment(newest_used, in_order, reason, f"update log {name}, failure at step {failure_step}")
+    given = {part: layer_of(part) if layer_of(part) in flagged else part for part in structure.parts}
+    in_order = {part: source_of[given[part]] for part in structure.parts}
+    why = {part: reason[given[part]] for part in structure.parts}
+    return Assignment(newest_used, in_order, why, f"update log {name}, failure at step {failure_step}").joined()
 
 
 def _check_ids(lines: Iterable[FlagLine], structure: ModelStructure, name: str) -> list[Problem]:
     """Return the problems of numbers without a part, even after the failure: the log may be of another model."""
-    valid, parts = numbering(structure), structure.layers
-    layers = [number for number, part in valid.items() if part in parts]
+    valid = numbering(structure)
+    layers = [number for number, part in valid.items() if layer_number(part) is not None]
     meanings = [f"{layers[0]}-{layers[-1]} are its layers"] if layers else []
     meanings += [f"{number} is {part}" for number, part in valid.items() if number not in layers]
     fix = f"{count_layers(structure.num_layers)}; {', '.join(meanings) or 'none of its parts has a number'}"

@@ -20,6 +20,7 @@ from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import nearest
 from llmtailor.recipe.selectors import quote
 from llmtailor.storage.remote import open_location
+from llmtailor.storage.stand_in import with_tag
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 50_000
@@ -222,7 +223,9 @@ class Value:
         if False in [self._is_variable(match) for match in _VARIABLE.finditer(text)]:  # all are reported
             return None
         expanded = _VARIABLE.sub(lambda match: match[1] or self.document.environ[match[2] or match[4]], text)
-        return open_location(expanded) if "://" in expanded else Path(os.path.normpath(self.document.folder / expanded))
+        if "://" in expanded:
+            return open_location(expanded)
+        return with_tag(Path(os.path.normpath(self.document.folder / expanded)))
 
     def _is_variable(self, match: re.Match[str]) -> bool:
         dollar, braced, closed, plain = match.groups()

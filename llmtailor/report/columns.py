@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+from llmtailor.model.parts import expert_number, layer_of
 from llmtailor.runs.save_log import LoggedSave
 
 MOST = 100
 """Columns that are still told apart"""
+MOST_EXPERTS = 48
+"""Rows of experts that are still told apart"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,33 @@ class Column:
         """Return the mean change of a part that these saves measured; None if none did."""
         found = [save.drift[part] for save in self.saves if part in save.drift]
         return fmean(found) if found else None
+
+
+def by_layers(saves: Sequence[LoggedSave]) -> tuple[LoggedSave, ...]:
+    """Return the saves with the experts of a layer as one part, if there are too many for rows of their own.
+
+    Such a part is as old as the oldest expert, and its change is the mean of theirs.
+    """
+    experts = {part for save in saves for part in (*save.steps_behind, *save.parts) if expert_number(part)}
+    if len(experts) <= MOST_EXPERTS:
+        return tuple(saves)
+    name_of = {part: f"{layer_of(part)} experts" for part in experts}
+
+    def join(values: Mapping[str, float], of_many: Callable[[Sequence[float]], float]) -> dict[str, float]:
+        grouped: dict[str, list[float]] = {}
+        for part, value in values.items():
+            grouped.setdefault(name_of.get(part, part), []).append(value)
+        return {part: of_many(found) for part, found in grouped.items()}
+
+    return tuple(
+        replace(
+            save,
+            parts={name_of.get(part, part): why for part, why in save.parts.items()},
+            drift=join(save.drift, fmean),
+            steps_behind={part: int(age) for part, age in join(save.steps_behind, max).items()},
+        )
+        for save in saves
+    )
 
 
 def columns_of(saves: Sequence[LoggedSave]) -> list[Column]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.codes import Code
 from llmtailor.compare.diff import Compared, diff_parts
 from llmtailor.compose.plan import Options, plan_merge
@@ -21,14 +23,14 @@ from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorEr
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.attempt_mark import stated_attempt
 from llmtailor.formats.clients import TRAINER_STATE
-from llmtailor.formats.registry import display_name
+from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
-from llmtailor.runs.scan import Scan, recipe_for_run, scan_run
+from llmtailor.runs.scan import Scan, choose_for_run, scan_run
 from llmtailor.verify.verdict import Damage, Verdict
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import verify_surveyed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -120,6 +122,11 @@ def gather(
     """
     folder = RunFolder(run)
     folder.full()
+    survey = cache(survey_checkpoint)  # each checkpoint is read once for all that follows
+
+    def index(path: Path) -> CheckpointIndex:
+        return survey(path).sound_index()
+
     facts = RunFacts(display_name(run), datetime.now(timezone.utc))
     partial = f"{facts.run}/{folder.partial.name}"
     with _noting(facts, f"{partial}/{LOG}"):
@@ -135,14 +142,14 @@ def gather(
         facts.losses = tuple(_losses(folder))
     sources: list[Path] = []
     with _noting(facts, facts.run):
-        sources = _compose(run, facts)
+        sources = _compose(run, facts, index)
     with _noting(facts, facts.run):
-        facts.checked = tuple(_check(folder, sources, facts)) if facts.folders else ()
+        facts.checked = tuple(_check(folder, sources, facts, survey)) if facts.folders else ()
     if with_values:
         facts.changes = ()
     if with_values and facts.composite is not None:
         with _noting(facts, facts.run):
-            facts.changes = tuple(_changes(scan_run(run), on_progress))
+            facts.changes = tuple(_changes(scan_run(run, index=index), on_progress))
     return facts
 
 
@@ -159,11 +166,11 @@ def _noting(facts: RunFacts, where: str) -> Any:
         facts.problems.append(Problem(where, f"it can't be read: {error.strerror}", "check the disk and permissions"))
 
 
-def _compose(run: Path, facts: RunFacts) -> list[Path]:
+def _compose(run: Path, facts: RunFacts, index: Callable[[Path], CheckpointIndex]) -> list[Path]:
     """Plan what ``merge --run`` would write, and return its sources."""
     try:
-        recipe = recipe_for_run(run, None, StrategyOptions("latest"))
-        composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True)))
+        recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), index=index)
+        composition, there = settle_output(plan_merge(recipe, None, Options(reuse=True), opened))
     except Interrupted:
         raise
     except TailorError as error:
@@ -173,15 +180,17 @@ def _compose(run: Path, facts: RunFacts) -> list[Path]:
     return [index.root for index in composition.indexes]
 
 
-def _verify(path: Path) -> Verdict:
+def _verify(path: Path, survey: Callable[[Path], Survey]) -> Verdict:
     try:
-        return verify_checkpoint(path)
+        return verify_surveyed(survey(path), path)
     except SourceError as error:  # not a checkpoint, or of an unsupported kind
         findings = tuple(Finding.of(one, ERROR) for one in error.problems)
         return Verdict(display_name(path), False, findings, Damage(), None)
 
 
-def _check(folder: RunFolder, sources: Sequence[Path], facts: RunFacts) -> Iterator[Checked]:
+def _check(
+    folder: RunFolder, sources: Sequence[Path], facts: RunFacts, survey: Callable[[Path], Survey]
+) -> Iterator[Checked]:
     """Verify the newest checkpoints and those that a merge would read."""
     judge = None
     with suppress(SourceError):  # a damaged record of attempts, which is among the problems already
@@ -191,7 +200,7 @@ def _check(folder: RunFolder, sources: Sequence[Path], facts: RunFacts) -> Itera
     for path in [*dict.fromkeys([*newest, *sources])][:_VERIFIED]:
         foreign = judge.why_not(path, steps[path]) if judge and path in steps else None
         with _noting(facts, display_name(path)):  # transformers may not answer
-            yield Checked(_verify(path), foreign.code if foreign else None)
+            yield Checked(_verify(path, survey), foreign.code if foreign else None)
 
 
 def _losses(folder: RunFolder) -> list[Losses]:
@@ -243,7 +252,9 @@ def _changes(scan: Scan, on_progress: Callable[[int], None]) -> list[PartChange]
     """Compare the newest two states of each part; parts between the same two checkpoints are read together."""
     pairs: dict[tuple[Path, Path], list[tuple[str, tuple[int, int]]]] = {}
     for part in scan.structure.parts:
-        holders = {one.step_of(part): one.path for one in scan.usable if one.holds(part)}
+        # not those whose masters are newer than their moments: they are of no one step
+        whole = [one for one in scan.usable if one.holds(part) and one.master_step_of(part) == one.step_of(part)]
+        holders = {one.step_of(part): one.path for one in whole}
         if len(holders) > 1:
             before, newest = sorted(holders)[-2:]
             pairs.setdefault((holders[before], holders[newest]), []).append((part, (before, newest)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 from llmtailor import __version__
@@ -10,7 +11,7 @@ from llmtailor.charts.axes import STYLE
 from llmtailor.charts.markup import Element, Node, element, style, to_html
 from llmtailor.errors import size, some
 from llmtailor.report import pictures, tables
-from llmtailor.report.columns import Column, columns_of, is_one_each
+from llmtailor.report.columns import Column, by_layers, columns_of, is_one_each
 from llmtailor.report.gather import RunFacts
 from llmtailor.runs.save_log import LoggedSave
 
@@ -47,7 +48,8 @@ def page(facts: RunFacts) -> str:
         element("title", f"llmtailor report: {facts.run}"),
         style(_PAGE_STYLE + STYLE + pictures.GRID_STYLE),
     )
-    parts = parts_of(facts)
+    by_layer = replace(facts, log=replace(facts.log, saves=by_layers(facts.log.saves)))
+    parts = parts_of(by_layer)
     made = f"Made by llmtailor {__version__} at {facts.made.isoformat(sep=' ', timespec='seconds')}."
     body = element(
         "body",
@@ -58,8 +60,8 @@ def page(facts: RunFacts) -> str:
         _section("What a resume would start from", *_composite(facts)),
         _section("Checkpoints", *_checkpoints(facts)),
         _section("Saves", *_saves(facts)),
-        _section("Age of parts", *_ages(facts, parts)),
-        _section("How much parts changed", *_drift(facts, parts)),
+        _section("Age of parts", *_ages(by_layer, parts)),
+        _section("How much parts changed", *_drift(by_layer, parts)),
         _section("Loss", *_loss(facts)),
         _section("Attempts", *_attempts(facts)),
     )
@@ -114,7 +116,7 @@ def _composite(facts: RunFacts) -> list[Node]:
         return [_text("Nothing can be composed now:"), tables.problems_list(problems[:_MOST_PROBLEMS]), rest]
     found = facts.composite
     oldest = max((row.staleness for row in found.report.parts), default=0)
-    old = [row.part for row in found.report.parts if row.staleness == oldest]
+    old = [row.label for row in found.report.parts if row.staleness == oldest]
     age = f"The oldest parts are {oldest:,} steps older: {some(old)}." if oldest else "All parts are of that step."
     if found.there is not None:
         what = f"{found.there} is complete and has the newest of every part. It resumes at step "
@@ -247,12 +249,13 @@ def _ages(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
         facts.attempts,
         (lambda column, part: column.saved(part)) if is_one else None,
     )
-    bounds = [round(max(values)) * level // pictures.SHADES for level in range(pictures.SHADES + 1)]
-    shades = {f"h{level}": f"{bounds[level] + 1:,} to {bounds[level + 1]:,} steps" for level in range(pictures.SHADES)}
+    shades = {
+        f"h{at}": f"{low:,.0f} to {high:,.0f} steps" for at, (low, high) in pictures.ranges_of(values, shade).items()
+    }
     return [
         _text(f"{what} The darker the cell, the older the part's newest save."),
         chart,
-        pictures.legend(shades) if max(values) else None,
+        pictures.legend(shades) if shades else None,
         element("details", element("summary", "The same in numbers"), tables.parts_table(parts, facts)),
     ]
 
@@ -277,13 +280,13 @@ def _drift(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
         made.append(_text(f"The darker, the more; from {min(finite):.2e} to {max(finite):.2e}, on a log scale."))
     if facts.changes:
         made.append(_text("The newest state of each part against the one before: |new - old| / |old|."))
-        made += tables.changes_tables(facts.changes)
+        made += tables.changes_tables(facts.changes[:_MOST_PARTS])
+        if len(facts.changes) > _MOST_PARTS:
+            made.append(_text(f"The first {_MOST_PARTS} of {len(facts.changes):,} parts.", "dim"))
     elif facts.changes is not None:
         made.append(_text("No part is held by two usable checkpoints of different steps: nothing to compare."))
     if not made:
-        made.append(
-            _text("The saves measured no changes; only the policy update needs them. --values compares checkpoints.")
-        )
+        made.append(_text("The saves measured no changes. --values compares checkpoints."))
     return made
 
 

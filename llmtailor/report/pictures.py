@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from llmtailor.charts.axes import Scale, axes, boxes, line
 from llmtailor.charts.markup import Element, Node, element, path_of, svg
@@ -160,6 +160,16 @@ def grid(
 
 def _short(name: str, most: int = 16) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def ranges_of(values: Iterable[float], shade: Callable[[float], int | None]) -> dict[int, tuple[float, float]]:
+    """Return the smallest and the largest of the positive values in each shade that occurs."""
+    found: dict[int, tuple[float, float]] = {}
+    for value in sorted(one for one in values if one > 0):
+        at = shade(value)
+        if at is not None:
+            found[at] = (found.get(at, (value, value))[0], value)
+    return found
 
 
 def shade_of(values: Sequence[float], is_log: bool = False) -> Callable[[float], int | None]:

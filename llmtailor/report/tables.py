@@ -9,6 +9,7 @@ from llmtailor.charts.markup import Element, Node, element
 from llmtailor.codes import Code
 from llmtailor.compare.diff import KINDS, Compared
 from llmtailor.compare.values import Change
+from llmtailor.compose.report import fold_experts
 from llmtailor.errors import Problem, size
 from llmtailor.model.states import MASTER
 from llmtailor.report.gather import Checked, PartChange, RunFacts
@@ -53,8 +54,8 @@ def composite_table(facts: RunFacts) -> Element:
     """Return the source and the age of every part of what ``merge --run`` would compose."""
     assert facts.composite is not None
     rows = [
-        (row.part, row.source, f"{row.step:,}", f"{row.staleness:,}", size(row.num_bytes))
-        for row in facts.composite.report.parts
+        (row.label, row.source, f"{row.step:,}", f"{row.staleness:,}", size(row.num_bytes))
+        for row in fold_experts(facts.composite.report.parts)
     ]
     return table(("part", "source", "step", "steps behind", "bytes"), rows, right=(2, 3, 4))
 

@@ -3,7 +3,9 @@
 ::
 
     RUN/checkpoint-100                              a full checkpoint of the Trainer, or a composite
-    RUN/step-100                                    a full checkpoint of torchtitan: a DCP folder
+    RUN/step-100, RUN/step_100, RUN/step=100        a full checkpoint of a loop, such as torchtitan's
+    RUN/global_step100                              a full checkpoint of a DeepSpeed engine in a loop: a tag folder
+    RUN/epoch=1-step=100.ckpt                       a full checkpoint of Lightning, a file or, with DeepSpeed, a folder
     RUN/abandoned-checkpoint-200                    a composite of an abandoned attempt
     RUN/.NAME.llmtailor-staging                     an output that `engine.staging` is writing
     RUN/.checkpoint-100.llmtailor-thinning          a checkpoint without optimizer while it is written
@@ -17,7 +19,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -33,13 +34,13 @@ from typing import Any
 
 from llmtailor.checkpoint.lineage import Past, RunCheckpoint, read_past
 from llmtailor.codes import Code
-from llmtailor.containers.dcp import METADATA
-from llmtailor.containers.json import read_json, step_of
+from llmtailor.containers.json import ABANDONED, NAMES, read_json, step_of
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, is_partial, read_manifest, step_in_name
-from llmtailor.formats.registry import display_name
-from llmtailor.storage.local import UNFINISHED, fsync_file, fsync_folder, replace_durably
+from llmtailor.formats.partial.read import looks_partial
+from llmtailor.formats.registry import display_name, is_checkpoint
+from llmtailor.storage.local import UNFINISHED, fsync_file, fsync_folder, replace_durably, try_link
 from llmtailor.storage.lock import Held, Lock
 
 _LOCK = ".lock"
@@ -83,7 +84,7 @@ class Entry:
 
 
 class RunFolder:
-    """The output folder of a training run, which holds ``checkpoint-N`` and ``partial/step-N``.
+    """The output folder of a training run, which holds full checkpoints and ``partial/step-N``.
 
     ``also`` are staging folders of the same run, whose partial checkpoints count if the run's folder lacks them.
     """
@@ -108,14 +109,15 @@ class RunFolder:
         return found
 
     def full(self) -> dict[int, Path]:
-        """Return every ``checkpoint-N`` by ascending step, whatever it contains.
+        """Return every full checkpoint by ascending step; of several with one step, ``checkpoint-N``.
 
         Raises SourceError if the run's folder does not exist.
         """
         if not self.run.is_dir():
-            fix = "name the folder that holds checkpoint-N"
+            fix = f"name the folder that holds {NAMES}"
             raise SourceError.at(display_name(self.run), "the folder does not exist", fix, Code.NO_CHECKPOINT)
-        return dict(sorted((entry.step, entry.path) for entry in self.entries(Kind.FULL)))
+        found = {entry.step: entry.path for entry in reversed(self.entries(Kind.FULL))}  # that name sorts first
+        return dict(sorted(found.items()))
 
     def complete(self) -> dict[int, Path]:
         """Return the complete partial checkpoints by ascending step."""
@@ -127,7 +129,8 @@ class RunFolder:
         The newest come first, and a step's full one before its partial one. Raises SourceError if the run's folder does
         not exist, or one of ``also`` has no partial checkpoints.
         """
-        full = [(step, False, path) for step, path in self.full().items()]
+        self.full()
+        full = [(entry.step, False, entry.path) for entry in self.entries(Kind.FULL)]
         saves = [(entry.step, True, entry.path) for entry in self.entries(Kind.PARTIAL, Kind.UNFINISHED)]
         complete = self.complete()
         for one in self.also:
@@ -141,8 +144,8 @@ class RunFolder:
         """Return the `checkpoints` up to a step. Raises SourceError if there are none."""
         found = self.checkpoints()
         if not found:
-            fix = "name the folder that holds checkpoint-N, or partial/"
-            raise SourceError.at(display_name(self.run), "the folder has no checkpoint-N", fix)
+            fix = f"name the folder that holds {NAMES}, or partial/"
+            raise SourceError.at(display_name(self.run), "the folder has no checkpoint", fix)
         wanted = [(step, path) for step, path in found if at is None or step <= at]
         if not wanted:
             what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
@@ -166,7 +169,8 @@ class RunFolder:
         found = []
         for path in self.complete().values():
             with suppress(TailorError):
-                found.append(RunCheckpoint.from_json(path, read_manifest(path, path.name).ledger, path.name))
+                made = read_manifest(path, path.name)
+                found.append(RunCheckpoint.from_json(path, made.ledger, path.name, made.masters))
         return found
 
     def attempts(self) -> list[Past]:
@@ -235,7 +239,7 @@ class RunFolder:
         The new name of a composite does not begin with ``checkpoint-``, because the Trainer's rotation deletes those.
         """
         for path in paths:
-            name = f"{path.name}.abandoned" if path.parent == self.partial else f"abandoned-{path.name}"
+            name = f"{path.name}.abandoned" if path.parent == self.partial else f"{ABANDONED}{path.name}"
             path.rename(_unused(path.with_name(name)))
 
     def sweep(self) -> list[str]:
@@ -262,13 +266,18 @@ def _classify(path: Path, in_partial: bool) -> Entry | None:
         entry = None if in_partial and match[2] == Kind.STAGING.value else Entry(path, Kind(match[2]))
     elif not in_partial:
         step = step_of(path)
-        is_other = path.name.startswith("step-") and not (path / METADATA).is_file()
-        entry = None if step is None or is_other else Entry(path, Kind.FULL, step)
+        entry = None if step is None or not _is_full(path) else Entry(path, Kind.FULL, step)
     elif (step := step_in_name(path.name)) is not None:
         entry = Entry(path, Kind.PARTIAL if is_partial(path) else Kind.UNFINISHED, step)
     else:
         entry = Entry(path, Kind.ABANDONED) if _ABANDONED.fullmatch(path.name) else None
-    return entry if entry is not None and path.is_dir() else None
+    is_there = path.is_dir() or (path.suffix == ".ckpt" and path.is_file())
+    return entry if entry is not None and is_there else None
+
+
+def _is_full(path: Path) -> bool:
+    """Return whether a folder or file with a step in its name is a full checkpoint, if its name leaves that open."""
+    return path.name.startswith("checkpoint-") or (is_checkpoint(path) and not looks_partial(path))
 
 
 def _read_attempt(content: Any) -> tuple[Past, str]:
@@ -339,11 +348,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Hard-link ``target`` to ``source``, or copy it where links are not possible. Raises OSError."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EACCES):
-            raise
+    if not try_link(source, target):
         shutil.copyfile(source, target)
         fsync_file(target)
 

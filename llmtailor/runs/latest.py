@@ -12,6 +12,7 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
+from llmtailor.storage.stand_in import location_of
 from llmtailor.verify.verdict import Damage, Verdict, to_json
 from llmtailor.verify.verify import verify_checkpoint
 
@@ -38,13 +39,13 @@ def find_latest(
     trust_unrecorded: bool = False,
     client: str | None = None,
 ) -> Latest:
-    """Find the newest ``checkpoint-N`` of a run that `verify_checkpoint` finds resumable.
+    """Find the newest full checkpoint of a run that `verify_checkpoint` finds resumable.
 
     Checkpoints of abandoned attempts are skipped.
 
     Args:
-        run: the Trainer's ``output_dir``.
-        at: the highest N to consider; None for any.
+        run: the run's folder.
+        at: the highest step to consider; None for any.
         deep: also read every tensor.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         trust_unrecorded: also consider checkpoints that do not state their attempt.
@@ -92,7 +93,7 @@ def latest_to_json(latest: Latest) -> dict[str, Any]:
     """Return the search result as JSON data; the keys are stable within a schema version."""
     return {
         "schema": "llmtailor.latest/1",
-        "path": None if latest.path is None else str(latest.path),
+        "path": None if latest.path is None else location_of(latest.path),
         "verdict": to_json(latest.verdict) if latest.verdict else None,
         "passed_over": [to_json(verdict) for verdict in latest.passed_over],
         "newer_partial": None if latest.newer_partial is None else str(latest.newer_partial),

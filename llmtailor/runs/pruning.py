@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex
 from llmtailor.checkpoint.lineage import (
     THINNED,
     Ledger,
@@ -30,9 +30,9 @@ from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.manifest import is_partial
 from llmtailor.formats.partial.write import check_can_be_partial
 from llmtailor.formats.trainer import ADAPTER, MANIFEST
-from llmtailor.model.parts import ModelStructure, condense
+from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
 from llmtailor.model.states import WEIGHT
-from llmtailor.policies import Policy, Situation, choose, make_policy, named_policy
+from llmtailor.policies import Choice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
 from llmtailor.runs.to_partial import Conversion, part_bytes
 
@@ -100,18 +100,18 @@ class Chooser:
         else:
             if (kind := named_policy(options.strategy)) and kind.needs_drift:  # before its options are parsed
                 what = f"{kind.name} depends on how much the parts change, which only the training can measure"
-                raise UsageError.at("--strategy", what, "use full, parity, filter or round_robin:4")
+                raise UsageError.at("--strategy", what, "use moments_in_turn, parity, filter, round_robin:4 or full")
             policy = make_policy(options.strategy)
         bound = policy.worst_staleness(structure, trained)
         assert bound is not None, "only policies that need drift have no bound"
         return cls(policy, bound, structure, tuple(trained))
 
-    def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> dict[str, str]:
+    def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> Choice:
         """Return the parts that a step's checkpoint keeps, and why; the first one of a ledger keeps all."""
         if not ledger.held_by:
-            return dict.fromkeys(self.trained, BASE)
+            return Choice(dict.fromkeys(self.trained, BASE), frozenset())
         situation = Situation(step, ledger.saves, self.structure, self.trained, num_bytes, ledger.last)
-        return dict(choose(self.policy, situation, self.bound).parts)
+        return choose(self.policy, situation, self.bound)
 
     def settings(self) -> dict[str, Any]:
         """Return the policy's settings as the manifest records them."""
@@ -156,6 +156,8 @@ class PruneAction:
     """Why an old one stays"""
     parts: Mapping[str, str] = field(default_factory=dict)
     """For one that becomes partial: the parts it keeps, each with the reason"""
+    masters: tuple[str, ...] = ()
+    """Further parts, of which it keeps the masters without the moments"""
     successor: RunCheckpoint | None = None
     """The partial checkpoint that replaces it"""
     is_written: bool = False
@@ -226,21 +228,29 @@ class Pruner:
             return PruneAction(checkpoint, WEIGHTS)
         for other in there:
             if other.is_partial and other.step == step:
-                held = [part for part in self.chooser.trained if other.holds(part)]
-                return PruneAction(checkpoint, PARTIAL, parts=dict.fromkeys(held, "already exists"), successor=other)
+                trained = self.chooser.trained
+                parts = {part: "already exists" for part in trained if other.holds(part)}
+                masters = tuple(
+                    part for part in trained if part not in parts and other.master_step_of(part) is not None
+                )
+                return PruneAction(checkpoint, PARTIAL, parts=parts, masters=masters, successor=other)
         before = ledger_before(step, facts.losses, self.thinned, self.new_lineage)
-        chosen = self.chooser.choose(before, step, facts.num_bytes)
-        ledger = before.after(step, chosen, self.chooser.trained)
-        untrained = set(self.parts) - set(self.chooser.trained)  # every partial checkpoint has the frozen params
-        held_parts = untrained | chosen.keys()
+        choice = self.chooser.choose(before, step, facts.num_bytes)
+        ledger = before.after(step, choice.parts, self.chooser.trained)
+        left_out = set(self.chooser.trained) - choice.parts.keys()  # every partial checkpoint has the frozen params
+        held_parts = with_layers([part for part in self.parts if layer_of(part) not in left_out], self.parts)
         successor = RunCheckpoint(
             path=self.path_of(step),
             step=step,
-            parts=None if held_parts >= set(self.parts) else frozenset(held_parts),
+            parts=None if held_parts >= set(self.parts) else held_parts,
             part_steps=checkpoint.part_steps,
+            master_steps=checkpoint.master_steps,
             ledger=ledger,
+            masters=frozenset(choice.masters),
         )
-        return PruneAction(checkpoint, PARTIAL, parts=chosen, successor=successor, is_written=True)
+        return PruneAction(
+            checkpoint, PARTIAL, parts=choice.parts, masters=choice.masters, successor=successor, is_written=True
+        )
 
     def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
         """Check the outcome independently of the code that decided it."""
@@ -314,8 +324,8 @@ def read_facts(
 def _why_untouchable(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
         return "it is a symbolic link"
-    if index.family in (UNIVERSAL, FSDP, DCP):
-        return "checkpoints of FSDP, DCP and DeepSpeed universal have no partial form"
+    if index.client == LIGHTNING and not index.stage:
+        return "Lightning's one file has no partial form"
     contents = survey_contents(index.root)
     lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]
     if contents.unknown:

@@ -15,11 +15,14 @@ from llmtailor.checkpoint.lineage import (
     RunCheckpoint,
     composable_steps,
     is_complete,
-    partial_sources,
+    newer_masters,
+    partial_needs,
     present_of,
     sources_at,
+    usable_at,
 )
 from llmtailor.errors import VerificationError
+from llmtailor.recipe.recipe import ONLY_MOMENTS
 
 
 def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list[int]:
@@ -42,7 +45,7 @@ def needed(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> set[int
     own = [save for save in complete if present.builds_on(save)]
     stay = [save for save in saves if not _is_kin(save, ledger)]
     for save in (*_newest(complete, keep), *_newest(own, keep), present):
-        stay += partial_sources(save, kin).values()
+        stay += partial_needs(save, kin)
     return {save.step for save in stay}
 
 
@@ -84,10 +87,12 @@ def find_reachable(checkpoints: Sequence[RunCheckpoint], parts: Sequence[str], k
     needed: set[RunCheckpoint] = set()
     for one in partial:
         if one.step in {*promised, *promised_alone} or one.step > newest:
-            needed |= {one, *partial_sources(one, partial).values()}
+            needed |= {one, *partial_needs(one, partial)}
     for there, steps in ((checkpoints, promised), (partial, promised_alone)):
         for step in steps:
-            needed |= {one for one in (sources_at(there, step, parts) or {}).values() if one.is_partial}
+            sources = sources_at(there, step, parts) or {}
+            masters = newer_masters(usable_at(there, step), sources)
+            needed |= {one for one in (*sources.values(), *masters.values()) if one.is_partial}
     left = [one for one in checkpoints if not one.is_partial or one in needed]
     _check_same(checkpoints, left, promised, parts)
     _check_same(partial, [one for one in partial if one in needed], promised_alone, parts)
@@ -98,7 +103,12 @@ def _check_same(
     before: Sequence[RunCheckpoint], after: Sequence[RunCheckpoint], promised: Iterable[int], parts: Sequence[str]
 ) -> None:
     """Check, independently of the code that decided, that every promised step has the same sources as before."""
-    changed = [step for step in promised if sources_at(before, step, parts) != sources_at(after, step, parts)]
+
+    def used(there: Sequence[RunCheckpoint], step: int) -> object:
+        sources = sources_at(there, step, parts)
+        return sources and (sources, newer_masters(usable_at(there, step), sources))
+
+    changed = [step for step in promised if used(before, step) != used(after, step)]
     if changed:
         what = f"step {', '.join(map(str, changed))} would not be composed as before"
         raise VerificationError.at("gc", what, "this is a bug in llmtailor: please report it; nothing was removed")
@@ -112,6 +122,8 @@ class Age:
     """How many global steps earlier they were saved; 0 if all are of that step"""
     parts: tuple[str, ...]
     """The oldest parts; empty if all are of that step"""
+    only: str | None = None
+    """``moments``: they alone are that old, and the masters of these parts are newer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +150,7 @@ def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[str]) 
         return None
     back = {part: step - sources[part].step_of(part) for part in parts}
     most = max(0, *back.values())
-    return Age(most, tuple(part for part in parts if most and back[part] == most))
+    oldest = tuple(part for part in parts if most and back[part] == most)
+    masters = {**sources, **newer_masters(usable_at(checkpoints, step), sources)}
+    are_newer = oldest and all((masters[part].master_step_of(part) or 0) > step - most for part in oldest)
+    return Age(most, oldest, ONLY_MOMENTS if are_newer else None)

@@ -32,7 +32,9 @@ class LoggedSave:
     write_s: float
     publish_s: float
     drift: Mapping[str, float]
-    """Part -> relative change since it was last saved, if the policy needs it; may be infinite"""
+    """Part -> relative change since it was last saved, if it was measured; may be infinite"""
+    expected_loss: Mapping[str, float]
+    """Part -> estimated rise of the loss with its own last save; see `saving.SaveReport`"""
     steps_behind: Mapping[str, int]
     """Part -> steps since its newest save, after this one"""
 
@@ -95,6 +97,7 @@ def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
         _seconds(content.get("write_s", 0.0)),
         _seconds(content.get("publish_s", 0.0)),
         {str(part): _change(value) for part, value in content.get("drift", {}).items()},
+        {str(part): _change(value) for part, value in content.get("expected_loss", {}).items()},
         {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
     )
 

@@ -13,13 +13,22 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
-from llmtailor.compose.plan import output_in
-from llmtailor.errors import Problem, Problems, SourceError, TailorError
+from llmtailor.compose.plan import Opened, output_in
+from llmtailor.compose.report import total_setback
+from llmtailor.errors import Problem, Problems, SourceError, TailorError, about
 from llmtailor.findings import ERROR
 from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER, is_partial, read_manifest
-from llmtailor.formats.registry import absent_parts, display_name, find_structure, index_checkpoint
-from llmtailor.model.parts import ModelStructure, condense
+from llmtailor.formats.registry import (
+    absent_parts,
+    display_name,
+    find_structure,
+    index_checkpoint,
+    shared_layers,
+    with_experts,
+)
+from llmtailor.model.parts import ModelStructure, condense, with_layers
+from llmtailor.model.states import MASTER
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
@@ -30,6 +39,7 @@ from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Index = Callable[[Path], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,7 @@ class Scan:
     refused: Mapping[Path, tuple[Problem, ...]]
     """Why the others can't be used"""
     structure: ModelStructure
+    """Experts are parts in the layers of which a checkpoint holds some only"""
     indexes: Mapping[Path, CheckpointIndex]
     """The indexes of the usable ones, by folder"""
 
@@ -76,20 +87,28 @@ def scan_run(
     only_newest: bool = False,
     every_chain: bool = False,
     trust_unrecorded: bool = False,
+    index: Index = index_checkpoint,
 ) -> Scan:
     """Index the full and partial checkpoints of a run's folder up to step ``at``, and ``base`` if it is elsewhere.
 
-    ``also`` are staging folders, see `RunFolder`.
+    ``also`` are staging folders, see `RunFolder`. ``index`` returns the index of a checkpoint, which may be known.
 
     See `scan_back` for those that are skipped. With ``only_newest`` the scan goes backwards only until it has found the
     newest state of every part. Raises SourceError if nothing is left.
     """
+    whole: ModelStructure | None = None
     structure: ModelStructure | None = None
+    shared: set[str] = set()
     usable: list[RunCheckpoint] = []
 
     def is_enough(found: list[CheckpointIndex], step: int) -> bool:
-        nonlocal structure
-        structure = structure or find_structure(found[0])
+        nonlocal whole, structure
+        whole = whole or find_structure(found[0])
+        layers = {layer for index in found[len(usable) :] for layer in shared_layers(index, whole)}
+        if structure is None or not layers <= shared:
+            shared.update(layers)
+            structure = with_experts(whole, found[0], shared)
+            usable.clear()
         usable.extend(describe_checkpoint(index, structure) for index in found[len(usable) :])
         if not only_newest:
             return False
@@ -99,8 +118,8 @@ def scan_run(
     found, refused = scan_back(
         run,
         at,
-        read=lambda path, found: index_checkpoint(path),
-        index_of=lambda index: index,
+        read=lambda path, found: index(path),
+        index_of=lambda one: one,
         is_enough=is_enough,
         base=base,
         also=also,
@@ -114,7 +133,7 @@ def scan_run(
     is_enough(found, 0)
     assert structure is not None
     usable.sort(key=lambda one: one.step)
-    return Scan(run, tuple(usable), refused, structure, {index.root: index for index in found})
+    return Scan(run, tuple(usable), refused, structure, {one.root: one for one in found})
 
 
 def scan_back(
@@ -191,10 +210,13 @@ def ledger_of(index: CheckpointIndex) -> Ledger | None:
 def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> RunCheckpoint:
     """Return a checkpoint as a source of composites; it holds the parts of which no tensor is absent."""
     absent = absent_parts(index, structure)
-    parts = frozenset(structure.parts) - absent if absent else None
+    parts = with_layers(frozenset(structure.parts) - absent, structure.parts) if absent else None
     state = client_of(index).state
     is_resumable = not state or state in index.files
-    return RunCheckpoint(index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index))
+    masters = absent - absent_parts(index, structure, MASTER) if absent else absent
+    of_masters = with_layers(masters, structure.parts) if masters else masters
+    found = (index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index), of_masters)
+    return RunCheckpoint(*found, index.master_steps)
 
 
 def check_newest(scan: Scan) -> Path:
@@ -239,10 +261,25 @@ def recipe_for_run(
     also: Sequence[Path] = (),
     trust_unrecorded: bool = False,
 ) -> Recipe:
-    """Choose a recipe for a run's folder by a strategy or LLMTailor's update log.
+    """Return the recipe of `choose_for_run`."""
+    return choose_for_run(run, at, how, folder, also=also, trust_unrecorded=trust_unrecorded)[0]
+
+
+def choose_for_run(
+    run: Path,
+    at: int | None,
+    how: StrategyOptions | UpdateLog,
+    folder: Path | None = None,
+    *,
+    also: Sequence[Path] = (),
+    trust_unrecorded: bool = False,
+    index: Index = index_checkpoint,
+) -> tuple[Recipe, Opened]:
+    """Choose a recipe for a run's folder by a strategy or LLMTailor's update log; return it with its sources.
 
     Nothing later than step ``at`` is used. ``also`` are staging folders, see `RunFolder`. Paths in its text are
-    relative to ``folder`` where it is close by. Raises RecipeError or SourceError with every problem found.
+    relative to ``folder`` where it is close by. ``index`` is that of `scan_run`. Raises RecipeError or SourceError with
+    every problem found.
     """
     name, run, also = (
         f"the recipe for {location_of(run)}",
@@ -251,8 +288,10 @@ def recipe_for_run(
     )
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
-        scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded)
-        assignment = assign(scan.usable, scan.structure, how)
+        scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded, index=index)
+        newest = scan.indexes[scan.usable[-1].path]
+        structure = with_experts(scan.structure, newest) if how.strategy == "explicit" else scan.structure
+        assignment = assign(scan.usable, structure, how)
     else:
         problems = Problems()
         lines: tuple[FlagLine, ...] = ()
@@ -261,7 +300,7 @@ def recipe_for_run(
         except TailorError as error:
             problems.add(error)
         base = how.base.absolute() if how.base else None
-        scan = scan_run(run, at, base, also=also, trust_unrecorded=trust_unrecorded)
+        scan = scan_run(run, at, base, also=also, trust_unrecorded=trust_unrecorded, index=index)
         found = next((checkpoint for checkpoint in scan.usable if checkpoint.path == base), None)
         if base is not None and found is None:
             reason = scan.refused.get(base, ())
@@ -269,13 +308,15 @@ def recipe_for_run(
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()
         step = at if at is not None else scan.usable[-1].step
-        assignment = assign_flags(lines, step, found, scan.usable, scan.structure, how.total_layers, how.name)
+        structure = scan.structure
+        assignment = assign_flags(lines, step, found, scan.usable, structure, how.total_layers, how.name)
     _log_choice(assignment)
-    output, newest = None, assignment.base
-    if newest.path.parent in [one / FOLDER for one in also]:  # by default, it would be written there
-        output = output_in(run, newest.step)
-    text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
-    return Recipe.of(assignment, name, text, scan.skipped, output)
+    output, base_path = None, assignment.base.path
+    if base_path.parent in [one / FOLDER for one in also]:  # by default, it would be written there
+        output = output_in(run, assignment.base.step)
+    text = write_recipe(assignment, structure, folder, _header(scan, assignment), output)
+    recipe = Recipe.of(assignment, name, text, scan.skipped, output)
+    return recipe, Opened({root: scan.indexes[root] for root in recipe.sources()})
 
 
 def _log_choice(assignment: Assignment) -> None:
@@ -289,4 +330,9 @@ def _log_choice(assignment: Assignment) -> None:
 def _header(scan: Scan, assignment: Assignment) -> list[str]:
     steps = ", ".join(f"{one.step}{' (partial)' if one.parts is not None else ''}" for one in scan.usable)
     lines = [f"{assignment.title}, from {display_name(scan.run)}", f"usable checkpoints: {steps}"]
+    base = scan.indexes[assignment.base.path]
+    parts = assignment.source_of.items()
+    setback = total_setback(base.setback_with(part, source.step_of(part)) for part, source in parts)
+    if setback is not None:
+        lines.append(f"estimated setback by stale parts: {about(setback)} steps")
     return lines + [f"skipped: {problem.where}: {problem.what}" for problem in scan.skipped]

@@ -8,16 +8,15 @@ The last check before each removal is that ``merge`` can compose the step from w
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.lineage import (
     THINNED,
     RunCheckpoint,
@@ -27,28 +26,23 @@ from llmtailor.checkpoint.lineage import (
     usable_at,
 )
 from llmtailor.compose.plan import plan_merge
-from llmtailor.containers.safetensors import read_weights
+from llmtailor.engine.copy import Moved
+from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import stoppable
+from llmtailor.engine.sharing import Team
 from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
-from llmtailor.formats.clients import is_accelerates
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
-from llmtailor.formats.registry import index_checkpoint
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
-from llmtailor.formats.zero.files import LATEST
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import (
-    Kind,
     RunFolder,
     carrying_out,
     files_in,
     freed_bytes,
-    link_or_copy,
     remove_partial,
     remove_replaced,
-    staged,
 )
 from llmtailor.runs.pruning import (
     PARTIAL,
@@ -64,11 +58,10 @@ from llmtailor.runs.pruning import (
 from llmtailor.runs.retention import StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, describe_checkpoint, scan_run
 from llmtailor.runs.to_partial import check_same, check_unchanged, compared, plan_conversion, write_conversion
-from llmtailor.storage.local import fsync_folder, replace_folder
+from llmtailor.runs.to_weights import freed_by_reduction, plan_weights, reduce_to_weights
 
 logger = logging.getLogger(__name__)
 _FIX = "this is a bug in llmtailor: please report it; nothing was removed"
-_SCRIPT = re.compile(r"zero_to_\w+\.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +83,19 @@ class ThinPlan:
     """For each step that stays composable"""
 
 
-def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
+def plan_thinning(run: Path, options: ThinOptions, new_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> ThinPlan:
     """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
+
+    ``new_id`` returns random ids of 32 hex digits; the plans of several ranks are the same if these are.
 
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
     """
     run = Path(run).absolute()
     folder, scan = RunFolder(run), scan_run(run, every_chain=True)
-    structure, indexes = scan.structure, scan.indexes
-    trained = {structure.part_of[param] for param in trained_states(indexes[check_newest(scan)])}
+    newest = scan.indexes[check_newest(scan)]
+    structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
+    trained = {structure.part_of[param] for param in trained_states(newest)}
     parts = [part for part in structure.parts if part in trained]
     chooser = None if options.weights_only else Chooser.of(options, structure, parts)
 
@@ -109,26 +105,29 @@ def plan_thinning(run: Path, options: ThinOptions) -> ThinPlan:
 
     pruner = Pruner(
         checkpoints=scan.usable,
-        parts=structure.parts,
+        parts=scan.structure.parts,
         keep_full=options.keep_full,
         facts=facts_of,
         chooser=chooser,
         thinned=read_thinned(scan.usable),
-        new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
+        new_lineage=lambda: THINNED + new_id()[:12],
         path_of=folder.at,
     )
-    actions = _measure(pruner.decide(), scan, chooser)
+    actions = _measure(pruner.decide(), scan, chooser, new_id)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
     rest = list(scan.usable)
     for action in actions:
         rest = action.applied_to(rest)
-    before, after = (tuple(composable_steps(there, structure.parts)) for there in (scan.usable, rest))
-    ages = compare_ages(scan.usable, rest, after, structure.parts)
+    every = scan.structure.parts
+    before, after = (tuple(composable_steps(there, every)) for there in (scan.usable, rest))
+    ages = compare_ages(scan.usable, rest, after, every)
     return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
 
 
-def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
+def _measure(
+    actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None, new_id: Callable[[], str]
+) -> tuple[PruneAction, ...]:
     """Lay out each partial checkpoint to write, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
     for one in scan.partial:  # oldest first
@@ -139,15 +138,14 @@ def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None
         index = scan.indexes[action.checkpoint.path]
         conversion, freed = None, 0
         if action.becomes == WEIGHTS:
-            freed = freed_bytes(path for path in files_in(index.root) if not is_kept(str(path.relative_to(index.root))))
+            freed = freed_by_reduction(index)
         elif action.becomes == PARTIAL:
             freed = freed_bytes(files_in(index.root))
         successor = action.successor if action.is_written else None
         if successor is not None and successor.ledger is not None and chooser is not None:
-            policy = chooser.settings()
-            conversion = plan_conversion(
-                index, scan.structure, successor.path, action.parts, successor.ledger, policy, frozen
-            )
+            policy, target = chooser.settings(), successor.path
+            held = (action.parts, successor.ledger, policy, frozen, new_id(), action.masters)
+            conversion = plan_conversion(index, chooser.structure, target, *held)
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
         measured.append(replace(action, freed=freed, conversion=conversion))
@@ -160,9 +158,11 @@ def bytes_to_move(plan: ThinPlan) -> int:
     for action in plan.actions:
         if action.conversion is not None:
             total += action.conversion.plan.num_bytes
+        elif action.becomes == WEIGHTS:
+            total += plan_weights(plan.scan.indexes[action.checkpoint.path]).num_bytes
         elif action.successor is not None:
             index = plan.scan.indexes[action.successor.path]
-            total += sum(index.held[state].num_bytes for state in compared(index))
+            total += sum(index.held[state].held_bytes for state in compared(index))
     return 2 * total  # written and read back, or both read
 
 
@@ -170,52 +170,84 @@ def thin(
     plan: ThinPlan,
     notify: Callable[[PruneAction], None] = lambda action: None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
+    clone: Clone = "auto",
+    team: Team | None = None,
+) -> Moved:
     """Carry out a plan that was made inside `only_writer`; call ``notify`` after each action.
 
+    The ranks of a team, all with the same plan, read and write together; rank 0, which is inside `only_writer`, decides
+    and removes. Return how the bytes of what was written got there.
     ``on_progress`` gets the bytes written and read, `bytes_to_move` in all, from several threads.
 
     Raises StorageError, SourceError, VerificationError or Interrupted; finished actions stay, and nothing is lost.
     """
     scan, there, indexes = plan.scan, list(plan.scan.usable), plan.scan.indexes
     differing: list[Problem] = []
+    moved, team = Moved(), team or Team()
+    if team.job is not None:
+        team.agree(**_fingerprint(plan))
     with (
         carrying_out(scan.run, "can't continue", "check the disk and rerun the same command"),
         stoppable() as stop,
     ):
-        for folder in plan.left_behind:
+        for folder in plan.left_behind if team.is_first else ():
             shutil.rmtree(folder)
         for action in plan.actions:
             stop.check()
             full, successor = indexes[action.checkpoint.path], action.successor
             if action.becomes == WEIGHTS:
-                reduce_to_weights(full)
-            elif successor is not None:
-                if action.conversion is not None:
-                    write_conversion(action.conversion, stop, on_progress)
-                else:
-                    try:
-                        check_same(indexes[successor.path], full, stop, on_progress)
-                    except VerificationError as error:
-                        differing += error.problems
-                        continue
-                try:
-                    check_on_disk(successor, scan.structure)
-                    check_composable(scan.run, action.applied_to(there), successor.step, scan.structure)
-                except VerificationError:
-                    if action.conversion is not None:
-                        remove_partial(successor.path)
-                    raise
-                check_unchanged(full)
-                logger.info("removing %s: step %d can be composed without it", full.root.name, successor.step)
-                remove_replaced(full.root)
-            else:
+                moved += reduce_to_weights(full, stop, clone, on_progress, team)
+            elif successor is None:
                 logger.info("%s stays: %s", action.checkpoint.name, action.why or "it is one of the newest")
                 continue
+            elif action.conversion is not None:
+                moved += write_conversion(action.conversion, stop, on_progress, clone, team)
+            else:
+                try:
+                    check_same(indexes[successor.path], full, stop, on_progress, team)
+                except VerificationError as error:
+                    differing += error.problems
+                    continue
+            if successor is not None and team.is_first:
+                with team.leading():
+                    _put_in_place(plan, action, successor, there)
             there = action.applied_to(there)
-            notify(action)
+            if team.is_first:
+                notify(action)
         if differing:
             raise VerificationError(differing)
+    return moved
+
+
+def _put_in_place(
+    plan: ThinPlan, action: PruneAction, successor: RunCheckpoint, there: Sequence[RunCheckpoint]
+) -> None:
+    """Remove a full checkpoint whose partial one is on the disk, once its step can be composed without it."""
+    scan, full = plan.scan, plan.scan.indexes[action.checkpoint.path]
+    try:
+        check_on_disk(successor, scan.structure)
+        check_composable(scan.run, action.applied_to(there), successor.step, scan.structure)
+    except VerificationError:
+        if action.conversion is not None:
+            remove_partial(successor.path)
+        raise
+    check_unchanged(full)
+    logger.info("removing %s: step %d can be composed without it", full.root.name, successor.step)
+    remove_replaced(full.root)
+
+
+def _fingerprint(plan: ThinPlan) -> dict[str, str]:
+    """Return what must be the same on all ranks of a team."""
+    facts = [
+        (str(root), path, fact.num_bytes, fact.mtime_ns)
+        for root, index in sorted(plan.scan.indexes.items())
+        for path, fact in sorted(index.files.items())
+    ]
+    planned = [
+        (str(action.checkpoint.path), action.becomes, action.conversion and action.conversion.plan.summary.digest)
+        for action in plan.actions
+    ]
+    return {key: hashlib.sha256(repr(what).encode()).hexdigest() for key, what in (("facts", facts), ("plan", planned))}
 
 
 def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:
@@ -242,35 +274,3 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, struct
         raise
     except TailorError as error:
         raise VerificationError((*error.problems, Problem(str(run), f"step {step} can't be composed", _FIX))) from error
-
-
-def is_kept(path: str) -> bool:
-    """Return whether a file of a full checkpoint stays when its optimizer is removed: all but the resume states."""
-    return (
-        "/" not in path
-        and path not in (LATEST, OPTIMIZER, SCHEDULER, SCALER)
-        and not (is_rng_file(path) or is_accelerates(path) or _SCRIPT.fullmatch(path))
-    )
-
-
-def reduce_to_weights(index: CheckpointIndex) -> None:
-    """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
-
-    Raises VerificationError if the weights don't read back, SourceError if it changes in the meantime, or OSError. It
-    is complete until it is replaced.
-    """
-    root = index.root
-    staging = staged(root, Kind.THINNING)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    for path in index.files:
-        if is_kept(path):
-            link_or_copy(root / path, staging / path)
-    fsync_folder(staging)
-    if read_weights(staging, index.name) != read_weights(root, index.name):
-        raise VerificationError.at(index.name, "its weights would be lost", _FIX)
-    check_unchanged(index)
-    old = staged(root, Kind.OLD)
-    replace_folder(staging, root, old)
-    fsync_folder(root.parent)
-    remove_replaced(root, now_at=staging if staging.exists() else old)

@@ -9,11 +9,10 @@ import filecmp
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,29 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
-from llmtailor.engine.copy import Context, execute
+from llmtailor.engine.copy import Context, Moved
+from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.engine.staging import check_space
+from llmtailor.engine.sharing import Team
+from llmtailor.engine.space import check_space, space_for
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError, some
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
 from llmtailor.formats.partial.write import PartialLayout, describe_partial, lay_out_partial, trained_states
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import ITEMSIZE, WEIGHT, State
+from llmtailor.model.states import ITEMSIZE, WEIGHT, State, is_moment
 from llmtailor.runs.folder import Kind, link_or_copy, staged
+from llmtailor.runs.together import write_files
 from llmtailor.storage.listing import FileFact, added_since
 from llmtailor.storage.local import Files, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.read import crc_of_range
 
 OnProgress = Callable[[int], None]
-_BUG = "the disk loses data, or this is a bug in llmtailor: please report it; nothing was removed"
+BUG = "the disk loses data, or this is a bug in llmtailor: please report it; nothing was removed"
 _ALIKE = (
     *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
-    *("sub_groups", "settings", "variant", "part_steps"),
+    *("sub_groups", "settings", "variant", "part_steps", "master_steps"),
 )
 """The index fields that a partial checkpoint shares with the full one it was made from"""
 
@@ -60,19 +62,22 @@ def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: O
     found = zip(wanted.items(), _crcs(root, whole, stop, on_progress), strict=True)
     if wrong := [path for (path, crc), have in found if have != crc]:
         raise VerificationError(
-            Problem(str(root / path), "it does not read back as it was written", _BUG) for path in wrong
+            Problem(str(root / path), "it does not read back as it was written", BUG) for path in wrong
         )
 
 
-def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Iterable[str]) -> None:
+def check_places(
+    plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Collection[str], masters: Collection[str]
+) -> None:
     """Compare the index of what was written with the plan and with the checkpoint it was made from.
+
+    It holds every state of ``params``, and the masters of ``masters``.
 
     Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
     differing = [what for what in _ALIKE if _plain(getattr(made, what)) != _plain(getattr(source, what))]
     wrong = [f"its {what} differs from that of {source.name}" for what in differing]
-    kept = set(params)
     trained = {param for group in source.group_params for param in group}
     for state, held in source.held.items():
         if state.kind == WEIGHT:
@@ -80,7 +85,11 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
         there = made.held.get(state)
         if there is None or (there.dtype, there.shape) != (held.dtype, held.shape):
             wrong.append(f"it does not describe {state.kind} of {state.param}")
-        elif there.is_here != (state.param in kept or state.param not in trained):
+        elif there.is_here != (
+            state.param in params
+            or state.param not in trained
+            or (state.param in masters and not is_moment(state.kind))
+        ):
             wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
     for file in plan.files:
         for start, piece in file.placed():
@@ -90,7 +99,7 @@ def check_places(plan: Plan, made: CheckpointIndex, source: CheckpointIndex, par
                 if list(held.place.cover(piece.begin, end)) != [planned]:
                     wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
     if wrong:
-        raise VerificationError(Problem(made.name, what, _BUG) for what in wrong)
+        raise VerificationError(Problem(made.name, what, BUG) for what in wrong)
 
 
 def compared(one: CheckpointIndex) -> list[State]:
@@ -98,20 +107,27 @@ def compared(one: CheckpointIndex) -> list[State]:
     return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
 
 
-def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
+def check_same(
+    one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress, team: Team | None = None
+) -> None:
     """Compare every state of a partial checkpoint with the full one of its step, by CRC-32.
 
-    Raises VerificationError for those that differ, OSError, or Interrupted.
+    The ranks of a team each compare some, and all get the same. Raises VerificationError for those that differ,
+    OSError, or Interrupted.
     """
-    states = compared(one)
-    pairs = [state for state in states if state in other.held]
+    states, team = compared(one), team or Team()
+    taken = team.stretch(one.held[state].num_bytes for state in states)
+    mine = [state for state, is_mine in zip(states, taken, strict=True) if is_mine]
+    pairs = [state for state in mine if state in other.held]
     crcs = []
-    for index in (one, other):
-        covers = (held.place.cover(0, held.numel) for held in map(index.held.__getitem__, pairs))
-        extents = ([fragment.extent for fragment in cover] for cover in covers)
-        crcs.append(_crcs(index.root, extents, stop, on_progress))
-    wrong = [state for state in states if state not in other.held]
-    wrong += [state for state, mine, theirs in zip(pairs, *crcs, strict=True) if mine != theirs]
+    with team.working(stop, on_progress) as count:
+        for index in (one, other):
+            covers = ([index.held[state].place.cover(*run) for run in one.held[state].runs] for state in pairs)
+            extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
+            crcs.append(_crcs(index.root, extents, stop, count))
+    differing = [state for state, here, there in zip(pairs, *crcs, strict=True) if here != there]
+    differing += [state for state in mine if state not in other.held]
+    wrong = [State(*state) for found in team.exchange(differing) for state in found]
     if wrong:
         names = some(f"{state.kind} of {state.param}" for state in wrong)
         fix = "they belong to different attempts: remove the unwanted one by hand"
@@ -159,8 +175,6 @@ def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progres
 
 
 logger = logging.getLogger(__name__)
-SPARE_BYTES = 16 << 20
-"""Space for folders and file system overhead beyond the bytes of the plan"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +190,9 @@ class Conversion:
     """The ledger after this save"""
     policy: Mapping[str, Any]
     params_of: Mapping[str, list[str]]
-    """The trained params by part"""
+    """The trained params by part, also of those in ``masters``"""
+    masters: tuple[str, ...]
+    """Further parts, of which only the masters are kept"""
     save_id: str
     layout: PartialLayout
     plan: Plan
@@ -198,16 +214,19 @@ def plan_conversion(
     ledger: Ledger,
     policy: Mapping[str, Any],
     older: Mapping[str, tuple[Path, int]],
+    save_id: str | None = None,
+    masters: tuple[str, ...] = (),
 ) -> Conversion:
     """Lay out a full checkpoint as a partial one; no tensor is read.
 
     ``older`` gives the files of frozen params in partial checkpoints: name -> folder and size of the newest.
+    ``save_id`` is a random id, None for a new one. Of the parts in ``masters`` only the masters are kept.
     Raises SourceError or UnsupportedCheckpoint.
     """
-    save_id = uuid.uuid4().hex
+    save_id = save_id or uuid.uuid4().hex
     trained = {name for group in source.group_params for name in group}
-    params_of = {part: [name for name in structure.names(part) if name in trained] for part in parts}
-    layout = lay_out_partial(source, set(chain(*params_of.values())), save_id)
+    params_of = {part: [name for name in structure.names(part) if name in trained] for part in (*parts, *masters)}
+    layout = lay_out_partial(source, *_kept_params(params_of, masters), save_id)
     names = {*source.params, *source.tied, *(state.param for state in source.held)}
     plan = plan_composite(layout.files, [source], Sources(dict.fromkeys(names, 0)), 0)
     links = {
@@ -215,42 +234,66 @@ def plan_conversion(
         for file in layout.frozen
         if file.path in older and older[file.path][1] == file.num_bytes
     }
-    return Conversion(source, target, structure, parts, ledger, policy, params_of, save_id, layout, plan, links)
+    found = (parts, ledger, policy, params_of, masters, save_id, layout, plan, links)
+    return Conversion(source, target, structure, *found)
 
 
-def write_conversion(conversion: Conversion, stop: Stop, on_progress: OnProgress = lambda num_bytes: None) -> None:
+def _kept_params(params_of: Mapping[str, Iterable[str]], masters: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return the params that are kept whole, and those of which only the masters are."""
+    whole = {name for part, names in params_of.items() if part not in masters for name in names}
+    return whole, {name for part in masters for name in params_of[part]}
+
+
+def write_conversion(
+    conversion: Conversion,
+    stop: Stop,
+    on_progress: OnProgress = lambda num_bytes: None,
+    clone: Clone = "never",
+    team: Team | None = None,
+) -> Moved:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
-    ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in all, from several threads.
+    The ranks of a team each write some of its files, and rank 0 does the rest; the others may return before that.
+    Return how its bytes got there. ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in
+    all, from several threads.
 
     Raises StorageError if there is not enough space, SourceError (also if the full checkpoint changes in the meantime),
     VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
     """
     target, source, watch = conversion.target, conversion.source, Stopwatch()
-    check_space(target, sum(file.num_bytes for file in conversion.plan.files) + SPARE_BYTES)
+    plan, team = conversion.plan, team or Team()
+    check_space(target, space_for(plan, clone))
     staging = staged(target, Kind.THINNING)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+
+    def read_back(crcs: Mapping[str, int], context: Context) -> None:
+        check_crcs(staging, crcs, context.stop, context.on_progress)
+
     try:
-        results = execute(conversion.plan, staging, Context(facts=[source.files], on_progress=on_progress, stop=stop))
-        crcs = {result.path: result.crc for result in results}
-        logger.info("wrote %s, %s bytes, in %s", display_name(target), f"{conversion.plan.num_bytes:,}", watch.lap())
-        for name, folder in conversion.links.items():
-            if filecmp.cmp(folder / name, staging / name, shallow=False):
-                (staging / name).unlink()
-                link_or_copy(folder / name, staging / name)
-        write_durably(staging / MANIFEST, _manifest(conversion, crcs))
-        fsync_folder(staging)
-        check_crcs(staging, crcs, stop, on_progress)
-        made = index_checkpoint(staging, display_name(target))
-        check_places(conversion.plan, made, source, chain(*conversion.params_of.values()))
-        check_unchanged(source)
-        logger.info("read it back in %s", watch.lap())
-        stop.check()
-        staging.rename(target)
-        fsync_folder(target.parent)
+        with team.leading():
+            context = Context(facts=[source.files], on_progress=on_progress, stop=stop, clone=clone)
+            written = write_files(plan, staging, context, team, read_back)
+            if not team.is_first:
+                return written.moved
+            num_bytes = f"{plan.num_bytes:,}"
+            logger.info("wrote %s, %s bytes, in %s", display_name(target), num_bytes, watch.lap())
+            for name, folder in conversion.links.items():
+                if filecmp.cmp(folder / name, staging / name, shallow=False):
+                    (staging / name).unlink()
+                    link_or_copy(folder / name, staging / name)
+            write_durably(staging / MANIFEST, _manifest(conversion, written.crcs))
+            fsync_folder(staging)
+            read_back(written.unread, context)
+            made = index_checkpoint(staging, display_name(target))
+            check_places(plan, made, source, *_kept_params(conversion.params_of, conversion.masters))
+            check_unchanged(source)
+            logger.info("read it back in %s", watch.lap())
+            stop.check()
+            staging.rename(target)
+            fsync_folder(target.parent)
+            return written.moved
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if team.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, int]:
@@ -265,12 +308,17 @@ def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, i
 def _manifest(conversion: Conversion, crcs: Mapping[str, int]) -> bytes:
     """Return the manifest; its size does not depend on the checksums."""
     source, layout = conversion.source, conversion.layout
+    own = {file.path for file in (*layout.bundles, *layout.frozen)}
     facts = tuple(
-        BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0)) for file in (*layout.bundles, *layout.frozen)
+        BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0))
+        for file in conversion.plan.files
+        if file.path in own
     )
     ledger = conversion.ledger.to_json()
     return manifest_json(
-        describe_partial(source, conversion.save_id, conversion.parts, conversion.params_of, facts, ledger),
+        describe_partial(
+            source, conversion.save_id, conversion.parts, conversion.params_of, facts, ledger, conversion.masters
+        ),
         policy=conversion.policy,
         num_bytes=part_bytes(source, conversion.structure),
         tool_version=__version__,

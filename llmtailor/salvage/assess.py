@@ -22,14 +22,15 @@ from llmtailor.formats.trainer import (
     SCALER,
     is_weight_file,
 )
-from llmtailor.formats.zero.files import LATEST
+from llmtailor.formats.zero.files import LATEST, is_shard_name
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.verify.verify import verify_checkpoint
 
 if TYPE_CHECKING:
+    from llmtailor.engine.sharing import Team
     from llmtailor.verify.deep import Deep
 
-_OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in CLIENTS.values()))
+_OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in CLIENTS.values() if one.scheduler))
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
 
@@ -63,8 +64,10 @@ class Holder:
         return self.index.global_step
 
 
-def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
-    """Return what is usable of a checkpoint. With ``deep``, also read its tensors.
+def assess(
+    path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None, team: Team | None = None
+) -> Holder:
+    """Return what is usable of a checkpoint. With ``deep``, also read its tensors, together with the ranks of a team.
 
     Raises SourceError if nothing is usable, and Interrupted on Ctrl-C.
     """
@@ -79,7 +82,8 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
     if deep:
         from llmtailor.verify.deep import read_everything  # numpy takes a while
 
-        found = read_everything(index, index.unreadable, read_manifest(path, index.name), on_progress)
+        manifest = read_manifest(path, index.name)
+        found = read_everything(index, index.unreadable, manifest, on_progress, team)
         findings += [finding for finding in found.findings if finding.severity != NOTE]
         damage = _sort(findings, index, is_deep=True)
         if damage[_FATAL] and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged
@@ -117,7 +121,7 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
         if path in _OF_THE_BASE or finding.code in _OF_THE_SCHEDULER:
             if is_deep or finding.severity == ERROR:
                 found[_UNFIT].append(finding)
-        elif path in index.unreadable or (is_deep and "/" in path):
+        elif path in index.unreadable or (is_deep and ("/" in path or is_shard_name(path))):
             continue  # the damaged elements are listed separately
         elif is_weight_file(path) and not index.is_partial:  # those hold masters and moments, not weights
             found[_WEIGHTS].append(finding)

@@ -6,19 +6,20 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.write import is_written
-from llmtailor.containers.json import MAX_BYTES
+from llmtailor.containers.json import MAX_BYTES, SALVAGED
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
-from llmtailor.formats.registry import display_name, find_structure
+from llmtailor.formats.registry import display_name, find_structure, with_experts
 from llmtailor.formats.rng import is_rng_file
-from llmtailor.model.parts import ModelStructure
+from llmtailor.model.parts import ModelStructure, layer_of
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
@@ -27,6 +28,10 @@ from llmtailor.salvage.assess import Holder, assess, without_weights
 from llmtailor.salvage.choose import Choice, choose
 from llmtailor.storage.local import read_source
 from llmtailor.verify.verify import check_file, verify_checkpoint
+
+if TYPE_CHECKING:
+    from llmtailor.engine.sharing import Team
+
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
@@ -83,17 +88,19 @@ def plan_salvage(
     in_place: bool = False,
     clone: Clone = "auto",
     on_progress: OnProgress = lambda num_bytes: None,
+    team: Team | None = None,
 ) -> Salvage:
     """Plan the composite that loses the least of a run: every part from the newest checkpoint that has it intact.
 
     ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments``, a part that is damaged in
     the newest checkpoint comes from several, element by element. With ``deep``, tensors are also read, and
-    ``on_progress`` gets the bytes. Nothing later than ``at`` is used. ``in_place``: the output will replace a
-    checkpoint, so it may already exist if it is of the same salvage. ``clone`` is that of `Options`. Raises
-    SourceError with all obstacles if there is no complete composite, and what `plan_merge` raises.
+    ``on_progress`` gets the bytes; the ranks of a ``team`` each read a part. Nothing later than ``at`` is used.
+    ``in_place``: the output will replace a checkpoint, so it may already exist if it is of the same salvage. ``clone``
+    is that of `Options`. Raises SourceError with all obstacles if there is no complete composite, and what `plan_merge`
+    raises.
     """
     run = Path(run).absolute()
-    salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
+    salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded, team)
     if not salvage.choice.is_complete:
         raise _no_composite(salvage)
     deeper = choose(salvage.holders, salvage.structure, True)
@@ -114,7 +121,13 @@ def plan_salvage(
 
 
 def _choose(
-    run: Path, at: int | None, deep: bool, fragments: bool, on_progress: OnProgress, trust_unrecorded: bool
+    run: Path,
+    at: int | None,
+    deep: bool,
+    fragments: bool,
+    on_progress: OnProgress,
+    trust_unrecorded: bool,
+    team: Team | None,
 ) -> Salvage:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
@@ -122,7 +135,7 @@ def _choose(
     """
 
     def read(path: Path, found: list[Holder]) -> Holder:
-        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
+        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress, team)])
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         return holder
@@ -186,11 +199,22 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
     assignment = Assignment(
         base=RunCheckpoint(base.index.root, base.step, None),
-        source_of={row.part: checkpoints[row.holder] for row in choice.parts if row.holder is not None},
+        source_of={
+            row.part: checkpoints[row.holder if row.masters is None else row.masters]
+            for row in choice.parts
+            if row.holder is not None
+        },
         reason={row.part: row.why or "intact" for row in choice.parts},
         title=f"salvage of {display_name(salvage.run)}",
-    )
-    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, salvage.structure))
+        moments_of={
+            row.part: checkpoints[row.holder]
+            for row in choice.parts
+            if row.holder is not None and row.masters is not None
+        },
+    ).joined()
+    shared = {layer_of(row.part) for row in choice.parts} - {row.part for row in choice.parts}
+    structure = with_experts(salvage.structure, base.index, shared)
+    recipe = Recipe.of(assignment, assignment.title, write_recipe(assignment, structure))
     files, about_files = _replace_files(salvage.run, base)
     opened = Opened(
         indexes={holder.index.root: holder.index for holder in used.values()},
@@ -201,7 +225,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
         files=tuple(files),
         notices=tuple(dict.fromkeys([*_notices(salvage), *about_files])),
     )
-    out = out or salvage.run / f"salvaged-checkpoint-{base.step}"
+    out = out or salvage.run / f"{SALVAGED}checkpoint-{base.step}"
     return plan_merge(recipe, out, options, opened)
 
 

@@ -1,4 +1,4 @@
-"""Moves a salvaged composite to where the Trainer's auto-resume looks, and moves aside what it must not find.
+"""Moves a salvaged composite to where an auto-resume looks, and moves aside what that must not find.
 
 This takes several renames, which are first recorded in a file in the run's folder: if the process is killed between two
 of them, the next one can tell the folders apart. Folders are identified by their files, not by their names.
@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtailor.containers.json import read_json
+from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
+from llmtailor.containers.json import ASIDE, DAMAGED, MAX_NAME, REPLACED, is_path_below, read_json, step_of
 from llmtailor.engine.placing import put_in_place
 from llmtailor.engine.staging import remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError
-from llmtailor.runs.folder import RunFolder
+from llmtailor.formats.zero.files import LATEST
+from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.listing import list_files
 from llmtailor.storage.local import fsync_folder, replace_durably
 
 RECORD = ".llmtailor-replacing"
-_NAME = re.compile(r"(salvaged-|damaged-|replaced-)?checkpoint-[0-9]+")
+_PREFIX = re.compile(f"({'|'.join(ASIDE)})?")
 _SCHEMA = "llmtailor.replacing/1"
 
 
@@ -35,25 +37,39 @@ class Replacement:
     new: Path
     """The folder that becomes `target`, or `target` itself if nothing was composed"""
     target: Path
-    """``checkpoint-STEP``, from which to resume"""
+    """From which to resume: ``checkpoint-STEP``, or the older checkpoint"""
     aside: Mapping[Path, Path]
     """Folder -> its new name, which does not begin with ``checkpoint-``: the Trainer's rotation deletes those."""
+    latest: tuple[str, str] | None = None
+    """What DeepSpeed's file `LATEST` in the run's folder says, and what it must say; None if it stays"""
 
 
 def plan_replacement(salvage: Salvage) -> Replacement:
     """Return the renames. Raises TargetError if a name is taken."""
-    run, base = salvage.run, salvage.base
-    target = run / f"checkpoint-{base.step}"
+    run, base, composition = salvage.run, salvage.base, salvage.composition
+    target = base.index.root if composition is None else run / f"checkpoint-{base.step}"
     aside = {}
-    for step, path in RunFolder(run).full().items():
-        if step > base.step or (step == base.step and salvage.composition is not None):
+    for entry in RunFolder(run).entries(Kind.FULL):
+        path = entry.path
+        if entry.step > base.step or (entry.step == base.step and composition is not None):
             whole = any(holder.is_whole and holder.index.root == path for holder in salvage.holders)
-            aside[path] = path.with_name(f"{'replaced' if whole else 'damaged'}-{path.name}")
+            aside[path] = path.with_name(f"{REPLACED if whole else DAMAGED}{path.name}")
     for name in aside.values():
         if name.exists():
             fix = "move it away, or omit --replace and name the output when you resume"
             raise TargetError.at(name, "the name is taken by an earlier --replace", fix)
-    return Replacement(target if salvage.composition is None else salvage.composition.out, target, aside)
+    tag = base.index.tag
+    latest = _point_at(base.index, run, tag if target.name == tag else f"{target.name}/{tag}")
+    return Replacement(target if composition is None else composition.out, target, aside, latest)
+
+
+def _point_at(base: CheckpointIndex, run: Path, tag: str) -> tuple[str, str] | None:
+    """Return the change of ``latest`` where the run's checkpoints are tags of one folder; None if there is none."""
+    path = run / LATEST
+    if base.client != DEEPSPEED or not path.is_file():
+        return None
+    says = path.read_bytes()[:MAX_NAME].decode("utf-8", "replace").strip()
+    return None if says == tag else (says, tag)
 
 
 def unfinished_replacement(run: Path) -> Replacement | None:
@@ -68,18 +84,21 @@ def unfinished_replacement(run: Path) -> Replacement | None:
         record = read_json(path, str(path))
         new, target = str(record["new"]["files"]), run / _name(record["target"])
         aside = {str(row["files"]): run / _name(row["to"]) for row in record["aside"]}
+        latest = tuple(map(str, record["latest"])) if record.get("latest") else None
+        if latest is not None and (len(latest) != 2 or not is_path_below(latest[1])):
+            raise ValueError(latest)
         names = {target, run / _name(record["new"]["from"]), *(run / _name(row["from"]) for row in record["aside"])}
     except (KeyError, TypeError, ValueError, SourceError) as error:
         fix = "check which folder is which, then remove this file"
         raise StorageError.at(path, "the record of interrupted renames is damaged", fix) from error
-    now = {_fingerprint(folder): folder for folder in (*names, *aside.values()) if folder.is_dir()}
+    now = {_fingerprint(folder): folder for folder in (*names, *aside.values()) if folder.exists()}
     left = {now[files]: to for files, to in aside.items() if files in now and now[files] != to}
     source = now.get(new, target)
     if source != target and target.exists() and target not in left:
         source = target  # another checkpoint has been put there
     if source == target:
         left.pop(target, None)
-    return Replacement(source, target, left)
+    return Replacement(source, target, left, latest)
 
 
 def put_salvaged_in_place(replacement: Replacement) -> None:
@@ -100,21 +119,37 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
             {"from": folder.name, "to": name.name, "files": _fingerprint(folder)}
             for folder, name in replacement.aside.items()
         ],
+        "latest": replacement.latest,
     }
     replace_durably(run / RECORD, json.dumps(record, indent=2).encode() + b"\n")
     fsync_folder(run)
     put_in_place(replacement.new, replacement.target, replacement.aside)
+    _rewrite_latest(run, replacement.latest)
     (run / RECORD).unlink()
+    fsync_folder(run)
+
+
+def _rewrite_latest(run: Path, change: tuple[str, str] | None) -> None:
+    """Rewrite DeepSpeed's file, unless a training has done so in the meantime. Raises StorageError."""
+    path = run / LATEST
+    if change is None or not path.is_file() or path.read_text(errors="replace").strip() != change[0]:
+        return
+    replace_durably(path, change[1].encode())
     fsync_folder(run)
 
 
 def _name(value: Any) -> str:
     """Return a valid name in a record: that of a folder in the run's folder. Raises ValueError for anything else."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    is_name = isinstance(value, str) and Path(value).name == value
+    if not is_name or step_of(Path(_PREFIX.sub("", value, count=1))) is None:
         raise ValueError(value)
-    return value
+    return str(value)
 
 
 def _fingerprint(folder: Path) -> str:
     """Return a digest of the names, sizes and times of a folder's files, which a rename does not change."""
-    return hashlib.sha256(repr(sorted(list_files(folder).items())).encode()).hexdigest()
+    files = list_files(folder)
+    if folder.is_file():
+        status = folder.stat()
+        files[""] = (status.st_size, status.st_mtime_ns)
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()

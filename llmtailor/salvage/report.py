@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -11,6 +12,8 @@ from typing import Any
 from llmtailor.compose.report import to_json as plan_to_json
 from llmtailor.engine.copy import Moved
 from llmtailor.formats.registry import display_name
+from llmtailor.model.parts import condense, group_shares, layer_of
+from llmtailor.recipe.recipe import ONLY_MOMENTS
 from llmtailor.salvage.plan import Salvage
 
 SCHEMA = "llmtailor.salvage/1"
@@ -28,6 +31,13 @@ class Row:
     share: float
     """Of the part's elements, 0..1"""
     why: str
+    only: str | None = None
+    """``moments``: they alone come from this checkpoint"""
+
+    @property
+    def label(self) -> str:
+        """The part, and what of it comes from this checkpoint"""
+        return self.part + (f" {self.only}" if self.only else "")
 
 
 def rows(salvage: Salvage) -> list[Row]:
@@ -36,19 +46,26 @@ def rows(salvage: Salvage) -> list[Row]:
     found = []
     for choice in salvage.choice.parts:
         total = sum(choice.shares.values())
-        for number, numel in choice.shares.items():
+        given = [(number, numel / total if total else 1.0) for number, numel in choice.shares.items()]
+        if choice.masters is not None:
+            given.insert(0, (choice.masters, 1.0))
+        for at, (number, share) in enumerate(given):
             holder = salvage.holders[number]
-            step = holder.index.part_steps.get(choice.part, holder.step)
-            why = choice.why if number else ""
+            step = holder.index.step_of(choice.part)
+            only = ONLY_MOMENTS if at and choice.masters is not None else None
+            why = choice.why if number and not (only is None and choice.masters is not None) else ""
             if number == 0 and holder.step < newest:
                 why = f"the newest usable one; {display_name(salvage.newest[1])} is not"
-            found.append(Row(choice.part, holder.name, step, newest - step, numel / total if total else 1.0, why))
+            found.append(Row(choice.part, holder.name, step, newest - step, share, why, only))
     return found
 
 
 def fold(listed: Sequence[Row]) -> list[Row]:
-    """Join identical rows of consecutive layers into one, ``layer 0-7``."""
+    """Join identical rows of consecutive layers into one, ``layer 0-7``; likewise experts."""
     folded: list[tuple[str, list[Row]]] = []
+    facts = [row.part if row.share < 1 else _without_part(row) for row in listed]
+    groups = [[listed[at] for at in group] for group in group_shares([row.part for row in listed], facts)]
+    listed = [replace(group[0], part=condense(row.part for row in group)) for group in groups]
     for part, group in groupby(listed, lambda row: row.part):
         own = list(group)
         above, rows_above = folded[-1] if folded else ("", [])
@@ -70,11 +87,12 @@ def gain(salvage: Salvage) -> float:
     """Return the share of all elements that ``--fragments`` would take from a newer checkpoint, 0..1."""
     if salvage.deeper is None:
         return 0.0
-    newer = total = 0
-    for own, other in zip(salvage.choice.parts, salvage.deeper.parts, strict=True):
-        assert own.holder is not None
-        total += sum(own.shares.values())
-        newer += sum(numel for number, numel in other.shares.items() if number < own.holder)
+    taken: dict[str, list[Counter[int]]] = {}
+    for at, choice in enumerate((salvage.choice, salvage.deeper)):
+        for row in choice.parts:
+            taken.setdefault(layer_of(row.part), [Counter(), Counter()])[at].update(row.shares)
+    newer = sum((other - own)[number] for own, other in taken.values() for number in other if number < max(own))
+    total = sum(own.total() for own, _ in taken.values())
     return newer / total if total else 0.0
 
 

@@ -1,7 +1,7 @@
 """For training scripts: save part of the model at each save, and resume from any of them.
 
 >>> from llmtailor.saving import attach
->>> attach(trainer, policy="parity", save_steps=50)
+>>> attach(trainer, save_steps=50)
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmtailor.policies import Adaptive as Adaptive
     from llmtailor.policies import Filter as Filter
     from llmtailor.policies import Full as Full
+    from llmtailor.policies import MomentsInTurn as MomentsInTurn
     from llmtailor.policies import Parity as Parity
     from llmtailor.policies import Policy as Policy
     from llmtailor.policies import RoundRobin as RoundRobin
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     from llmtailor.saving.trainer_callback import attach as attach
 
 _PUBLIC = {
+    "Adaptive": "llmtailor.policies",
     "Filter": "llmtailor.policies",
     "Full": "llmtailor.policies",
+    "MomentsInTurn": "llmtailor.policies",
     "Parity": "llmtailor.policies",
     "PartialSaver": "llmtailor.saving.saver",
     "PartialSaving": "llmtailor.saving.trainer_callback",

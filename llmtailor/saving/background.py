@@ -42,7 +42,7 @@ class Background:
         num_bytes = auto_bytes(masters, self._options.moments) if given == "auto" else given
         try:
             return Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             what = f"there is no host memory of {num_bytes:,} bytes: {error}"
             raise UsageError.at("host_buffer", what, "give fewer bytes") from error
 

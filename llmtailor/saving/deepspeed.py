@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
+from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
+from llmtailor.formats.clients import CLIENTS, Client
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.formats.zero.files import WHOLE_MODEL
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import Fixed, Fragment, Kept, Left, describe, persistent_buffers, tied_names
+from llmtailor.saving.training import Fixed, Fragment, FrozenFile, Kept, Left, describe, persistent_buffers, tied_names
 
 _WHERE = "DeepSpeed"
 _ELEMENTWISE = "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state"
@@ -32,8 +34,9 @@ class ZeroTraining:
     Raises UnsupportedCheckpoint for what it can't save.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, client: Client = CLIENTS[DEEPSPEED]) -> None:
         self.engine = engine
+        self.client = client
         self.zero = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
         self.ranks = Ranks.here()
@@ -59,7 +62,7 @@ class ZeroTraining:
 
     @property
     def tag(self) -> str:
-        return f"global_step{self.engine.global_steps}"
+        return self.client.default_tag.format(self.engine.global_steps)
 
     def look_again(self) -> bool:
         return False  # DeepSpeed's flat tensors are laid out once
@@ -99,14 +102,15 @@ class ZeroTraining:
         names = self._buffers if self.stage == 3 or self.ranks.is_first else ()
         return {name: self.model.get_buffer(name) for name in names}
 
-    def frozen(self) -> Mapping[str, torch.Tensor]:
-        if self.stage < 3 and not self.ranks.is_first:
-            return {}
+    def frozen(self) -> FrozenFile | None:
         names = [name for name, fact in self.params.items() if fact.role == "frozen"]
-        params: dict[str, Any] = dict(self.model.named_parameters()) if names else {}
-        return {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
+        if not names or (self.stage < 3 and not self.ranks.is_first):
+            return None
+        params: dict[str, Any] = dict(self.model.named_parameters())
+        tensors = {name: params[name].ds_tensor if self.stage == 3 else params[name] for name in names}
+        return FrozenFile(self._frozen_name(), tensors)
 
-    def frozen_file(self) -> str:
+    def _frozen_name(self) -> str:
         return frozen_name(self.ranks.rank, self.ranks.world_size) if self.stage == 3 else frozen_name(0, 1)
 
     def trees(self) -> Mapping[str, Any]:
@@ -217,7 +221,7 @@ class ZeroTraining:
         frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
         fragments, shapes = None, None
         if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
-            fragments = Fixed(OrderedDict((name, Kept(self.frozen_file(), name)) for name in frozen))
+            fragments = Fixed(OrderedDict((name, Kept(self._frozen_name(), name)) for name in frozen))
             shapes = Fixed(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
         return {
             "module": Fixed(self._module()),
@@ -247,7 +251,7 @@ class ZeroTraining:
             if name in self._buffers:
                 module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{name}")
             elif self.stage < 3 and fact is not None and fact.role == "frozen":
-                module[name] = Kept(self.frozen_file(), self.tied.get(name, name))
+                module[name] = Kept(self._frozen_name(), self.tied.get(name, name))
             else:
                 module[name] = Left(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
         if hasattr(state, "_metadata"):

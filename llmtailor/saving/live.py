@@ -9,7 +9,7 @@ import torch
 
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.formats.partial.write import Entry
+from llmtailor.formats.partial.tensors import Entry
 
 SOURCE = "live"
 """The name of the source in plans"""
@@ -61,10 +61,18 @@ class LiveTensors:
     def __init__(self) -> None:
         self.tensors: list[LiveTensor] = []
 
-    def entry(self, key: str, tensor: torch.Tensor, dtype: torch.dtype | None = None, written_with: int = 0) -> Entry:
+    def entry(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        written_with: int = 0,
+        storage: str | None = None,
+    ) -> Entry:
         """Return an entry of a partial checkpoint's file, filled from a tensor in the order of its elements.
 
-        In its plan, `SOURCE` is the first source.
+        In its plan, `SOURCE` is the first source. ``storage`` is a name of the tensor's storage if the file is to have
+        tensors as they lie there; names are in the order of the file.
         """
         flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         live = LiveTensor(flat, dtype or flat.dtype, written_with)
@@ -72,7 +80,11 @@ class LiveTensors:
         if num_bytes := live.num_bytes:
             content = (Copy(Extent(str(len(self.tensors)), 0, num_bytes), source=0),)
             self.tensors.append(live)
-        return Entry(key, DTYPES[live.dtype], tuple(tensor.shape), content)
+        lies = None
+        if storage is not None and content and live.dtype == flat.dtype:
+            begin = int(flat.storage_offset()) * flat.element_size()
+            lies = Extent(storage, begin, begin + num_bytes)
+        return Entry(key, DTYPES[live.dtype], tuple(tensor.shape), content, lies)
 
     def read(self, path: str, start: int, stop: int) -> memoryview:
         """Return bytes of a tensor, without a copy if it is on the CPU and not cast."""

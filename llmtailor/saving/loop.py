@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
-from llmtailor.policies import Policy
+from llmtailor.policies import DEFAULT_POLICY, Policy
+from llmtailor.saving.beside import Beside, OfAccelerate, OfTrainer
 from llmtailor.saving.options import SavingArguments, SavingOptions
 from llmtailor.saving.plain import PlainTraining, unwrap
 from llmtailor.saving.saver import PartialSaver
@@ -36,12 +37,12 @@ def saver_for(
     scheduler: HasState | None = None,
     scaler: HasState | None = None,
     tokenizer: Pretrained | None = None,
-    policy: str | Mapping[str, object] | Policy = "parity",
+    policy: str | Mapping[str, object] | Policy = DEFAULT_POLICY,
     **options: Unpack[SavingArguments],
 ) -> PartialSaver:
     """Return a saver for a training loop without a Trainer. Call it, and the saver, on every rank::
 
-        saver = saver_for("runs/x", engine=engine, policy="parity")
+        saver = saver_for("runs/x", engine=engine, policy="adaptive:0.25")
         saver.start(step)                   # 0, or the step that the loop resumed from
         ...
         if step % 50 == 0:                  # between two optimizer steps
@@ -51,7 +52,8 @@ def saver_for(
 
     Args:
         output_dir: the run's folder; partial checkpoints go to ``<output_dir>/partial``.
-        accelerator: from accelerate, after ``prepare``. It gives the engine, or model, optimizer, scheduler and scaler.
+        accelerator: from accelerate, after ``prepare``. It gives the engine, or model, optimizer, scheduler and scaler,
+            and the random states, data loaders and registered objects that ``load_state`` restores.
         engine: from ``deepspeed.initialize``, with ZeRO-1, 2 or 3; leave out ``model`` and ``optimizer`` then.
         model: without DeepSpeed: bare, compiled, or inside DistributedDataParallel.
         optimizer: without DeepSpeed: the model's optimizer, with elementwise state, such as AdamW.
@@ -77,12 +79,15 @@ def saver_for(
         raise UsageError.at(
             "saver_for", "it needs a DeepSpeed engine, or a model and its optimizer", "give exactly one of the two"
         )
-    if engine is None and scheduler is None:
+    if engine is None and scheduler is None and accelerator is None:
         what = "it needs a scheduler: without one, the Trainer ignores the optimizer's states when it resumes"
         fix = "for a constant learning rate, use torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)"
         raise UsageError.at("saver_for", what, fix)
+    if engine is not None and scheduler is engine.lr_scheduler:
+        scheduler = None  # DeepSpeed saves its own scheduler in the model states
+    beside = OfTrainer(scheduler) if accelerator is None else OfAccelerate(accelerator, scheduler)
     how = SavingOptions(**options)
-    return make_saver(output_dir, engine, model, optimizer, scheduler, scaler, tokenizer, policy, how)
+    return make_saver(output_dir, engine, model, optimizer, beside, scaler, tokenizer, policy, how)
 
 
 def make_saver(
@@ -90,20 +95,19 @@ def make_saver(
     engine: DeepSpeedEngine | None,
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    scheduler: HasState | None,
+    beside: Beside,
     scaler: HasState | None,
     tokenizer: Pretrained | None,
     policy: str | Mapping[str, object] | Policy,
     options: SavingOptions,
+    is_tested: bool = False,
 ) -> PartialSaver:
-    """Return a saver for a DeepSpeed engine, or for a model and its optimizer."""
+    """Return a saver for a DeepSpeed engine, or for a model and its optimizer; see `PartialSaver`."""
     training: Training
     if engine is not None:
         from llmtailor.saving.deepspeed import ZeroTraining
 
-        training = ZeroTraining(engine)
-        # DeepSpeed saves its own scheduler in the model states
-        scheduler = None if scheduler is engine.lr_scheduler else scheduler
+        training = ZeroTraining(engine, beside.client)
     else:
         assert model is not None and optimizer is not None, "without an engine"
         kind = PlainTraining
@@ -111,7 +115,9 @@ def make_saver(
             from llmtailor.saving.sharded import ShardedTraining as kind
         training = kind(unwrap(model), optimizer, scaler)
     carried = owners_of(training.model, tokenizer)
-    return PartialSaver(output_dir, training, policy, scheduler=scheduler, carried=carried, options=options)
+    return PartialSaver(
+        output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,9 @@ class _Prepared:
 def _prepared(accelerator: Accelerator) -> _Prepared:
     """Return what an accelerator has prepared, as accelerate 1.15 lists it."""
     if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
-        return _Prepared(engine=wrapped.engine)  # it has the scheduler
+        # one of the DeepSpeed config, or of DeepSpeed's kinds, is the engine's
+        own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+        return _Prepared(engine=wrapped.engine, scheduler=own[0] if own else None)
     if accelerator.distributed_type == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at("accelerator", FSDP1, FSDP1_FIX)
     models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch
 
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.model.disk_names import naming_of, on_disk
+from llmtailor.model.experts import split_experts
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure, Param, SavedAs
-from llmtailor.policies import Policy, check_policy
+from llmtailor.policies import Policy, check_policy, staleness_limit
+from llmtailor.saving.pieces import in_pieces
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Training, describe, tied_names
 
@@ -121,7 +123,7 @@ class TrainedModel:
 
     structure: ModelStructure
     params_of: Mapping[str, tuple[str, ...]]
-    """Part -> its trained params; parts without any are left out."""
+    """Part -> its trained params, or pieces of params (`ModelStructure.pieces`); parts without any are left out."""
     num_bytes: Mapping[str, int]
     """Part -> bytes of its states, over all ranks"""
     saved_as: Mapping[str, tuple[SavedAs, ...]] | None
@@ -135,12 +137,21 @@ class TrainedModel:
     def part_of(self) -> dict[str, str]:
         return {name: part for part, names in self.params_of.items() for name in names}
 
+    def names_in(self, parts: Iterable[str]) -> list[str]:
+        """Return the trained params, or pieces of params, of some parts."""
+        return [name for part in parts for name in self.params_of[part]]
 
-def find_trained_parts(training: Training, ranks: Ranks) -> TrainedModel:
-    """Return the parts of a model, by its names and its config, with their sizes. All ranks call it."""
-    structure, params_of = _find_parts(training.model, training.params, training.tied)
+
+def find_trained_parts(training: Training, ranks: Ranks, experts: str | None) -> tuple[TrainedModel, Training]:
+    """Return the parts of a model, by its names and its config, with their sizes, and the training with params or
+    pieces of params as these parts have them. All ranks call it.
+
+    ``experts`` is that of `SavingOptions`.
+    """
+    structure, params_of = _find_parts(training.model, training.params, training.tied, experts)
     names = saved_names(training.model, training.params, training.tied)
-    return weigh(TrainedModel(structure, params_of, {}, names), training, ranks)
+    training = in_pieces(training, structure.pieces)
+    return weigh(TrainedModel(structure, params_of, {}, names), training, ranks), training
 
 
 def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel:
@@ -157,28 +168,37 @@ def weigh(model: TrainedModel, training: Training, ranks: Ranks) -> TrainedModel
     return replace(model, num_bytes={part: sum(one[part] for one in results) for part in model.params_of})
 
 
-def check_before_training(model: Any, policy: Policy, max_staleness: int | None) -> None:
+def limit_for(policy: Policy, model: TrainedModel, max_staleness: int | None, is_tested: bool) -> int:
+    """Return what `staleness_limit` does, and what it raises; `check_policy` tests the policy unless it was tested."""
+    if is_tested:
+        return staleness_limit(policy, model.structure, model.parts, max_staleness)
+    return check_policy(policy, model.structure, model.parts, model.num_bytes, max_staleness)
+
+
+def check_before_training(model: Any, policy: Policy, max_staleness: int | None, experts: str | None) -> None:
     """Check a policy for a model whose optimizer does not exist yet. Raises what `check_policy` raises."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     facts, tied = describe(model, trained), tied_names(model)
-    structure, params_of = _find_parts(model, facts, tied)
-    num_bytes = {
-        part: sum(_BYTES_PER_PARAM * math.prod(facts[name].shape) for name in names)
-        for part, names in params_of.items()
-    }
+    structure, params_of = _find_parts(model, facts, tied, experts)
+    numels = {name: math.prod(fact.shape) for name, fact in facts.items()}
+    numels |= {name: piece.numel for name, piece in structure.pieces.items()}
+    num_bytes = {part: sum(_BYTES_PER_PARAM * numels[name] for name in names) for part, names in params_of.items()}
     check_policy(policy, structure, tuple(params_of), num_bytes, max_staleness)
 
 
 def _find_parts(
-    model: Any, facts: Mapping[str, ParamFact], tied: Mapping[str, str]
+    model: Any, facts: Mapping[str, ParamFact], tied: Mapping[str, str], experts: str | None
 ) -> tuple[ModelStructure, dict[str, tuple[str, ...]]]:
     numels = {name: math.prod(fact.shape) for name, fact in facts.items()}
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else None
     structure = find_parts([*facts, *tied], dict(tied), numels, known)
-    params_of = {}
-    for part in structure.parts:
-        names = [name for name in structure.names(part) if name in facts and facts[name].role == "trainable"]
-        if names:
-            params_of[part] = tuple(names)
-    return structure, params_of
+    if experts:
+        shapes = {name: fact.shape if fact.role != "buffer" else () for name, fact in facts.items()}
+        structure = split_experts(structure, {**dict.fromkeys(tied, ()), **shapes})
+    trained = {name for name, fact in facts.items() if fact.role == "trainable"}
+    names_of: dict[str, list[str]] = {part: [] for part in structure.parts}
+    for name, part in structure.part_of.items():
+        if structure.stored_in(name) in trained:
+            names_of[part].append(name)
+    return structure, {part: tuple(names) for part, names in names_of.items() if names}

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from llmtailor.errors import Problem, Problems, UsageError
-from llmtailor.policies import Policy, make_policy
+from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy
 
 MIN_HOST_BUFFER = 1 << 20
 PREFIX = "LLMTAILOR_"
 """Begins the names of the environment variables"""
 WHERE = "attach"
+_OWN = ("policy", "save_steps", "overhead", "on_restart")
+"""The arguments that are no fields of `SavingOptions`"""
 
 
 class SavingArguments(TypedDict, total=False):
@@ -30,6 +32,7 @@ class SavingArguments(TypedDict, total=False):
     staging_dir: str | Path | None
     mirror: str | None
     moments: Literal["bf16"] | None
+    experts: Literal["parts"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,9 @@ class SavingOptions:
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
     moments: Literal["bf16"] | None = None
     """``bf16``: store Adam's moments rounded to bf16, 8 instead of 12 bytes per param. None stores them as they are."""
+    experts: Literal["parts"] | None = None
+    """``parts``: each expert of a mixture-of-experts layer is a part, and the rest of the layer another. None keeps
+    layers whole."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -78,6 +84,9 @@ class SavingOptions:
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
         if self.moments not in (None, "bf16"):
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
+        if self.experts not in (None, "parts"):
+            fix = 'give "parts", or omit it to keep layers whole'
+            problems.append(Problem("experts", f"it is {self.experts!r}", fix))
         if problems:
             raise UsageError(problems)
 
@@ -98,15 +107,19 @@ class Arguments:
     def of(cls, given: Mapping[str, Any]) -> Arguments:
         """Return the arguments, by name, with the defaults of those not given. Raises UsageError with all problems."""
         rest, problems, wrong = dict(given), Problems(), []
-        policy, save_steps = rest.pop("policy", "parity"), rest.pop("save_steps", None)
+        policy, save_steps = rest.pop("policy", DEFAULT_POLICY), rest.pop("save_steps", None)
         overhead, on_restart = rest.pop("overhead", 0.02), rest.pop("on_restart", "refuse")
         if save_steps not in (None, "auto") and (type(save_steps) is not int or save_steps < 1):
             fix = 'give a number of steps, 1 or more, or "auto"'
             wrong.append(Problem(WHERE, f"save_steps is {save_steps!r}", fix))
-        if not 0 < overhead <= 1:
+        if type(overhead) not in (int, float) or not 0 < overhead <= 1:
             wrong.append(Problem(WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
         if on_restart not in ("refuse", "compose"):
             wrong.append(Problem(WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
+        for name in [name for name in rest if name not in SavingArguments.__annotations__]:
+            del rest[name]
+            valid = [*_OWN, *SavingArguments.__annotations__]
+            wrong.append(Problem(WHERE, f"there is no option {name!r:.40}", f"valid options: {', '.join(valid)}"))
         if wrong:
             problems.add(UsageError(wrong))
         made: list[Any] = []
@@ -146,6 +159,7 @@ VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
     "staging_dir": (str, "a folder"),
     "mirror": (str, "a URL"),
     "moments": (str, "bf16"),
+    "experts": (str, "parts"),
 }
 """The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
 

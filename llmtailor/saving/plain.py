@@ -17,7 +17,16 @@ from llmtailor.model.parts import Param
 from llmtailor.model.states import MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import Fragment, HasState, Left, describe, dominant, persistent_buffers, tied_names
+from llmtailor.saving.training import (
+    Fragment,
+    FrozenFile,
+    HasState,
+    Left,
+    describe,
+    dominant,
+    persistent_buffers,
+    tied_names,
+)
 
 _WHERE, _PEFT = "the optimizer", "PEFT"
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -105,13 +114,14 @@ class PlainTraining:
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return persistent_buffers(self.model) if self.ranks.is_first else {}
 
-    def frozen(self) -> Mapping[str, torch.Tensor]:
-        if not self.ranks.is_first:
-            return {}
-        return {name: self._live[name] for name, fact in self.params.items() if fact.role == "frozen"}
+    def frozen(self) -> FrozenFile | None:
+        names = self._frozen_names()
+        if not (names and self.ranks.is_first):
+            return None
+        return FrozenFile(frozen_name(0, 1), {name: self._live[name] for name in names})
 
-    def frozen_file(self) -> str:
-        return frozen_name(0, 1)
+    def _frozen_names(self) -> list[str]:
+        return [name for name, fact in self.params.items() if fact.role == "frozen"]
 
     def trees(self) -> Mapping[str, Any]:
         if not self.ranks.is_first:

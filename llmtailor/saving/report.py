@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,9 @@ class SaveReport:
     """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps. This and
     the following times are those of the slowest rank."""
     drift: Mapping[str, float]
-    """Part -> relative change since its own last save, measured before this one. Empty unless the policy needs it."""
+    """Part -> relative change since its own last save, measured before this one"""
+    expected_loss: Mapping[str, float]
+    """Part -> estimated rise of the loss with its own last save, measured before this one; see `policies.Situation`"""
     steps_behind: Mapping[str, int]
     """Part -> optimizer steps since its newest save, after this one"""
     path: Path
@@ -41,12 +43,15 @@ class SaveReport:
     """Seconds until the partial checkpoint was complete"""
     buffer_bytes: int = 0
     """The most host memory that the copies occupied at once on one rank, in bytes"""
+    masters: Collection[str] = ()
+    """Further parts, of which it holds the masters without the moments"""
 
     def to_json(self) -> dict[str, object]:
         """Return the save as a line of ``saves.jsonl``."""
         return {
             "step": self.step,
             "parts": dict(self.parts),
+            **({"masters": [*self.masters]} if self.masters else {}),
             "num_bytes": self.num_bytes,
             "stall_s": round(self.stall_s, 6),
             "copy_s": round(self.copy_s, 6),
@@ -54,6 +59,7 @@ class SaveReport:
             "publish_s": round(self.publish_s, 6),
             "buffer_bytes": self.buffer_bytes,
             "drift": dict(self.drift),
+            "expected_loss": dict(self.expected_loss),
             "steps_behind": dict(self.steps_behind),
         }
 

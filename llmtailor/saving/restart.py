@@ -57,7 +57,7 @@ def resume_by_itself(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
 
     A callback comes too late for that: when `on_train_begin` runs, the Trainer has decided where the data begins. So
     this replaces the method on this one Trainer. A checkpoint that the caller names stays, unless the newest attempt
-    began from it: a restarted job names the same one again.
+    goes back to it, over however many restarts: a restarted job names the same one again.
     """
     train: Callable[..., Any] = trainer.train
 

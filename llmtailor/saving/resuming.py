@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,18 @@ def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> 
 
 
 def resume(
-    folder: RunFolder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
+    folder: RunFolder,
+    training: Training,
+    parts: Collection[str],
+    step: int,
+    lineage: str,
+    trainer_state: Mapping[str, Any] | None,
 ) -> Resumed:
     """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
 
-    ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint resumed from; None means the run's
-    newest checkpoint at that step. Raises TargetError if training starts from scratch where another run has saved,
-    SourceError for a damaged record of attempts, StorageError.
+    ``parts`` are those that it saves. ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint
+    resumed from; None means the run's newest checkpoint at that step. Raises TargetError if training starts from
+    scratch where another run has saved, SourceError for a damaged record of attempts, StorageError.
     """
     if swept := folder.sweep():
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
@@ -58,7 +63,7 @@ def resume(
             "this run, or remove the folder"
         )
         raise TargetError.at(folder.partial, what, fix)
-    resumed = _find(folder, training, step, lineage, trainer_state)
+    resumed = _find(folder, training, parts, step, lineage, trainer_state)
     folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))
     _set_aside(folder, step, resumed.before)
     abandon_after(folder.partial, step)
@@ -66,7 +71,12 @@ def resume(
 
 
 def _find(
-    folder: RunFolder, training: Training, step: int, lineage: str, trainer_state: Mapping[str, Any] | None
+    folder: RunFolder,
+    training: Training,
+    parts: Collection[str],
+    step: int,
+    lineage: str,
+    trainer_state: Mapping[str, Any] | None,
 ) -> Resumed:
     path = folder.at(step)
     stated = read_mark(trainer_state, step) if trainer_state is not None else None
@@ -81,7 +91,7 @@ def _find(
     if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
         logger.warning("%s has another model or other trained params; the next save is complete", path.name)
         return Resumed(Ledger(lineage, resumed.history), path)
-    return Resumed(resumed.without(lost_parts(ledger, folder.saves())), path)
+    return Resumed(resumed.divided(parts, lost_parts(ledger, folder.saves())), path)
 
 
 def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:

@@ -25,22 +25,23 @@ import torch
 
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.policies import Policy, check_policy, make_policy, restore_state, state_of
+from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, restore_state, state_of
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving import ending
 from llmtailor.saving.background import open_background
+from llmtailor.saving.beside import Beside
 from llmtailor.saving.board import Board
 from llmtailor.saving.contents import Contents
-from llmtailor.saving.drift import Drift, Samples, Sums, relative_change
+from llmtailor.saving.drift import Change, Drift, Samples, Sums, change_of
 from llmtailor.saving.levels import catch_up, open_levels
-from llmtailor.saving.model import find_trained_parts, weigh
+from llmtailor.saving.model import find_trained_parts, limit_for, weigh
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_same, save_now
 from llmtailor.saving.ranks import Ranks, as_refusal
 from llmtailor.saving.record import RunRecord
 from llmtailor.saving.report import SaveReport
 from llmtailor.saving.resuming import resume, trainer_state_of
-from llmtailor.saving.training import HasState, Training
+from llmtailor.saving.training import Training
 from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, lay_out_share
 
 logger = logging.getLogger("llmtailor.saving")
@@ -78,9 +79,10 @@ class PartialSaver:
         output_dir: the run's folder, on a file system that all ranks share.
         training: the live model and optimizer.
         policy: which parts each save holds; see `make_policy`.
-        scheduler: the learning rate scheduler, unless the engine saves it.
+        beside: what a save holds besides model and optimizer; see `saver_for`.
         carried: objects whose ``save_pretrained`` is called at the first save: config, tokenizer.
         options: how to save.
+        is_tested: whether `check_policy` was called for this model before.
 
     Raises, the same on every rank:
         UsageError: the policy cannot guarantee that every saved step is composable, or an option is out of range.
@@ -92,25 +94,25 @@ class PartialSaver:
         self,
         output_dir: str | Path,
         training: Training,
-        policy: str | Mapping[str, object] | Policy = "parity",
+        policy: str | Mapping[str, object] | Policy = DEFAULT_POLICY,
         *,
-        scheduler: HasState | None = None,
+        beside: Beside,
         carried: Iterable[object] = (),
         options: SavingOptions | None = None,
+        is_tested: bool = False,
     ) -> None:
         self.options = options or SavingOptions()
         staging = self.options.staging_dir
         self.folder = RunFolder(Path(output_dir).absolute())
         self.first = self.folder if staging is None else RunFolder(Path(staging).absolute())
-        self.training = training
+        self._training = training
         self.policy = make_policy(policy)
         self.ranks = Ranks.here()
         self.carried = CarriedFiles([*carried])
-        self.model = find_trained_parts(training, self.ranks)
-        model, given = self.model, self.options.max_staleness
-        self.max_staleness = check_policy(self.policy, model.structure, model.parts, model.num_bytes, given)
-        self.contents = Contents(training, self.policy, self.max_staleness, scheduler, self.carried, self.ranks)
-        self.drift = Drift(model.part_of)
+        self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
+        self.drift = Drift(self.model.part_of)
+        self.max_staleness = limit_for(self.policy, self.model, self.options.max_staleness, is_tested)
+        self.contents = Contents(training, self.policy, self.max_staleness, beside, self.carried, self.ranks)
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
         self._pending: tuple[PendingSave, _Commit] | None = None
@@ -144,19 +146,18 @@ class PartialSaver:
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
-        lineage = self._new_id()
+        lineage, parts = self._new_id(), self.model.parts
         if self.record.copier is not None:
             catch_up(self.record.copier, self.folder, self.ranks)
         resumed = self.ranks.on_first(
-            lambda: resume(self.folder, self.training, step, lineage, trainer_state_of(resumed_from))
+            lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from))
         )
         self.record.is_begun, self.ledger, self._before = True, resumed.ledger, resumed.before
         if not self.ledger.held_by:
             return False
         restore_state(self.policy, self.ledger.policy_state)
-        if self.policy.needs_drift:
-            # each part now has the state of its newest save
-            self.drift.remember(self.drift.samples(self.training.masters(), self.ledger.held_by))
+        # each part now has the state of its newest save
+        self.drift.remember(self.drift.samples(self.training.masters(), self.ledger.held_by))
         return True
 
     def has_state(self) -> bool:
@@ -250,8 +251,8 @@ class PartialSaver:
         if self._pending is not None:
             self._pending[0].finish_until(until)
 
-    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, dict[str, float]] | None:
-        """Exchange what the ranks know. Return the save to make, with the drift; None if there is none to make."""
+    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, Change] | None:
+        """Exchange what the ranks know. Return the save to make, with the change of parts; None if there is none."""
         if self._pending is not None:
             if self._background is not None:
                 self._background.settle()  # only a save without a step in between is still copied
@@ -273,7 +274,7 @@ class PartialSaver:
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
-        return SaveId(first.save_id, step), relative_change([vote.sums for vote in votes])
+        return SaveId(first.save_id, step), change_of([vote.sums for vote in votes])
 
     def _vote(self) -> _Vote:
         self._settle()
@@ -282,7 +283,7 @@ class PartialSaver:
             is_stuck = self._pending[0].is_stuck
             previous = "is stuck: its disk accepts nothing" if is_stuck else "is still being written"
         has_changed, has_state = self.training.look_again(), self._has_state()
-        sums = self.drift.sums(self.training.masters()) if self.policy.needs_drift and not has_changed else {}
+        sums = self.drift.measure(self.training) if has_state and not has_changed else {}
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
 
     def _settle(self) -> None:
@@ -303,7 +304,7 @@ class PartialSaver:
     def _save(
         self,
         save: SaveId,
-        drift: dict[str, float],
+        change: Change,
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
@@ -311,7 +312,7 @@ class PartialSaver:
         laid_out: list[tuple[Work, _Commit]] = []
 
         def lay_out() -> list[str]:
-            laid_out.append(self._lay_out(save, drift, write_state, rng, began))
+            laid_out.append(self._lay_out(save, change, write_state, rng, began))
             return [*laid_out[0][0].report.parts]
 
         made: PendingSave
@@ -333,7 +334,7 @@ class PartialSaver:
 
     def _refused(self, save: SaveId, error: Exception) -> tuple[Work, _Commit]:
         """Return the work of a rank that has nothing to write."""
-        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, self.first.at(save.step))
+        report = SaveReport(save.step, {}, 0, 0.0, {}, {}, {}, self.first.at(save.step))
         refusal = as_refusal(error, self.ranks.rank)
         if refusal is not error:
             logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
@@ -343,41 +344,42 @@ class PartialSaver:
     def _lay_out(
         self,
         save: SaveId,
-        drift: Mapping[str, float],
+        change: Change,
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
     ) -> tuple[Work, _Commit]:
         """Choose parts, and lay out what this rank writes of them."""
         before, policy_state = self._before, state_of(self.policy)
-        chosen = self.contents.choose(self.model, self.ledger, save.step, drift)
-        ledger = self.ledger.after(save.step, chosen, self.model.parts, state_of(self.policy))
-        params = [name for part in chosen for name in self.model.params_of[part]]
-        moments = {None: None, "bf16": torch.bfloat16}[self.options.moments]
-        share = lay_out_share(save, self.training, params, self.contents.trees(rng), self.ranks, before, moments)
-        past, is_first = Past(save.step, ledger.lineage, ledger.history), self.ranks.is_first
+        choice = self.contents.choose(self.model, self.ledger, save.step, change)
+        ledger = self.ledger.after(save.step, choice.parts, self.model.parts, state_of(self.policy))
+        params, masters = map(self.model.names_in, (choice.parts, choice.masters))
+        moments, trees = {None: None, "bf16": torch.bfloat16}[self.options.moments], self.contents.trees(rng)
+        found = (save, self.training, params, masters, trees, self.ranks, before, moments, self.model.structure.pieces)
+        past = Past(save.step, ledger.lineage, ledger.history)
         work = Work(
             save=save,
-            share=share,
+            share=lay_out_share(*found),
             report=SaveReport(
                 step=save.step,
-                parts=chosen,
+                parts=choice.parts,
                 num_bytes=0,
                 stall_s=0.0,
-                drift=drift,
+                drift=change.drift,
+                expected_loss=change.expected_loss,
                 steps_behind=ledger.steps_behind(),
                 path=self.first.at(save.step),
+                masters=choice.masters,
             ),
             before=before,
             first=self.first,
-            publication=self.contents.publication(self.model, save, chosen, ledger, write_state) if is_first else None,
+            publication=self.contents.publication(self.model, save, choice, self.ledger, ledger, change, write_state),
             elsewhere=self.record.copier.elsewhere if self.record.copier is not None else (),
             record=partial(self.record.begin, past),
             on_published=partial(self.record.published, save, ledger, began),
             log=self.record.log,
         )
-        samples = self.drift.samples(self.training.masters(), chosen) if self.policy.needs_drift else {}
-        return work, _Commit(ledger, samples, policy_state)
+        return work, _Commit(ledger, self.drift.samples(self.training.masters(), choice.parts), policy_state)
 
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
@@ -385,7 +387,7 @@ class PartialSaver:
     def _forget(self) -> None:
         """Continue with another set of trained params, which no earlier save covers."""
         logger.warning("the set of trained params has changed; the next save is complete")
-        self.model = find_trained_parts(self.training, self.ranks)
+        self.model, self.training = find_trained_parts(self._training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
 

@@ -16,9 +16,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from llmtailor.checkpoint.index import FSDP
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.saving.model import is_adapted
+from llmtailor.formats.partial.manifest import frozen_name
+from llmtailor.model.states import FROZEN
 from llmtailor.saving.plain import PlainTraining, share_out
-from llmtailor.saving.training import HasState
+from llmtailor.saving.training import FrozenFile, HasState
 
 _WHERE = "FSDP"
 
@@ -38,10 +39,6 @@ class ShardedTraining(PlainTraining):
             if len(cuts) > 1 or any(not (type(one) is Shard and one.dim == 0) for one in cuts):
                 what = f"{name} is sharded as {param.placements}"  # type: ignore[attr-defined]
                 problems.append(Problem(_WHERE, what, "shard along dimension 0 of one mesh dimension"))
-            elif isinstance(param, DTensor) and not param.requires_grad and not is_adapted(model):
-                problems.append(
-                    Problem(_WHERE, f"{name} is frozen and sharded", "train it, or keep it out of fully_shard")
-                )
         if problems:
             raise UnsupportedCheckpoint(problems)
         super().__init__(model, optimizer, scaler)
@@ -55,6 +52,14 @@ class ShardedTraining(PlainTraining):
 
     def shards(self) -> Mapping[str, Any]:
         return {"framework": FSDP}  # which a composite takes the form of
+
+    def frozen(self) -> FrozenFile | None:
+        names = self._frozen_names()
+        if not any(isinstance(self._live[name], DTensor) for name in names):
+            return super().frozen()
+        begin = dict(self._mine(names))
+        tensors = {f"{FROZEN}/{name}": self._elements(self._live[name]) for name in begin}
+        return FrozenFile(frozen_name(self.ranks.rank, self.ranks.world_size), tensors, begin)
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         live = {name: self._live[name] for name in params}

@@ -8,24 +8,23 @@ to write and what is not copied yet.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from llmtailor.checkpoint.layout import Copy, FileLayout
+from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.errors import StorageError
 from llmtailor.saving.live import LiveTensors, bytes_of
 
 PIECE_BYTES = 8 << 20
-ALIGNMENT = 64
-"""Of pieces in the ring, in bytes: a multiple of the size of every dtype"""
 _WAKE_UP_S = 0.5
 CHANGED = "a state was changed before it was copied, and not by the optimizer's step"
 CHANGE_EARLIER = "change weights and optimizer states only before a save, or set background=False"
@@ -35,10 +34,18 @@ class Arena:
     """A ring of host memory, allocated once and used by one snapshot after another."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        size = max(num_bytes // ALIGNMENT, 4) * ALIGNMENT
-        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self.memory.zero_()  # the kernel hands out pages when they are first written: not during a save
-        self.num_bytes = size
+        size = max(num_bytes // BLOCK_BYTES, 8) * BLOCK_BYTES
+        if pinned:  # torch rounds the size up to a power of 2, so not a byte more; it begins with a page as well
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            pages = mmap.mmap(-1, size)
+            with suppress(OSError, AttributeError):  # a hint: a disk that writes from it has fewer pages to look up
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)
+        memory.zero_()  # the kernel hands out pages when they are first written: not during a save
+        start = -memory.data_ptr() % BLOCK_BYTES
+        self.num_bytes = (size - start) // BLOCK_BYTES * BLOCK_BYTES
+        self.memory = memory[start : start + self.num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class _Piece:
     content: torch.Tensor
     """A range of the arena"""
     taken: int
-    """Bytes of the arena that it occupies"""
+    """Bytes of the arena that it occupies, with what was left free before it"""
     ready: Any
     """The CUDA event of its copy; None on the CPU"""
 
@@ -76,8 +83,9 @@ class Snapshot:
         began: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        pieces = (piece for file in files for piece in file.pieces if isinstance(piece, Copy))
-        self._order = [int(piece.extent.path) for piece in pieces]
+        order = [*_copies(files)]
+        self._order = [number for number, _ in order]
+        self._start = dict(order)
         self._live = live
         self._arena = arena
         self._stuck_after = stuck_after
@@ -188,10 +196,9 @@ class Snapshot:
         live = self._live.tensors[number]
         at = 0
         while at < live.num_bytes:
-            offset, length = self._room(live.num_bytes - at)
+            offset, length, taken = self._room(self._start[number] + at, live.num_bytes - at)
             content = self._arena.memory[offset : offset + length]
             ready = self._streams.copy(content.view(live.dtype), live.elements(at, at + length))
-            taken = -(-length // ALIGNMENT) * ALIGNMENT
             with self._state:
                 self._ready.append(_Piece(str(number), at, at + length, content, taken, ready))
                 self._head += taken
@@ -202,17 +209,34 @@ class Snapshot:
         if live.written_with and _version(live.flat) != self._versions[number]:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    def _room(self, left: int) -> tuple[int, int]:
-        """Return (offset, length) of free memory for the next piece, once there is some."""
+    def _room(self, at: int, left: int) -> tuple[int, int, int]:
+        """Return (offset, length, bytes taken) of free memory for what comes next in a file, at byte ``at``.
+
+        It lies as far behind the start of a memory page as in the file behind the start of a block, so that the disk
+        can take whole blocks from there. That also aligns it for its dtype.
+        """
         size = self._arena.num_bytes
-        position = self._head % size
-        length = min(left, PIECE_BYTES, size // 4 // ALIGNMENT * ALIGNMENT, size - position)
+        skipped = (at - self._head) % BLOCK_BYTES
+        position = (self._head + skipped) % size
+        length = min(left, PIECE_BYTES, size // 4 // BLOCK_BYTES * BLOCK_BYTES, size - position)
+        if length < left and length > (beyond := (at + length) % BLOCK_BYTES):
+            length -= beyond  # so that no block is split
         with self._state:
-            while size - (self._head - self._tail) < length and not self._given_up:
+            while size - (self._head - self._tail) < skipped + length and not self._given_up:
                 self._state.wait()
             if self._given_up:
                 raise self._error or StorageError.at("saving", "the save was given up", "see the log")
-        return position, length
+        return position, length, skipped + length
+
+
+def _copies(files: Iterable[FileLayout]) -> Iterator[tuple[int, int]]:
+    """Yield (number, position in the file) of the tensors, as they follow each other in the files."""
+    for file in files:
+        at = 0
+        for piece in file.pieces:
+            if isinstance(piece, Copy):
+                yield int(piece.extent.path), at
+            at += piece.num_bytes
 
 
 class _Streams:

@@ -28,6 +28,7 @@ from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK
 from llmtailor.policies import Policy
+from llmtailor.saving.beside import OfTrainer
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
@@ -87,7 +88,7 @@ def attach(
 class PartialSaving(TrainerCallback):  # type: ignore[misc]
     """A callback that makes a Trainer save partial checkpoints instead of full ones::
 
-        Trainer(..., callbacks=[PartialSaving("parity", save_steps=50)])
+        Trainer(..., callbacks=[PartialSaving(save_steps=50)])
 
     An argument that is left out takes the environment variable of its name: ``policy`` takes ``LLMTAILOR_POLICY``.
     ``saver`` is None until training begins.
@@ -147,7 +148,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         if self._is_checked:
             return
         check_arguments(self.trainer, [one for one in _savers_of(self.trainer) if one is not self])
-        check_before_training(unwrap(self.trainer.model), self.policy, self.options.max_staleness)
+        told = self.options
+        check_before_training(unwrap(self.trainer.model), self.policy, told.max_staleness, told.experts)
         tell(self.trainer.args)
         self._is_checked = True
 
@@ -166,18 +168,20 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             self.saver.close()
         self._pending_rng, self._has_state, self._is_last = None, False, False
         scheduler = trainer.lr_scheduler
-        if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper":
-            scheduler = None  # a scheduler from the DeepSpeed config, which the engine saves
+        engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+        if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper" or (engine and scheduler is engine.lr_scheduler):
+            scheduler = None  # the engine saves it
         self.saver = make_saver(
             args.output_dir,
-            engine=trainer.model_wrapped if trainer.is_deepspeed_enabled else None,
+            engine=engine,
             model=trainer.model,
             optimizer=trainer.optimizer,
-            scheduler=scheduler,
+            beside=OfTrainer(scheduler),
             scaler=getattr(trainer.accelerator, "scaler", None),
             tokenizer=trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None),
             policy=self.policy,
             options=self.options,
+            is_tested=True,
         )
         self._agree()
         self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +50,17 @@ class Fixed:
     value: Any
     json: Any = None
     """The value encoded, once that was needed"""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """The frozen params that a rank saves: a file of their own, which stays the same."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    """By the keys of the file"""
+    begin: Mapping[str, int] = field(default_factory=dict)
+    """Under FSDP: param -> the first element that this rank has of it"""
 
 
 class HasState(Protocol):
@@ -114,12 +125,8 @@ class Training(Protocol):
         """Return the persistent buffers that this rank saves."""
         ...
 
-    def frozen(self) -> Mapping[str, torch.Tensor]:
-        """Return the frozen params, or this rank's slices of them, that this rank saves."""
-        ...
-
-    def frozen_file(self) -> str:
-        """Return the name of the file for `frozen`."""
+    def frozen(self) -> FrozenFile | None:
+        """Return the file of the frozen params, or of this rank's elements of them; None if this rank saves none."""
         ...
 
     def trees(self) -> Mapping[str, Any]:

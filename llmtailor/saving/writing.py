@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ from llmtailor.formats.partial.manifest import (
     manifest_json,
     read_manifest,
 )
+from llmtailor.formats.partial.tensors import Entry, lay_out_tensors, to_text
 from llmtailor.formats.partial.trees import encode, placeholder, stored
-from llmtailor.formats.partial.write import Bundle, Entry, lay_out_tensors, to_text
+from llmtailor.formats.partial.write import Bundle
+from llmtailor.model.parts import Piece
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
@@ -91,27 +94,38 @@ def lay_out_share(
     save: SaveId,
     training: Training,
     params: Collection[str],
+    masters: Collection[str],
     trees: Mapping[str, Any],
     ranks: Ranks,
     before: Path | None,
     moments: torch.dtype | None = None,
+    pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Share:
-    """Lay out this rank's files: its fragments of ``params``, its buffers and the object trees of stock files by path,
-    and its frozen params unless they are the same in the previous save, ``before``.
+    """Lay out this rank's files: its fragments of ``params``, and of the masters of ``masters``; its buffers and the
+    object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
 
+    These names may be those of ``pieces`` that the training has fragments of (`pieces.in_pieces`).
     A sample decides whether frozen params have changed, because training changes all elements of a param. ``moments``
     is the dtype to store moments in; None keeps theirs. Small tensors are copied at once, because training may change
     them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
     live, bundle = LiveTensors(), Bundle(bundle_name(ranks.rank, ranks.world_size))
     written_with: dict[str, int] = {}
-    for one in training.fragments(params):
+    groups: dict[int, int] = {}
+    kinds: dict[str, int] = {}
+    without_moments = {*masters}
+    for one in training.fragments([*params, *masters]):
+        if one.kind != MASTER and one.param in without_moments:
+            continue
+        piece = pieces.get(one.param)
+        name, begin = (piece.param, piece.begin + one.begin) if piece else (one.param, one.begin)
         if one.kind == MASTER:
-            written_with[one.param] = storage_of(one.tensor)
+            written_with[name] = storage_of(one.tensor)
         dtype = moments if one.kind != MASTER and one.tensor.dtype == torch.float32 else None
-        key = f"{one.kind}/{one.param}"
-        bundle.entries.append(live.entry(key, one.tensor, dtype, written_with[one.param]))
-        bundle.begin[one.param] = one.begin
+        # the states of a sub-group after each other, as the optimizer writes them
+        group = groups.setdefault(written_with[name], len(groups))
+        storage = f"{group:08}.{kinds.setdefault(one.kind, len(kinds)):02}"
+        bundle.add_fragment(live.entry(f"{one.kind}/{name}", one.tensor, dtype, written_with[name], storage), begin)
     for name, tensor in training.buffers().items():
         bundle.entries.append(live.entry(f"{BUFFER}/{name}", tensor.detach().clone()))
     for stock, tree in trees.items():
@@ -123,17 +137,18 @@ def lay_out_share(
         "world_size": str(ranks.world_size),
     }
     files, linked, frozen = [bundle.lay_out(facts)], [], training.frozen()
-    fingerprint = _fingerprint(frozen)
+    fingerprint = _fingerprint(frozen.tensors) if frozen else ""
     if frozen:
-        name = training.frozen_file()
-        if before is not None and (fact := _known(before, name, fingerprint)) is not None:
+        if before is not None and (fact := _known(before, frozen.name, fingerprint)) is not None:
             linked.append(fact)
         else:
-            entries: list[Entry] = [live.entry(key, tensor) for key, tensor in frozen.items()]
-            files.append(lay_out_tensors(name, entries, {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}))
+            entries: list[Entry] = [live.entry(key, tensor) for key, tensor in frozen.tensors.items()]
+            about = {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}
+            about |= {"begin": to_text(frozen.begin)} if frozen.begin else {}
+            files.append(lay_out_tensors(frozen.name, entries, about))
 
     def check() -> None:
-        if len(files) > 1 and _fingerprint(frozen) != fingerprint:
+        if frozen and len(files) > 1 and _fingerprint(frozen.tensors) != fingerprint:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
     return Share(tuple(files), tuple(linked), live, check)
@@ -156,7 +171,12 @@ def write_share(
 
     Raises OSError, or StorageError.
     """
-    context = Context(stores={SOURCE: store or share.live}, on_progress=on_progress, inline=True)
+    context = Context(
+        stores={SOURCE: store or share.live},
+        on_progress=on_progress,
+        inline=True,
+        direct=store is not None,  # a copy in memory that lies as the disk needs it
+    )
     results = execute(Plan((SOURCE,), share.files), folder, context)
     for fact in share.linked:
         assert before is not None, "the previous save, which has the file"

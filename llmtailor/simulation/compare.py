@@ -38,6 +38,8 @@ class Comparison:
     """The Trainer's full save first, then the policy ``full``"""
     origin: Mapping[str, str]
     """Figure of the machine -> ``given``, ``measured`` or ``assumed``"""
+    is_measured: bool
+    """Whether what the changes of parts mean for the loss was measured; otherwise all params are taken to be alike"""
 
     @property
     def trainer(self) -> Row:
@@ -47,6 +49,24 @@ class Comparison:
     def full(self) -> Row:
         return self.rows[1]
 
+    def lost_at_equal_bytes(self, row: Row, cost: Cost) -> float:
+        """Return the seconds of work that a failure costs on average if as many bytes are written per hour as by
+        `full` at its best interval, which is that of training in the background or not, as ``cost`` is.
+
+        In the background, the interval is never shorter than the time to write the largest save.
+        """
+        other = next(one for one in self.full.costs if one.in_background == cost.in_background)
+        period_s = other.period_s * row.schedule.mean / self.full.schedule.mean
+        if cost.in_background:
+            period_s = max(period_s, row.schedule.largest / self.machine.write_speed)
+        return cost.lost_with(period_s)
+
+    def ranking(self) -> list[tuple[str, float]]:
+        """Return the policies and what a failure costs at equal bytes, in seconds, the least first; saves in the
+        background."""
+        lost = [(row.policy, self.lost_at_equal_bytes(row, row.costs[-1])) for row in self.rows[1:]]
+        return sorted(lost, key=lambda one: one[1])
+
 
 def compare_policies(
     model: ModelSize,
@@ -55,6 +75,7 @@ def compare_policies(
     keep: int,
     max_staleness: int | None = None,
     drift: Mapping[str, float] | None = None,
+    expected_loss: Mapping[str, float] | None = None,
     origin: Mapping[str, str] | None = None,
 ) -> Comparison:
     """Simulate policies, and full saves besides them. Raises UsageError with the problems of a policy."""
@@ -62,8 +83,9 @@ def compare_policies(
     rows = [_row(TRAINER, trainer_schedule(model, keep), machine, in_background=(False,))]
     for spec, policy in policies.items():
         limit = None if spec == FULL else max_staleness
-        rows.append(_row(spec, simulate(policy, model, keep, limit, drift), machine, in_background=(False, True)))
-    return Comparison(model, machine, keep, tuple(rows), origin or {})
+        schedule = simulate(policy, model, keep, limit, drift, expected_loss)
+        rows.append(_row(spec, schedule, machine, in_background=(False, True)))
+    return Comparison(model, machine, keep, tuple(rows), origin or {}, bool(expected_loss))
 
 
 def _row(name: str, schedule: Schedule, machine: Machine, in_background: Sequence[bool]) -> Row:
@@ -90,11 +112,11 @@ def to_json(found: Comparison) -> dict[str, Any]:
             "stall_s_per_byte": machine.stall_per_byte,
         },
         "origin": dict(found.origin),
-        "policies": [_row_to_json(row) for row in found.rows],
+        "policies": [_row_to_json(row, found) for row in found.rows],
     }
 
 
-def _row_to_json(row: Row) -> dict[str, Any]:
+def _row_to_json(row: Row, found: Comparison) -> dict[str, Any]:
     schedule = row.schedule
     return {
         "policy": row.policy,
@@ -103,6 +125,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "bytes_on_disk": schedule.on_disk,
         "oldest_part_saves": schedule.oldest,
         "mean_age_saves": schedule.mean_age,
+        "setback_saves": schedule.setback,
         "costs": [
             {
                 "in_background": cost.in_background,
@@ -113,6 +136,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
                 "period_s": cost.period_s,
                 "lost_s_per_failure": cost.lost_s,
                 "lost_s_per_hour": cost.lost_s_per_hour,
+                "lost_s_per_failure_at_equal_bytes": found.lost_at_equal_bytes(row, cost),
                 "time_lost": cost.time_lost,
                 "oldest_part_steps": schedule.oldest * cost.save_steps,
                 "mean_age_steps": schedule.mean_age * cost.save_steps,

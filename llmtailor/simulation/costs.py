@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from llmtailor.simulation.schedule import Schedule
 
+LASTING = 0.5
+"""Steps of work that are lost for good, for each step by which stale parts set training back: measured, see
+docs/fidelity.md"""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -44,6 +48,8 @@ class Cost:
     """From the start of a save until it can be resumed from"""
     save_steps: int
     """Optimizer steps between two saves"""
+    setback: float
+    """Work that is lost because parts are stale, in periods"""
     step_s: float
     mtbf_s: float
 
@@ -54,9 +60,13 @@ class Cost:
 
     @property
     def lost_s(self) -> float:
-        """Seconds of work that a failure costs on average: half a period, and the work done while the newest save
-        was not complete"""
-        return self.period_s / 2 + self.publish_s - self.stall_s
+        """Seconds of work that a failure costs on average: half a period, the work done while the newest save was not
+        complete, and the setback by stale parts"""
+        return self.lost_with(self.period_s)
+
+    def lost_with(self, period_s: float) -> float:
+        """Return the same with another time between saves."""
+        return period_s / 2 + self.publish_s - self.stall_s + self.setback * period_s
 
     @property
     def lost_s_per_hour(self) -> float:
@@ -87,9 +97,12 @@ def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_s
         stall_s = min(stall_s, publish_s)
         least_s = schedule.largest / machine.write_speed
     save_s = stall_s + machine.slowdown * (publish_s - stall_s)
+    setback = LASTING * schedule.setback
     if save_steps is None:
-        save_steps = max(1, math.ceil(least_s / machine.step_s), round(best_s(save_s, machine.mtbf_s) / machine.step_s))
-    return Cost(in_background, stall_s, save_s, publish_s, save_steps, machine.step_s, machine.mtbf_s)
+        # a failure costs (1 / 2 + setback) periods instead of a half
+        best = best_s(save_s, machine.mtbf_s / (1 + 2 * setback))
+        save_steps = max(1, math.ceil(least_s / machine.step_s), round(best / machine.step_s))
+    return Cost(in_background, stall_s, save_s, publish_s, save_steps, setback, machine.step_s, machine.mtbf_s)
 
 
 def best_s(save_s: float, mtbf_s: float) -> float:

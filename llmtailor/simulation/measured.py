@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,6 +35,8 @@ class Measured:
     """Seconds between two steps, with what saves added"""
     drift: dict[str, float] | None
     """Part -> mean relative change from one save to the next"""
+    expected_loss: dict[str, float] | None
+    """Part -> mean of what its change from one save to the next means for the loss"""
 
 
 def measure(run: Path) -> Measured:
@@ -49,7 +52,8 @@ def measure(run: Path) -> Measured:
         sum(save.num_bytes for save in saves) / publish_s if publish_s else None,
         sum(save.stall_s for save in behind) / (sum(save.num_bytes for save in behind) or 1) if behind else None,
         _step_s(folder),
-        _drift(saves),
+        _per_save(saves, [save.drift for save in saves]),
+        _per_save(saves, [save.expected_loss for save in saves]),
     )
 
 
@@ -65,12 +69,12 @@ def _step_s(folder: RunFolder) -> float | None:
     return found if found > 0 else None
 
 
-def _drift(saves: tuple[LoggedSave, ...]) -> dict[str, float] | None:
+def _per_save(saves: tuple[LoggedSave, ...], measured: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     """Return the mean change of each part per save. What a save reports is since the part's own last save."""
     rates: dict[str, list[float]] = {}
     last: dict[str, int] = {}
     for number, save in enumerate(saves):
-        for part, change in save.drift.items():
+        for part, change in measured[number].items():
             if math.isfinite(change) and part in last:
                 rates.setdefault(part, []).append(change / (number - last[part]))
         last |= dict.fromkeys(save.parts, number)

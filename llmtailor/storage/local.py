@@ -23,8 +23,9 @@ from pathlib import Path
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
+from llmtailor.storage.ahead import Ahead
 from llmtailor.storage.listing import FileFact
-from llmtailor.storage.stand_in import Remote, locate, stand_in_of
+from llmtailor.storage.stand_in import Remote, locate, served_by
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
 """Names of files that `replace_durably` was writing when it was killed"""
@@ -35,6 +36,23 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
+
+
+def bypass_cache(fd: int, on: bool = True) -> bool:
+    """Make writes go straight to the disk, or through the page cache again; return whether they now go straight.
+
+    Straight ones (O_DIRECT, `man 2 open`) need memory, offsets and lengths that are multiples of a block. They are
+    used where the file system is on one block device (ext4, XFS): over a network, each would wait for an answer.
+    """
+    flag, device = getattr(os, "O_DIRECT", 0), os.fstat(fd).st_dev
+    if not flag or (on and not Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").exists()):
+        return False
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+    except OSError:
+        return False
+    return on
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -70,6 +88,20 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
+
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EACCES)
+
+
+def try_link(source: Path, target: Path) -> bool:
+    """Make ``target`` a hard link to a file; return False where that is not possible. Raises OSError."""
+    try:
+        os.link(os.path.realpath(source), target)  # else Linux would link a symbolic link itself
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
 
 
 def fsync_file(path: Path) -> None:
@@ -165,7 +197,9 @@ def chunks(fd: int, buffer: memoryview, start: int = 0, stop: int | None = None)
 
     Raises EndsEarly if there are none left before ``stop``, or another OSError.
     """
+    ahead = Ahead(fd, start, stop)
     while stop is None or start < stop:
+        ahead.reached(start)
         room = buffer if stop is None else buffer[: stop - start]
         count = os.preadv(fd, [room], start)
         if count:
@@ -182,7 +216,7 @@ def whole_file(path: Path, chunk_bytes: int) -> Iterator[Iterator[memoryview]]:
     """Open a file, of this machine or a stand-in; the iterator yields its bytes in order. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = stand_in_of(path)
+        found = served_by(path)
         if found is None:
             yield chunks(fd, memoryview(bytearray(chunk_bytes)))
         else:
@@ -249,7 +283,7 @@ class OpenFile:
 
     def __init__(self, root: Path, facts: Mapping[str, FileFact], path: str):
         full = locate(path) if "://" in path else root / path
-        found = stand_in_of(full)
+        found = served_by(full)
         self.remote: Remote | None = found[0] if found else None
         self.name = found[1] if found else ""
         self.fd = os.open(full, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -324,7 +358,7 @@ def open_source(path: Path, where: str) -> Iterator[SourceFile]:
     try:
         status = os.fstat(fd)
         check_regular(status.st_mode, where)
-        found = stand_in_of(path)
+        found = served_by(path)
         yield SourceFile(fd, status.st_size, where, partial(found[0].fill, found[1]) if found else None)
     finally:
         os.close(fd)

@@ -17,6 +17,10 @@ class Remote(Protocol):
     root: Path
     """The stand-in"""
 
+    def holds(self, name: str) -> bool:
+        """Return whether the store has a file of this name. An output in the making is in the stand-in only."""
+        ...
+
     def fill(self, name: str, start: int, stop: int) -> None:
         """Get bytes of a file into its stand-in, where they stay."""
         ...
@@ -29,8 +33,8 @@ class Remote(Protocol):
         """Yield bytes of a file in order, with some of them ahead."""
         ...
 
-    def put(self, name: str) -> None:
-        """Write the stand-in's file to the store."""
+    def put(self, name: str, source: Path) -> None:
+        """Write a local file to the store."""
         ...
 
     def put_bytes(self, name: str, data: bytes) -> None:
@@ -66,6 +70,12 @@ def stand_in_of(path: Path) -> tuple[Remote, str] | None:
     return None
 
 
+def served_by(path: Path) -> tuple[Remote, str] | None:
+    """Return the store that has the bytes of a file, and its name there; None if they are on this machine."""
+    found = stand_in_of(path)
+    return found if found is not None and found[0].holds(found[1]) else None
+
+
 def see(path: Path) -> Path:
     """Return the path; of a stand-in, list its folder if that was not done. Raises StorageError."""
     if found := stand_in_of(path):
@@ -84,6 +94,15 @@ def with_urls(text: str) -> str:
     for root, remote in stand_ins.items():
         text = text.replace(str(root), remote.url)
     return text
+
+
+def with_tag(path: Path) -> Path:
+    """Return the tag folder that ``DIR@TAG`` names; any other path as it is."""
+    folder, _, tag = path.name.rpartition("@")
+    if not folder or not tag or path.exists():
+        return path
+    named = path.parent / folder / tag
+    return named if named.is_dir() else path
 
 
 def locate(location: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent, Runs, union
@@ -15,7 +16,7 @@ Elements = tuple[State, tuple[int, int]]
 def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
     """Yield the elements of states in chosen byte ranges."""
     for state, held in all_held(index):
-        for fragment in held.place.cover(0, held.numel) if held.is_here else ():
+        for fragment in chain.from_iterable(held.place.cover(*run) for run in held.runs):
             if is_meant(fragment.extent):
                 yield state, (fragment.begin, fragment.end)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT
+from llmtailor.checkpoint.placement import common, count
+from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
 
 _FEW = 8
 _HYPER: tuple[Literal["lr", "weight_decay", "betas", "eps"], ...] = ("lr", "weight_decay", "betas", "eps")
@@ -56,7 +57,7 @@ class Inspection(TypedDict):
     global_step: int
     skipped_steps: int
     client: str
-    """What resumes from it: ``trainer``, ``accelerate``, ``deepspeed`` (an engine in a loop) or ``dcp``"""
+    """What resumes: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed`` (an engine in a loop) or ``dcp``"""
     tag: str
     """DeepSpeed's name of the folder with the shards"""
     precision: str
@@ -86,13 +87,17 @@ def inspect_checkpoint(root: Path, client: str | None = None) -> Inspection:
 
 def describe(index: CheckpointIndex) -> Inspection:
     """Describe an index: format, counters, param groups, parts with their bytes, files, and findings."""
-    structure = find_structure(index)
-    steps = index.steps()
+    structure = split_parts(find_structure(index), index)
+    steps, pieces_of = index.steps(), structure.pieces_of
     by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for state, held in index.held.items():
         if not held.is_here or (index.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
             continue  # without DeepSpeed these are the same bytes as the weight
-        by_kind[structure.part_of[state.param]][state.kind] += held.num_bytes
+        if state.param not in pieces_of:
+            by_kind[structure.part_of[state.param]][state.kind] += held.num_bytes
+        for name in pieces_of.get(state.param, ()):
+            own = count(common(((structure.pieces[name].begin, structure.pieces[name].end),), held.runs))
+            by_kind[structure.part_of[name]][state.kind] += own * ITEMSIZE[held.dtype]
     absent = absent_parts(index, structure)
     roles = [param.role for param in index.params.values()]
     return {
@@ -119,8 +124,8 @@ def describe(index: CheckpointIndex) -> Inspection:
             {
                 "part": part,
                 "num_tensors": len(names),
-                "step": index.part_steps.get(part, index.global_step),
-                "optimizer_steps": sorted({steps[name] for name in names if name in steps}),
+                "step": index.step_of(part),
+                "optimizer_steps": sorted({steps[name] for name in map(structure.stored_in, names) if name in steps}),
                 "num_bytes": sum(by_kind[part].values()),
                 "num_bytes_by_kind": dict(by_kind[part]),
                 "held": part not in absent,

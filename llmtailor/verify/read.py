@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.checkpoint.placement import Extent
+from llmtailor.checkpoint.placement import Extent, Runs
 from llmtailor.engine.pool import Stop, num_workers, run_all
+from llmtailor.engine.sharing import Team
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
@@ -59,6 +60,11 @@ class Bundle(NamedTuple):
     numel: int
     streams: list[Stream]
 
+    @property
+    def runs(self) -> Runs:
+        """The elements to read: all, or those that a partial checkpoint holds of every state"""
+        return next((one.held.runs for one in self.streams if not one.held.is_whole), ((0, self.numel),))
+
 
 def bundle_states(
     index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: Collection[str] = ()
@@ -73,7 +79,8 @@ def bundle_states(
         for stream in streams:
             if stream.held.is_here and stream.held.numel:
                 # tied names may share their bytes, and without DeepSpeed weights are masters
-                begins = next(iter(stream.held.place.cover(0, 1))).extent
+                first, _ = stream.held.runs[0]
+                begins = next(iter(stream.held.place.cover(first, first + 1))).extent
                 if begins.path in unreadable or begins not in seen:
                     seen.add(begins)
                     fresh.append(stream)
@@ -147,14 +154,52 @@ class Reading:
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def read(self, bundles: Iterable[Bundle]) -> None:
-        """Read and check all bundles. Raises Interrupted on Ctrl-C."""
-        jobs = (
-            partial(self._read_chunk, bundle, begin, min(begin + CHUNK_ELEMENTS, bundle.numel))
+    def read(self, bundles: Iterable[Bundle], team: Team) -> None:
+        """Read and check all bundles, together with the ranks of a team. Raises Interrupted on Ctrl-C."""
+        bundles = list(bundles)
+        chunks = [
+            (bundle, begin, min(begin + CHUNK_ELEMENTS, high))
             for bundle in bundles
-            for begin in range(0, bundle.numel, CHUNK_ELEMENTS)
-        )
+            for low, high in bundle.runs
+            for begin in range(low, high, CHUNK_ELEMENTS)
+        ]
+        taken = team.stretch(sum(_num_bytes(stream, *part) for stream, *part in _parts(*chunk)) for chunk in chunks)
+        jobs = (partial(self._read_chunk, *chunk) for chunk, is_mine in zip(chunks, taken, strict=True) if is_mine)
         run_all(jobs, num_workers(), self.stop)
+        if team.job is not None:
+            for rank, found in enumerate(team.exchange(self._to_json())):
+                if rank != team.job.member.rank:
+                    self._add(found)
+        order = {stream.state: number for number, stream in enumerate(s for bundle in bundles for s in bundle.streams)}
+        self.bad_values = dict(sorted(self.bad_values.items(), key=lambda item: (order[item[0][0]], item[0][1])))
+
+    def _to_json(self) -> dict[str, Any]:
+        """Return what this rank has found; `_add` takes it from another one."""
+        return {
+            "bad_values": [[*state, what, one.count, one.runs] for (state, what), one in self.bad_values.items()],
+            "unreadable": self.unreadable,
+            "not_zero": sorted(self.not_zero),
+            "by_file": [[path, self.by_file.known(path)] for path in self.by_file],
+            "by_state": [[*state, self.by_state.known(state)] for state in self.by_state],
+        }
+
+    def _add(self, found: Mapping[str, Any]) -> None:
+        for param, kind, what, count, runs in found["bad_values"]:
+            one = self.bad_values.setdefault((State(param, kind), what), BadValues())
+            one.count += count
+            one.runs += [(begin, end) for begin, end in runs]
+        self.unreadable |= found["unreadable"]
+        self.not_zero |= {State(*state) for state in found["not_zero"]}
+        for path, known in found["by_file"]:
+            for run in known:
+                self.by_file.add(path, *run)
+        for param, kind, known in found["by_state"]:
+            for run in known:
+                self.by_state.add(State(param, kind), *run)
+
+    def unread_bytes(self, path: str, num_bytes: int) -> int:
+        """Return how many of some bytes of a file `crc_of` would read, if they are all that is asked for."""
+        return max(0, num_bytes - sum(stop - start for start, stop, _ in self.by_file.known(path)))
 
     def crc_of(self, path: str, start: int, stop: int) -> int:
         """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
@@ -163,11 +208,7 @@ class Reading:
 
     def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
         """Read elements ``begin``..``end`` of a bundle: the corresponding elements of each stream."""
-        parts = [
-            (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
-            for stream in bundle.streams
-        ]
-        parts = [part for part in parts if part[1] < part[2]]
+        parts = _parts(bundle, begin, end)
         for stream, low, high in parts:
             self._announce(stream, low, high)
         original, reference = bundle.streams[0], None
@@ -246,6 +287,19 @@ class Reading:
             if extent.num_bytes >= _WORTH_ANNOUNCING:
                 with suppress(OSError):
                     self.files.will_need(extent.path, extent.start, extent.stop)
+
+
+def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:
+    """Return the streams of a bundle with the elements of each that correspond to the bundle's ``begin``..``end``."""
+    parts = [
+        (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
+        for stream in bundle.streams
+    ]
+    return [part for part in parts if part[1] < part[2]]
+
+
+def _num_bytes(stream: Stream, begin: int, end: int) -> int:
+    return (end - begin) * ITEMSIZE[stream.held.dtype]
 
 
 def crc_of_range(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
@@ -28,7 +28,7 @@ _ON_PURPOSE = "none needed if you changed it yourself"
 def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return the problems in the states of a full checkpoint that could be indexed."""
     fix, severity = "rename the folder: scripts and the Trainer's rotation rely on its name", WARNING
-    if index.client in (ACCELERATE, DEEPSPEED):  # a loop may count batches, epochs or saves
+    if index.client in (ACCELERATE, LIGHTNING, DEEPSPEED):  # a loop may count batches, epochs or saves
         fix = "nothing, if the loop counts something else; merge --run and thin rely on the name"
         severity = NOTE
     step = check_step(index, step_of(index.root), fix, severity)

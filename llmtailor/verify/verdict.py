@@ -8,11 +8,11 @@ from typing import Any
 
 from llmtailor.checkpoint.index import DCP, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
-from llmtailor.errors import some
 from llmtailor.findings import ERROR, SEVERITIES, WARNING, Finding
 from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.formats.registry import display_name
+from llmtailor.model.parts import condense
 from llmtailor.model.states import State
 
 RESUMABLE = "resumable"
@@ -39,6 +39,8 @@ class Holding:
 
     held: tuple[str, ...]
     absent: tuple[str, ...]
+    masters: tuple[str, ...] = ()
+    """Those of the absent parts of which it holds the masters, without the moments"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,11 @@ def to_text(verdict: Verdict) -> str:
 def _what_it_holds(holding: Holding, index: CheckpointIndex, is_intact: bool) -> str:
     """Return what a partial checkpoint holds, and the command that makes a resumable checkpoint of it."""
     total = len(holding.held) + len(holding.absent)
-    parts = f"{len(holding.held)} of {total} parts: {some(holding.held)}" if holding.absent else f"all {total} parts"
+    parts = (
+        f"{len(holding.held)} of {total} parts: {condense(holding.held)}" if holding.absent else f"all {total} parts"
+    )
+    if holding.masters:
+        parts += f"; the masters alone of {len(holding.masters)}: {condense(holding.masters)}"
     if not is_intact:
         return f"holds {parts}"
     merge = "llmtailor merge RECIPE"

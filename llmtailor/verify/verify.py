@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.checkpoint.lineage import RunCheckpoint
@@ -22,7 +23,7 @@ from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.partial.read import looks_partial
 from llmtailor.formats.plain.read import detects as is_plain
-from llmtailor.formats.registry import absent_parts, display_name, find_structure, survey_checkpoint
+from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.trainer import (
     CONFIG,
@@ -32,11 +33,17 @@ from llmtailor.formats.trainer import (
     SCHEDULER,
     is_weight_file,
 )
+from llmtailor.model.parts import with_layers
+from llmtailor.model.states import MASTER
 from llmtailor.storage.local import read_source
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.elements import join, lost_elements
 from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
+
+if TYPE_CHECKING:
+    from llmtailor.engine.sharing import Team
+
 
 _READ = {SCALER, TRAINER_STATE, CONFIG, MANIFEST}
 """Files that the index has already decoded"""
@@ -76,7 +83,7 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
     except SourceError as error:
         yield from (Finding.of(problem, ERROR) for problem in error.problems)
     else:
-        if (record.step, record.parts) != (manifest.step, frozenset(manifest.parts)):
+        if (record.step, record.parts) != (manifest.step, with_layers(manifest.parts, record.needed_parts)):
             what = "its record of earlier saves does not end with this save"
             yield Finding(where, what, "do not use this checkpoint; its save is damaged", Code.MANIFEST, ERROR)
     fix = "rename the folder: merge --run, salvage and thin rely on its name"
@@ -95,8 +102,9 @@ def verify_checkpoint(
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
     client: str | None = None,
+    team: Team | None = None,
 ) -> Verdict:
-    """Check whether the unmodified Trainer, accelerate or DeepSpeed resumes from a checkpoint correctly; find damage.
+    """Check whether unmodified software resumes from a checkpoint correctly; find damage.
 
     A partial checkpoint is checked for whether composites can be made from it.
 
@@ -105,16 +113,29 @@ def verify_checkpoint(
         deep: read every tensor, in parallel. Otherwise only headers and pickles are read, in seconds for any size.
         on_progress: with ``deep``, called with a number of bytes read, from several threads.
         name: the checkpoint's name in messages; None for its path.
-        client: what will resume from it: ``trainer``, ``accelerate`` or ``deepspeed`` (an engine in a loop); None for
-            the one whose files it has.
+        client: what will resume from it: ``trainer``, ``accelerate``, ``lightning`` or ``deepspeed`` (an engine in a
+            loop); None for the one whose files it has.
+        team: with ``deep``, the ranks that read it together; all get the same verdict.
 
     Raises:
         UnsupportedCheckpoint: an unsupported kind of checkpoint.
         SourceError: the folder is not a checkpoint.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    root, name, watch = Path(path), name or display_name(Path(path)), Stopwatch()
-    survey = survey_checkpoint(root, name, client)
+    root, name = Path(path), name or display_name(Path(path))
+    return verify_surveyed(survey_checkpoint(root, name, client), root, deep, on_progress, name, team)
+
+
+def verify_surveyed(
+    survey: Survey,
+    root: Path,
+    deep: bool = False,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    name: str | None = None,
+    team: Team | None = None,
+) -> Verdict:
+    """Do what `verify_checkpoint` does, with what `survey_checkpoint` has found in the folder."""
+    name, watch = name or display_name(root), Stopwatch()
     if not looks_partial(root):  # partial ones are of a supported kind or damaged
         _refuse_unsupported(survey)
     findings = [
@@ -129,16 +150,18 @@ def verify_checkpoint(
         if index.is_partial:
             findings += check_partial(index)
             with _noting(findings, ERROR):  # its config.json may not define parts
-                structure = find_structure(index)
+                structure = split_parts(find_structure(index), index)
                 absent = absent_parts(index, structure)
                 held = tuple(part for part in structure.parts if part not in absent)
-                holding = Holding(held, tuple(part for part in structure.parts if part in absent))
+                lacking = tuple(part for part in structure.parts if part in absent)
+                no_masters = absent_parts(index, structure, MASTER)
+                holding = Holding(held, lacking, tuple(part for part in lacking if part not in no_masters))
         else:
             findings += [*check_index(index), *(check_manifest(index, manifest) if manifest else ())]
         if deep:
             from llmtailor.verify.deep import read_everything  # numpy takes a while
 
-            found = read_everything(index, survey.unreadable, manifest, on_progress)
+            found = read_everything(index, survey.unreadable, manifest, on_progress, team)
             findings, values, states = [*findings, *found.findings], found.values, found.states
         else:
             states = join(lost_elements(index, survey.unreadable))

@@ -21,7 +21,7 @@ from llmtailor.compose.plan import Options, explain_recipe, plan_merge
 from llmtailor.compose.write import write
 from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, MismatchError, SourceError
-from llmtailor.formats.registry import find_structure, index_checkpoint
+from llmtailor.formats.registry import display_name, find_structure, index_checkpoint
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.runs.folder import RunFolder
@@ -103,7 +103,7 @@ def test_an_average_of_everything(run, tmp_path, moments):
     assert_states(found, wanted)
     assert set(found.steps.values()) == {0 if moments == "reset" else 30}
     assert found.rest["trainer_state"]["global_step"] == 20
-    names = [str(run / f"checkpoint-{step}") for step in (10, 30)]
+    names = [display_name(run / f"checkpoint-{step}") for step in (10, 30)]
     assert {row.source for row in report.parts} == {f"average of {names[0]} (0.5), {names[1]} (0.5)"}
     assert {row.step for row in report.parts} == {30} and all(row.is_whole for row in report.parts)
     manifest = json.loads((tmp_path / "out/llmtailor.json").read_text())
@@ -217,7 +217,7 @@ def test_sources_must_hold_what_is_averaged(tmp_path):
     state = State("model.layers.0.self_attn.q_proj.weight", MASTER)
     assert not zero3.differ(found.states[state], mean([value[state] for value in values], [1, 1]))
     (problem,) = refusal(tmp_path, {"base_model": "checkpoint-20", "parts": [{**part, "select": "layers"}]})
-    assert problem.where == str(partial) and "it does not hold the" in problem.what
+    assert problem.where == display_name(partial) and "it does not hold the" in problem.what
     assert "master of model.layers.1." in problem.what
 
 

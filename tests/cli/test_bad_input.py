@@ -312,7 +312,7 @@ def test_other_parallelism_is_refused_by_name(run, change, told):
     [
         (["optimizer.pt", "model.safetensors"], "optimizer.pt"),  # a plain Trainer's, but no torch file
         (["pytorch_model_fsdp.bin", "optimizer.bin"], "not a torch.save file"),
-        (["pytorch_model_fsdp_0/.metadata"], "optimizer_0: the folder is missing"),
+        (["pytorch_model_fsdp_0/.metadata"], "this folder holds weights only"),
         ([".metadata"], "the pickle is damaged"),
         (["model.safetensors"], "weights only"),
         ([], "this is not a checkpoint"),

@@ -19,7 +19,18 @@ PLAN_KEYS = {
     *("schema", "recipe", "out", "base", "global_step", "world_size", "parts", "sources", "optimizer_steps"),
     *("files", "num_bytes", "needed_bytes", "free_bytes", "notices", "is_there_already", "moved"),
 }
-PART_KEYS = {"part", "source", "step", "staleness", "num_bytes", "num_tensors", "is_whole"}
+PART_KEYS = {
+    "part",
+    "source",
+    "step",
+    "staleness",
+    "num_bytes",
+    "num_tensors",
+    "is_whole",
+    "only",
+    "masters_step",
+    "setback",
+}
 MANIFEST_KEYS = {
     *("schema", "llmtailor_version", "created", "base", "global_step", "world_size", "recipe", "sources", "parts"),
     *("optimizer_steps", "files", "card", "merge", "notices"),

@@ -158,7 +158,7 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
         (["recipe", "run", "--map", "list.json"], 3, "list.json"),
         (["recipe", "run", "--from-flags", "missing.jsonl", "--at", "130"], 3, "missing.jsonl"),
         (["recipe", "nowhere"], 4, "the folder does not exist"),
-        (["recipe", "run/logs"], 4, "no checkpoint-N"),
+        (["recipe", "run/logs"], 4, "the folder has no checkpoint"),
         (["recipe", "run", "--at", "50"], 4, "the first is 100"),
         (["recipe", "run", "--strategy", "filter", "--every", "9"], 3, "--every"),
         (["recipe", "run", "-o", "list.json"], 6, "--force"),

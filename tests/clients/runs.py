@@ -17,5 +17,14 @@ TWO_RANKS = {
         Spec("accelerate-named", "accelerate", stage=0, dtype="fp32", scheduler="", named=True),
     )
 }
-SAVER = Spec("engine-saver", stage=2, scheduler="", saver=True)
-ALL = {**TWO_RANKS, SAVER.name: SAVER}
+SAVERS = {
+    spec.name: spec
+    for spec in (
+        Spec("engine-saver", stage=2, scheduler="", saver="full"),
+        Spec("accelerate-2-saver", "accelerate", stage=2, objects=True, saver="full"),
+        Spec("accelerate-3-saver", "accelerate", stage=3, scheduler="", objects=True, saver="full"),
+        Spec("accelerate-ddp-saver", "accelerate", stage=0, dtype="fp32", objects=True, saver="full"),
+        Spec("accelerate-fsdp-saver", "accelerate", stage=0, fsdp=True, dtype="fp32", objects=True, saver="full"),
+    )
+}
+ALL = {**TWO_RANKS, **SAVERS}

@@ -25,8 +25,10 @@ class Spec:
     layers: int = 3
     named: bool = False
     """Whether the optimizer gets ``named_parameters()``"""
-    saver: bool = False
-    """Whether llmtailor's saver saves, and not the engine"""
+    saver: str = ""
+    """The policy of llmtailor's saver, which then saves, and not the engine; empty without it"""
+    dies_at: int = 0
+    """The step after which every rank is killed; 0 for none"""
     objects: bool = False
     """Whether an object is registered with accelerate for its checkpoints"""
     per_device_batch: int = 3

@@ -21,6 +21,7 @@ from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
 from clients.test_resume import convert  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
+from helpers.recipes import odd_layers_from  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
 from llmtailor.formats.clients import TRAINER_STATE  # noqa: E402
@@ -34,13 +35,6 @@ from thin.scene import call, contents, copy_of, folders  # noqa: E402
 from thin.scene import compose as compose_run  # noqa: E402
 
 pytestmark = pytest.mark.real
-RECIPE = """
-merge_method: passthrough
-base_model: {base}
-parts:
-  - from: {older}
-    select: [odd]
-"""
 FILES = {
     "deepspeed": set(),
     "accelerate": {"random_states_0.pkl", "random_states_1.pkl"},
@@ -49,9 +43,8 @@ FILES = {
 
 
 def compose(loops: Loops, name: str, folder: Path, **options: object) -> Path:
-    text = RECIPE.format(base=loops.checkpoint(name, 4), older=loops.checkpoint(name, 2))
-    (folder / "recipe.yaml").write_text(text)
-    llmtailor.merge(folder / "recipe.yaml", folder / "checkpoint-4", llmtailor.Options(**options))
+    recipe = odd_layers_from(loops.checkpoint(name, 2), loops.checkpoint(name, 4), folder)
+    llmtailor.merge(recipe, folder / "checkpoint-4", llmtailor.Options(**options))
     return folder / "checkpoint-4"
 
 
@@ -91,7 +84,6 @@ PAIRS = [*SHORT, *(pytest.param(pair, marks=pytest.mark.long) for pair in LONG i
 THINNED = [
     pytest.param(name, marks=() if name in ("engine-2", "accelerate-2", "accelerate-ddp") else pytest.mark.long)
     for name in TWO_RANKS
-    if "fsdp" not in name
 ]
 
 
@@ -197,7 +189,7 @@ def test_client_state_of_an_engine_is_kept(loops: Loops, tmp_path: Path) -> None
     assert (model["epoch"], model["global_steps"], (out / "latest").read_text()) == (4, 4, "checkpoint")
 
 
-@pytest.mark.parametrize("name", THINNED)  # FSDP has no partial form
+@pytest.mark.parametrize("name", THINNED)
 def test_merge_run_composes_what_thin_leaves(name: str, loops: Loops, tmp_path: Path) -> None:
     """``thin`` makes older checkpoints partial, and a composite of these is the copy that the full one would give."""
     run = copy_of(loops[name].folder, tmp_path / "run", (2, 4))

@@ -7,7 +7,7 @@ another order. accelerate's loops draw their data from the random states, so the
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ pytest.importorskip("deepspeed")
 
 import llmtailor  # noqa: E402
 from clients.conftest import Loops  # noqa: E402
-from clients.runs import SAVER, TWO_RANKS  # noqa: E402
+from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
 from clients.spec import Spec  # noqa: E402
 from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from real.harness import train  # noqa: E402
-from thin.scene import compose  # noqa: E402
+from real.harness import TrainingFailed, train  # noqa: E402
+from thin.scene import call, compose  # noqa: E402
 
 pytestmark = pytest.mark.real
 STEP = 2
@@ -62,10 +62,8 @@ class Case:
 
 SHORT = [
     *(Case(name) for name in TWO_RANKS),
-    Case("engine-1", 3),
     Case("engine-2", 1),
     Case("engine-3", 3),
-    Case("accelerate-ddp", 1),
     Case("accelerate-fsdp", 3),
     Case("accelerate-2", 2, 3),
     Case("accelerate-2", 2, 0),
@@ -90,22 +88,35 @@ def convert(source: Path, out: Path, **options: Any) -> Path:
     return out
 
 
+def salvaged_tags(loops: Loops, run: Path) -> Path:
+    """A folder of tags whose newest one has lost a rank's file, and a composite in its place."""
+    for step in (2, 4):
+        shutil.copytree(loops.checkpoint("engine-3", step), run, dirs_exist_ok=True)
+    next((run / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
+    call("salvage", run, "--fragments", "--replace")
+    return run
+
+
 @pytest.fixture(scope="module")
 def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Convert what the tests of this session ask for, and resume from it in one set of ranks for each number."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     folder = tmp_path_factory.mktemp("converted")
     batches: dict[int, list[Spec]] = {}
-    wanted = [item.callspec.params["case"] for item in items]
+    wanted = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
     for case in dict.fromkeys([*wanted, *LOST]):
         out = folder / str(case) / f"checkpoint-{STEP}"
         convert(loops.checkpoint(case.source), out, world_size=case.ranks, stage=case.stage)
         if case.lost:
             (out / case.lost).unlink()
         batches.setdefault(case.ranks, []).append(case.spec(out))
-    run = copy_of_partial(loops[SAVER.name].folder, folder / "run")
-    out = compose(run, STEP, folder / SAVER.name / f"checkpoint-{STEP}")
-    batches.setdefault(2, []).append(SAVER.resumed(out, SAVER.name, saver=False))
+    for name, spec in SAVERS.items():
+        run = copy_of_partial(loops[name].folder, folder / name / "run")
+        out = compose(run, STEP, folder / name / f"checkpoint-{STEP}")
+        batches.setdefault(2, []).append(spec.resumed(out, name, saver=""))
+    run = salvaged_tags(loops, folder / "tags")
+    for name, place in (("by-latest", run), ("by-name", run / "checkpoint-4")):
+        batches.setdefault(2, []).append(TWO_RANKS["engine-3"].resumed(place, name, steps=5, save_steps=5))
     found: dict[str, Any] = {}
     for ranks, specs in batches.items():
         found |= train(specs, ranks, tmp_path_factory.mktemp("resumed"), program="clients.train")
@@ -126,14 +137,41 @@ def test_training_goes_on(case: Case, loops: Loops, resumed: dict[str, Any]) -> 
     assert saved.index is not None and saved.index.client == TWO_RANKS[case.source].client
 
 
-def test_an_engine_resumes_from_partial_checkpoints_of_a_loop(loops: Loops, resumed: dict[str, Any]) -> None:
-    run = resumed[SAVER.name]
-    assert run.losses == {step: loss for step, loss in loops[SAVER.name].losses.items() if step > STEP}
-    for partial in sorted(loops[SAVER.name].folder.glob("partial/step-*")):
+@pytest.mark.parametrize("name", SAVERS)
+def test_the_client_resumes_from_partial_checkpoints_of_its_loop(
+    name: str, loops: Loops, resumed: dict[str, Any]
+) -> None:
+    run, spec = resumed[name], SAVERS[name]
+    assert run.losses == {step: loss for step, loss in loops[name].losses.items() if step > STEP}
+    for partial in sorted(loops[name].folder.glob("partial/step-*")):
         assert not verify_checkpoint(partial).findings
+        assert index_checkpoint(partial).client == spec.client
     verdict = verify_checkpoint(Path(run.spec.resume_from), deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
-    assert verdict.index is not None and verdict.index.client == "deepspeed"
+    assert verdict.index is not None and verdict.index.client == spec.client
+
+
+def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Any]) -> None:
+    """Also without being told where: through ``latest``."""
+    run = Path(resumed["by-latest"].spec.resume_from)
+    assert (run / "latest").read_text() == "checkpoint-4/global_step4"
+    assert resumed["by-latest"].losses == resumed["by-name"].losses and resumed["by-name"].losses.keys() == {5}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SAVERS)
+def test_a_killed_loop_goes_on_from_half_of_the_layers(name: str, loops: Loops, tmp_path: Path) -> None:
+    spec = replace(SAVERS[name], name="run", saver="parity", save_steps=1, dies_at=3)
+    with pytest.raises(TrainingFailed, match="rank"):
+        train([spec], 2, tmp_path, program="clients.train")
+    call("merge", "--run", tmp_path / "run")
+    out = tmp_path / "run" / "checkpoint-3"
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.level == RESUMABLE and not verdict.findings
+    again = spec.resumed(out, "again", saver="", dies_at=0, save_steps=3)
+    (run,) = train([again], 2, tmp_path, program="clients.train").values()
+    straight = loops[name].losses[4]
+    assert run.losses.keys() == {4} and 0.5 * straight < run.losses[4] < 1.5 * straight
 
 
 def test_a_file_is_missed_as_verify_says(loops: Loops, resumed: dict[str, Any]) -> None:

@@ -6,10 +6,9 @@ them; an engine's checkpoint has none, so that loop's data follow from the step.
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from accelerate.utils import DistributedType
 from transformers import set_seed
 
 from clients.spec import Spec
+from helpers.ranks import train_each
 from llmtailor.saving import saver_for
 from real.models import VOCAB, build
 
@@ -89,7 +89,7 @@ class EngineLoop:
     def save(self, folder: Path) -> None:
         if self.spec.saver:
             if self.saver is None:
-                self.saver = saver_for(folder.parent, engine=self.engine, policy="full")
+                self.saver = saver_for(folder.parent, engine=self.engine, policy=self.spec.saver)
                 self.saver.start(0)
             self.saver.save(self.epoch).wait()
             return
@@ -136,6 +136,7 @@ class AccelerateLoop:
         made = [model, optimizer] + ([new_scheduler(optimizer)] if spec.scheduler else [])
         self.model, self.optimizer, *schedulers = self.accelerator.prepare(*made)
         self.schedulers, self.meter = schedulers, Meter()
+        self.saver: Any = None
         if spec.objects:
             self.accelerator.register_for_checkpointing(self.meter)
         for draw in (random.seed, np.random.seed, torch.manual_seed):
@@ -154,6 +155,12 @@ class AccelerateLoop:
         return loss.detach()
 
     def save(self, folder: Path) -> None:
+        if self.spec.saver:
+            if self.saver is None:
+                self.saver = saver_for(folder.parent, accelerator=self.accelerator, policy=self.spec.saver)
+                self.saver.start(0)
+            self.saver.save(self.meter.seen).wait()
+            return
         self.accelerator.save_state(str(folder))
         if dist.get_rank() == 0 and not (folder / CONFIG).exists():
             self.accelerator.unwrap_model(self.model).config.save_pretrained(folder)
@@ -175,17 +182,11 @@ def run(spec: Spec, folder: Path) -> dict[int, float]:
         losses[number] = float(loss / dist.get_world_size())
         if number % spec.save_steps == 0:
             loop.save(folder / spec.name / f"checkpoint-{number}")
+        if number == spec.dies_at:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
     return losses
 
 
 def main(specs_file: Path, folder: Path) -> None:
-    deepspeed.init_distributed("gloo")
-    for spec in (Spec(**data) for data in json.loads(specs_file.read_text())):
-        losses = run(spec, folder)
-        if dist.get_rank() == 0:
-            (folder / spec.name).mkdir(exist_ok=True)
-            (folder / spec.name / "result.json").write_text(json.dumps(losses))
-            print(f"=== {spec.name}: {losses}", flush=True)
-        gc.collect()
-        gc.freeze()
-    dist.barrier()
+    train_each(specs_file, folder, Spec, run)

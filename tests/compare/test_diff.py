@@ -64,11 +64,12 @@ def test_what_another_format_leaves_out_is_told(run, tmp_path):
     assert {"trainer_state.json", "config.json"} <= {one.what for one in found.training if one.matters}
 
 
-def test_one_element_is_found(run, copy):
-    def change(tree):
-        tree["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"][0] += 1
+def change_a_moment(tree):
+    tree["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"][0] += 1
 
-    edit(optim_states(copy), change)
+
+def test_one_element_is_found(run, copy):
+    edit(optim_states(copy), change_a_moment)
     found = llmtailor.diff(run / "checkpoint-100", copy)
     assert [state.kind for state in changed(found)] == [EXP_AVG]
     (one,) = (one for one in found.states if one.change.changed)
@@ -113,7 +114,16 @@ def test_kinds_can_be_chosen(run):
     assert code == DIFFERENT
     assert "cosine" in text and "and " in text
     code, text = call(run / "checkpoint-90", run / "checkpoint-100", "--kind", "momentum")
-    assert code == 5 and "no state in common of momentum" in text
+    assert code == 2 and "both hold" in text and "exp_avg_sq" in text
+
+
+def test_a_copy_that_is_equal_in_some_kinds_is_not_called_exact(run, copy):
+    edit(optim_states(copy), change_a_moment)
+    code, text = call(run / "checkpoint-100", copy, "--kind", "weight")
+    assert code == 0 and "equal in weight; other kinds of states were not compared" in text
+    found = llmtailor.diff(run / "checkpoint-100", copy, ["weight"])
+    assert (found.is_equal, found.chosen) == (True, ("weight",))
+    assert call(run / "checkpoint-100", copy)[0] == DIFFERENT
 
 
 def test_rows_are_sorted_by_their_change(run):

@@ -39,7 +39,7 @@ def load(checkpoint):
 
 
 @given(chains())
-@settings(max_examples=examples(6, 40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4, 40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_chain_of_formats_leads_back(tmp_path_factory, case):
     layout, hops = case
     root = tmp_path_factory.mktemp("chain")

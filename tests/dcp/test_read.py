@@ -44,3 +44,22 @@ def test_a_metadata_file_pickled_as_python_3_11_2_does(monkeypatch, tmp_path):
     dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "x", no_dist=True)
     assert b"getattr" in (tmp_path / "x" / METADATA).read_bytes()
     assert sum(map(len, list_data_records(tmp_path / "x", METADATA, "x").values())) > 0
+
+
+def test_a_frozen_copy_that_differs_somewhere_is_not_tied(tmp_path):
+    """A reference model, or an average: most of its rows are those of the trained one."""
+    from torch.distributed import checkpoint as dcp
+
+    embed = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(0))
+    reference = embed.clone()
+    reference[1000:1200] += 1
+    state = {"exp_avg": embed * 0, "exp_avg_sq": embed * 0, "step": torch.tensor(3.0)}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": ["embed_tokens.weight"]}
+    for other, tied in ((reference, {}), (embed.clone(), {"ref.weight": "embed_tokens.weight"})):
+        folder = tmp_path / str(len(tied))
+        saved = {
+            "model": {"embed_tokens.weight": embed, "ref.weight": other},
+            "optim": {"state": {"embed_tokens.weight": state}, "param_groups": [group]},
+        }
+        dcp.save(saved, checkpoint_id=folder, no_dist=True)
+        assert dict(index_checkpoint(folder).tied) == tied

@@ -64,13 +64,6 @@ def test_what_a_lost_file_held_comes_from_an_older_step(run, trained):
     assert torch.equal(moment, torch.cat([old[:rows], new[rows:]]))
 
 
-def test_nothing_is_thinned(run):
-    folder = run("trainer")
-    done = run_here("thin", str(folder), "--strategy", "parity", "--yes")
-    assert done.returncode == 0 and "have no partial form" in done.stdout
-    assert (folder / "checkpoint-2/optimizer_0/.metadata").exists()
-
-
 @pytest.mark.parametrize("name", ["trainer", "titan", "hf", "full"])
 def test_an_output_is_replaced(trained, tmp_path, name):
     """Only by --force, and only if it holds nothing else"""

@@ -14,7 +14,8 @@ import pytest
 from llmtailor.engine import placing
 from llmtailor.engine import staging as commit
 from llmtailor.engine.journal import Identity, Mark
-from llmtailor.engine.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
+from llmtailor.engine.space import check_space, free_bytes, occupied_bytes
+from llmtailor.engine.staging import Staging, check_target, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.storage import local as rename
 from llmtailor.storage.listing import FileFact, list_entries

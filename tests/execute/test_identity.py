@@ -41,7 +41,8 @@ def changed(plan: Plan, number: int, **fields) -> Plan:
     """Return a plan with one piece changed."""
     first, *others = plan.files
     pieces = list(first.pieces)
-    pieces[number] = replace(pieces[number], **fields)
+    piece = pieces[number]
+    pieces[number] = piece._replace(**fields) if isinstance(piece, Copy) else replace(piece, **fields)
     return replace(plan, files=(FileLayout(first.path, tuple(pieces)), *others))
 
 

@@ -69,6 +69,8 @@ class Disk:
             del self._file(fd).data[length:]
         elif kind == "fsync":
             self._fsync(*details)
+        elif kind == "link":  # to a file elsewhere, of which nothing needs to be durable
+            self._put(details[0], File(details[1]))
         elif kind == "mkdir":
             self._put(details[0], Folder())
         elif kind in ("unlink", "rmdir"):
@@ -81,13 +83,15 @@ class Disk:
             self._put(target, moved)
         else:
             assert kind == "close"
+            self.open.pop(details[0], None)
 
     def _fsync(self, fd: int, path: str) -> None:
         node = self._find(Path(path))
         if isinstance(node, Folder):
             node.durable = dict(node.names)
         else:
-            file = self._file(fd)
+            file = self.open.get(fd, node)
+            assert isinstance(file, File)
             file.durable = bytes(file.data)
 
     def _find(self, path: Path) -> File | Folder | None:

@@ -45,6 +45,9 @@ def scenes(server, tmp_path_factory):
     return get
 
 
+MORE_POWER_CUTS = [(False, "force"), (True, "merge"), (False, "link"), (True, "link")]
+
+
 def some(count: int, *, ends: int = 2):
     """Choose some all over, one late, and the last ones, where the output is published.
 
@@ -82,7 +85,10 @@ def test_calls_that_do_less_than_was_asked_are_no_fault(scenes, kind, fault):
     scene.reset()
 
 
-@pytest.mark.parametrize(("no_exchange", "kind"), diagonal([False, True], ["merge", "force"]))
+@pytest.mark.parametrize(
+    ("no_exchange", "kind"),
+    [(False, "merge"), (True, "force"), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_POWER_CUTS)],
+)
 def test_the_power_is_cut(scenes, kind, no_exchange):
     counts = power(scenes(kind), some(3, ends=9), no_exchange=no_exchange)
     assert len({outcome.split(":")[0] for outcome in counts}) == 3

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 import llmtailor
+from helpers.cases import examples
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import BUFFER, WEIGHT, State
@@ -32,7 +33,7 @@ from oracle import zero3, zero12
 from oracle.zero3 import Snapshot, assert_same
 from scripts import fuzz
 
-ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", "25"))
+ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", examples(15, 25)))
 STEP = 4
 REAL = {"zero3": "llama", "zero3-frozen": "llama-extras-layer", "zero2": "zero2-extras", "zero1": "zero1"}
 

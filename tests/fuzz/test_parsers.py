@@ -14,13 +14,13 @@ from llmtailor.errors import SourceError
 from scripts import fuzz
 
 INPUTS = {
-    "checkpoint": 60,
-    "partial checkpoint": 70,
+    "checkpoint": examples(40, 60),
+    "partial checkpoint": examples(40, 70),
     "universal": 30,
-    "dcp": 60,
-    "trainer_state.json": 70,
-    "latest": examples(70, 150),
-    "recipe": examples(300, 1000),
+    "dcp": examples(35, 60),
+    "trainer_state.json": examples(50, 70),
+    "latest": examples(50, 150),
+    "recipe": examples(200, 1000),
 }
 """Per parser; those that read a whole checkpoint are slower, and have many seeds, which come first."""
 
@@ -32,7 +32,7 @@ def sound(tmp_path_factory):
 
 @pytest.mark.parametrize("parser", fuzz.PARSERS)
 def test_damaged_input_is_parsed_or_refused(sound, parser):
-    wanted = INPUTS.get(parser, examples(200, 600))
+    wanted = INPUTS.get(parser, examples(120, 600))
     tally = fuzz.fuzz(parser, sound, random.Random(parser), lambda count: count < wanted)
     assert not tally.findings, tally.findings[0]
     assert tally.accepted  # or the seeds were no good

@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 from llmtailor.cli.main import main
+from llmtailor.storage import remote, stand_in
 
 
 def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
@@ -46,3 +47,9 @@ def _as_it_was(cwd: Path | None, env: Mapping[str, str] | None) -> Iterator[None
         signal.signal(signal.SIGTERM, on_sigterm)
         logger.setLevel(level)
         logger.handlers[:] = handlers
+
+
+def forget_urls() -> None:
+    """Forget which URLs were opened, as a new process has."""
+    stand_in.stand_ins.clear()
+    remote._made = None

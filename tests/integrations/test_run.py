@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 import transformers.trainer  # noqa: E402
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK  # noqa: E402
 
+import llmtailor.integrations.report_to  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
-from llmtailor.cli.run import is_first_launcher, prepare  # noqa: E402
+from llmtailor.cli.run import _STARTUP, is_first_launcher, prepare  # noqa: E402
 from llmtailor.integrations.launched import LaunchedSaving  # noqa: E402
 from partial.alone import Alone  # noqa: E402
 from real.harness import environment  # noqa: E402
@@ -24,11 +28,14 @@ from real.harness import environment  # noqa: E402
 pytestmark = pytest.mark.real
 TESTS = Path(__file__).parents[1]
 SCRIPT = """
+import importlib.util
 import sys
 import hidden
+
+assert importlib.util.find_spec("transformers.trainer") is not None
 from partial.alone import Alone
 
-run = Alone(sys.argv[1], logging_strategy="no").train()
+run = Alone(sys.argv[1], logging_strategy="no", report_to=sys.argv[2:] or "none").train()
 sys.exit(7 if run.trainer.args.process_index == 0 else 0)
 """
 
@@ -48,11 +55,13 @@ def run(words, environ, *program):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
 
-def test_a_script_saves_without_knowing_it(tmp_path, script):
+@pytest.mark.parametrize("report_to", [[], ["llmtailor"]], ids=["launched", "report_to"])
+def test_a_script_saves_without_knowing_it(tmp_path, script, report_to):
+    """It looks for the Trainer before it imports it."""
     path, environ = script
-    done = run(["--policy", "full", "--save-steps", 4], environ, sys.executable, path, tmp_path / "run")
+    done = run(["--policy", "full", "--save-steps", 4], environ, sys.executable, path, tmp_path / "run", *report_to)
     assert done.returncode == 7, done.stderr
-    assert "llmtailor: saving parts (full, save_steps: 4) in" in done.stderr
+    assert done.stderr.count("llmtailor: saving parts (full, save_steps: 4) in") == 1
     assert [one.name for one in sorted((tmp_path / "run" / "partial").glob("step-*"))] == [
         "step-00000004",
         "step-00000006",
@@ -85,10 +94,30 @@ def test_a_saver_that_the_script_attaches_is_used_instead(tmp_path, launched):
     assert Alone(tmp_path / "launched").train().saves == [3, 6]
 
 
+def test_report_to_names_the_saver(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="llmtailor is not supported"):
+        monkeypatch.delitem(INTEGRATION_TO_CALLBACK, "llmtailor", raising=False)
+        Alone(tmp_path / "unknown", report_to="llmtailor")
+    importlib.reload(llmtailor.integrations.report_to)
+    monkeypatch.setenv("LLMTAILOR_SAVE_STEPS", "3")
+    assert Alone(tmp_path / "run", report_to="llmtailor").train().saves == [3, 6]
+
+
 def test_what_only_evaluates_is_left_alone(tmp_path, launched):
     run = Alone(tmp_path / "run", prepare=lambda model: model.requires_grad_(False))
     assert run.trainer.evaluate()["eval_loss"] > 0
     assert not (tmp_path / "run" / "partial").exists()
+
+
+def test_a_program_whose_python_lacks_llmtailor_does_not_train(monkeypatch):
+    """The script may catch an ImportError, and train without a saver; but not this."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in ("sitecustomize", "transformers.trainer", "llmtailor.integrations.launched"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "llmtailor.integrations", None)
+    runpy.run_path(str(_STARTUP / "sitecustomize.py"))
+    with pytest.raises(SystemExit, match=r"the saver can't be imported .*; install llmtailor\[train\] for"):
+        importlib.import_module("transformers.trainer")
 
 
 def test_the_environment_of_the_program():
@@ -109,6 +138,9 @@ def test_the_environment_of_the_program():
         ({"SLURM_PROCID": "0"}, True),
         ({"SLURM_PROCID": "1"}, False),
         ({"NODE_RANK": "1", "RANK": "0"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, False),
+        ({"PMI_RANK": "1"}, False),
+        ({"PMI_RANK": "0"}, True),
     ],
 )
 def test_only_the_first_of_several_launchers_composes(environ, is_first):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from array import array
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.checkpoint.layout import Bytes, FileLayout
-from llmtailor.compose.share import _wait_for_files, check_same, share_out
+from llmtailor.checkpoint.layout import FileLayout, Plan, Zeros
+from llmtailor.compose import share
 from llmtailor.engine.copy import FileResult, Moved
 from llmtailor.engine.job import ENDED, READY, WRITING, WRITTEN, Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.launch import Member, find_member
+from llmtailor.engine.linking import LinkedTo
 from llmtailor.engine.pool import Stop
 from llmtailor.engine.posts import Posts
+from llmtailor.engine.sharing import check_same, share_out, wait_for_files
 from llmtailor.errors import SourceError, StorageError, Unanswered, UsageError
+from llmtailor.storage.listing import FileFact
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {
@@ -60,12 +65,12 @@ def test_no_launcher():
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_shares_are_disjoint_complete_and_even(sizes, world_size):
     shares = share_out(sizes, world_size)
-    assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
-    loads = [sum(sizes[number] for number in share) for share in shares]
+    assert sorted(number for files in shares for number in files) == list(range(len(sizes)))
+    loads = [sum(sizes[number] for number in files) for files in shares]
     assert len(shares) == world_size
     # no rank has more than another without its smallest file
-    for share, load in zip(shares, loads, strict=True):
-        assert not share or load - min(sizes[number] for number in share) <= min(loads)
+    for files, load in zip(shares, loads, strict=True):
+        assert not files or load - min(sizes[number] for number in files) <= min(loads)
 
 
 def test_the_first_difference_is_told():
@@ -165,21 +170,32 @@ def test_the_error_of_one_is_that_of_all_and_is_told_once(two):
     assert caught[0].is_reported
 
 
+def test_results_of_other_ranks_are_as_they_were(monkeypatch):
+    facts = [FileFact(7, 1, number, 3) for number in range(2)]
+    file = FileLayout("w", (Zeros(7, "content"),))
+    made = FileResult(
+        file, 5, array("I", [5]), "digest", Moved(linked_bytes=7, linked_files=1), LinkedTo(0, "w", *facts)
+    )
+    monkeypatch.setattr(share, "take_over", lambda *_: json.loads(json.dumps([share._to_json(made)])))
+    job = SimpleNamespace(member=Member(0, 1, "launch"))
+    (found,) = share._collect(job, Plan((), (file,)), [[]])
+    assert found == made
+
+
 def test_files_of_other_nodes_that_appear_late(tmp_path):
     job = SimpleNamespace(limit_s=10.0, check=lambda: None, out=tmp_path / "out")
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
-    results = [FileResult(FileLayout("folder/file", (Bytes(b"abc", "test"),)), 0, (), None, Moved())]
     timers = [threading.Timer(0.2, path.write_bytes, [b"a"]), threading.Timer(0.5, path.write_bytes, [b"abc"])]
     for timer in timers:
         timer.start()
-    _wait_for_files(job, tmp_path, results)
+    wait_for_files(job, tmp_path, {"folder/file": 3})
     assert path.read_bytes() == b"abc"
     assert [*path.parent.iterdir()] == [path]
     path.unlink()
     job.limit_s = 0.2
     with pytest.raises(StorageError, match="this node does not see it"):
-        _wait_for_files(job, tmp_path, results)
+        wait_for_files(job, tmp_path, {"folder/file": 3})
 
 
 def wait_until(is_true) -> None:

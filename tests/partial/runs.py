@@ -17,10 +17,10 @@ CHECKED_2 = [
     Job("z3-frozen", frozen=FROZEN),
     Job("z3-extras", extras=True, tokenizer=True),
     Job("z3-tied", "qwen2", tied=True),
-    Job("z3-fp16", dtype="fp16", every=1),
+    Job("z3-fp16", dtype="fp16", every=1, sub_group_size=SMALL_GROUPS),
     Job("z3-fp32", dtype="fp32"),
     Job("z3-offload", offload=True),
-    Job("z3-cpu-adam", optimizer="cpu_adam"),
+    Job("z3-cpu-adam", optimizer="cpu_adam", policy="moments_in_turn:2"),
     Job("z3-ds-adamw", optimizer="ds_adamw"),
     Job("z3-ds-both", optimizer="ds_adamw", scheduler="ds"),
     Job("z3-mixtral", "mixtral"),
@@ -28,25 +28,25 @@ CHECKED_2 = [
     Job("z2-lora", "qwen2+lora", tied=True, stage=2),
     Job("z3-rounded", options={"moments": "bf16"}),
     Job("z2", stage=2),
-    Job("z2-layer", stage=2, groups="layer"),
+    Job("z2-layer", stage=2, groups="layer", policy="moments_in_turn:2"),
     Job("z2-rr", stage=2, round_robin=True),
     Job("z2-aligned", stage=2, parameter_alignment=True),
     Job("z2-frozen", stage=2, frozen=FROZEN),
     Job("z2-fp16", stage=2, dtype="fp16", every=1),
     Job("z1", "gpt2", stage=1, tied=True),
     Job("z1-bf16opt", stage=1, grad_accum_dtype="fp32"),
-    Job("z1-extras", stage=1, extras=True, frozen=FROZEN, groups="layer"),
+    Job("z1-extras", stage=1, extras=True, frozen=FROZEN, groups="layer", policy="moments_in_turn:2"),
     Job("ddp", stage=0, dtype="fp32", arguments={"gradient_accumulation_steps": 2}),
     Job("ddp-bf16", "qwen2", tied=True, stage=0),
     Job("ddp-lora", "qwen2+lora", tied=True, stage=0, dtype="fp32"),
-    Job("ddp-mixtral", "mixtral", stage=0, dtype="fp32"),
+    Job("ddp-mixtral", "mixtral", stage=0, dtype="fp32", policy="moments_in_turn:2"),
     Job("ddp-extras", stage=0, dtype="fp32", extras=True, frozen=FROZEN, groups="layer"),
 ]
 """Composites of these are held against the truth."""
 
 CHECKED_3 = [
     Job("z3-w3", "mixtral"),
-    Job("z3-extras-w3", extras=True, frozen=FROZEN, groups="layer", tokenizer=True),
+    Job("z3-extras-w3", extras=True, frozen=FROZEN, groups="layer", tokenizer=True, policy="moments_in_turn:2"),
     Job("z2-rr-w3", stage=2, round_robin=True),
     Job("z1-bf16opt-w3", stage=1, grad_accum_dtype="fp32"),
 ]
@@ -67,6 +67,22 @@ LIVELY = [
 ]
 """With dropout, so that random numbers matter"""
 
+EXPERTS = [
+    Job("z3-experts", "mixtral", policy="round_robin:4", options={"experts": "parts"}, steps=8),
+    Job("z2-experts", "mixtral", stage=2, policy="moments_in_turn:4", options={"experts": "parts"}, steps=8),
+    Job("z3-experts-then-layers", "mixtral", goes_on="z3-experts", at=4, policy="parity", steps=8),
+    Job(
+        "ddp-experts",
+        "mixtral",
+        stage=0,
+        dtype="fp32",
+        policy="update:budget_bytes=150000",
+        options={"experts": "parts"},
+        steps=8,
+    ),
+]
+"""Each expert is a part; then whole layers again"""
+
 UPDATE = Job("z2-update", stage=2, policy="update:threshold=0.04", options={"max_staleness": 3}, steps=10)
 
 DISTURBED = [
@@ -78,7 +94,7 @@ DISTURBED = [
 NODES = [Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN)]
 """Two nodes, each with a disk of its own"""
 SLOW = [
-    Job("slow-skip", policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "slow"}),
+    Job("slow-skip", stage=2, policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "slow"}),
     Job(
         "slow-wait",
         stage=0,
@@ -91,7 +107,7 @@ SLOW = [
 ]
 """Writing a save takes several steps."""
 UNGUARDED = [
-    Job("torn-z3", unguarded=True),
+    Job("torn-z3", unguarded=True, steps=4),
     Job("torn-cpu-adam", optimizer="cpu_adam", unguarded=True),
     Job("torn-ddp", stage=0, dtype="fp32", unguarded=True, arguments={"optim": "adamw_torch"}),
 ]
@@ -156,6 +172,7 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
             *alone,
             *resumed,
             *GOING_ON,
+            *EXPERTS,
             UPDATE,
             *DISTURBED,
             *NODES,
@@ -167,12 +184,13 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
 
 
 SHORT = {
-    *("z3", "z3-full", "z3-sub", "z3-fp16", "z2", "z2-rr", "z2-lora", "z1", "z1-bf16opt", "z1-extras"),
-    *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3", "z2-rr-w3", "z3-full-on-3"),
-    *("lively-0", "lively-0-alone", "lively-2", "lively-2-alone", "z3-again", "z3-full-again", "z2-update"),
-    *("full-1", "frozen-2", "frozen-3", "locked", "anew", "sgd-2", "adafactor-3"),
+    *("z3", "z3-fp16", "z2-rr", "z2-lora", "z1", "z1-bf16opt", "z1-extras"),
+    *("z3-experts", "ddp-experts"),
+    *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
+    *("lively-2", "lively-2-alone", "z3-again"),
+    *("full-1", "frozen-3", "locked", "anew", "sgd-2", "adafactor-3"),
     *("nodes", "slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
-    *("z3@2", "z3-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-0@2", "lively-2@2", "z3-extras-w3@2"),
+    *("z3@2", "z3-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-2@2", "z3-extras-w3@2"),
 }
 """What is trained without --all"""
 LONG_JOBS = {job.name for ranks in (2, 3) for job in jobs_for(ranks)} - SHORT

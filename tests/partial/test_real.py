@@ -30,8 +30,9 @@ from salvage.damage import truncate  # noqa: E402
 
 CHECKED = [job.name for job in (*CHECKED_2, *CHECKED_3)]
 SPEEDS = ("_runtime", "_per_second")
-INEXACT = {"z3-cpu-adam"}
-"""DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little."""
+INEXACT = {"z3-cpu-adam", "z3-rounded"}
+"""DeepSpeedCPUAdam computes its bias correction anew after a resume, so the steps that follow differ a little; and so
+they do after moments that were saved rounded."""
 NOISE = 2e-3
 """Of the loss, when gradients are summed in another order and rounded to bf16"""
 
@@ -131,8 +132,9 @@ def test_a_resume_with_the_saver_repeats_the_straight_run(trained, name):
     assert comparable(trained[name]) == comparable(trained["z3-full"])
 
 
-def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(trained):
-    resumed, straight = trained["z3-full-on-3"], trained["z3-full"]
+@pytest.mark.parametrize(("name", "straight"), [("z3-full-on-3", "z3-full")])
+def test_a_resume_on_more_ranks_repeats_the_straight_run_nearly(trained, name, straight):
+    resumed, straight = trained[name], trained[straight]
     assert after(resumed) == [5, 6, 7, 8]
     assert resumed.losses == pytest.approx(straight.losses, rel=NOISE)
 
@@ -175,21 +177,39 @@ def exact_drift(before, now, params):
     return math.sqrt(moved / size)
 
 
-@pytest.mark.parametrize("name", ["z2-update"])
-def test_drift_is_measured_since_a_parts_own_last_save(trained, name):
+MEASURED = [name for name in CHECKED if "-rr" not in name and name != "ddp-mixtral"]
+"""DeepSpeed's own functions that write down the truth don't know round_robin_gradients. Fused experts, whole on a rank,
+are too large to be kept whole."""
+
+
+@pytest.mark.parametrize("name", ["z2-update", *MEASURED])
+def test_change_is_measured_since_a_parts_own_last_save(trained, name):
     """Also right after a resume. Small tensors are kept whole, so that only rounding is between both."""
     done = trained[name]
-    base = done.manifest(2)["parts"]
+    base = done.manifest(done.saves[0])["parts"]
     masters = {step: done.truth(step)["master"] for step in done.saves}
     for step in done.saves[1:]:
-        held, drift = newest(done, step - 1), lines_of(done)[step]["drift"]
+        held, line = newest(done, step - 1), lines_of(done)[step]
+        squares, costs = done.truth(step)["exp_avg_sq"], {}
         for part in base:
-            exact = exact_drift(masters[held[part["part"]]], masters[step], part["params"])
-            assert drift[part["part"]] == pytest.approx(exact, rel=1e-4), (step, part["part"])
+            before, now = masters[held[part["part"]]], masters[step]
+            exact = exact_drift(before, now, part["params"])
+            assert line["drift"][part["part"]] == pytest.approx(exact, rel=1e-4), (step, part["part"])
+            costs[part["part"]] = sum(
+                float((squares[one].double().sqrt() * (now[one].double() - before[one].double()).abs()).sum())
+                for one in part["params"]
+            )
+        found = line["expected_loss"]
+        # under fp16, the first steps are skipped
+        correction = (
+            sum(costs.values()) / sum(found.values()) if done.job.dtype == "fp16" else math.sqrt(1 - 0.999**step)
+        )
+        assert found == pytest.approx({part: cost / correction for part, cost in costs.items()}, rel=1e-3)
 
 
-def test_update_saves_what_has_changed_and_what_would_get_too_old(trained):
-    done = trained["z2-update"]
+@pytest.mark.parametrize("name", ["z2-update"])
+def test_update_saves_what_has_changed_and_what_would_get_too_old(trained, name):
+    done = trained[name]
     limit, stalest = 0.04, 3
     seen = set()
     for number, step in enumerate(done.saves[1:], 1):
@@ -352,3 +372,53 @@ def test_salvage_takes_elements_of_saves_with_frozen_params(trained, tmp_path):
     done = run_here("salvage", run, "--fragments", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert llmtailor.verify_checkpoint(tmp_path / "out", deep=True).is_resumable
+
+
+# Experts as parts of their own, in trainings of a Mixtral whose experts transformers fuses: here, so that no other
+# worker of the tests trains the same again
+
+
+def experts_of(manifest):
+    return [part["part"] for part in manifest["parts"] if " expert " in part["part"]]
+
+
+@pytest.mark.parametrize("name", ["z3-experts", "z2-experts", "ddp-experts"])
+def test_a_composite_has_the_newest_of_every_expert(trained, name, tmp_path):
+    done = trained[name]
+    assert len(experts_of(done.manifest(2))) == 9
+    mixed = []
+    for step in done.saves[1:]:
+        held = check_composite(done, step, tmp_path / str(step))
+        steps = {layer: {held[f"layer {layer} expert {number}"] for number in range(3)} for layer in range(3)}
+        mixed += [layer for layer in steps if len(steps[layer]) > 1]
+    assert mixed, "no layer had experts of several steps"
+    assert any(0 < len(experts_of(done.manifest(step))) < 9 for step in done.saves)
+
+
+@pytest.mark.parametrize("name", ["z3-experts-then-layers"])
+def test_whole_layers_follow_experts(trained, name, tmp_path):
+    """The first save after the change holds every layer; the saves with experts still serve their own steps."""
+    done = trained[name]
+    assert done.saves == [2, 4, 6, 8]
+    assert experts_of(done.manifest(4)) and not experts_of(done.manifest(6))
+    assert {"layer 0", "layer 1", "layer 2"} <= {part["part"] for part in done.manifest(6)["parts"]}
+    for step in (4, 6, 8):
+        check_composite(done, step, tmp_path / str(step))
+
+
+@pytest.mark.parametrize("name", ["ddp-experts"])
+def test_the_change_of_each_expert_is_its_own(trained, name):
+    done = trained[name]
+    masters = {step: done.truth(step)["master"] for step in done.saves}
+    for step in done.saves[1:]:
+        held, line = newest(done, step - 1), lines_of(done)[step]
+        for part in experts_of(done.manifest(2)):
+            _, layer, _, number = part.split()
+            since = masters[held[part]]
+            names = [name for name in since if f".layers.{layer}.mlp.experts." in name]
+            assert len(names) == 2
+            before, now = ({name: of[name][int(number)] for name in names} for of in (since, masters[step]))
+            assert line["drift"][part] == pytest.approx(exact_drift(before, now, names), rel=1e-4), (step, part)
+        chosen = experts_of(done.manifest(step))
+        left_out = [part for part in experts_of(done.manifest(2)) if part not in chosen]
+        assert chosen and left_out

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.real
 from safetensors.torch import load_file  # noqa: E402
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
 
+from helpers.cases import diagonal  # noqa: E402
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
 from llmtailor.saving import PartialSaving  # noqa: E402
 from oracle.zero3 import differ  # noqa: E402
@@ -79,17 +80,20 @@ class Stops(TrainerCallback):
         control.should_training_stop |= self.when == "evaluation" and state.global_step == self.step
 
 
-@pytest.mark.parametrize("comes_last", [False, True], ids=["before-ours", "after-ours"])
 @pytest.mark.parametrize(
-    ("when", "step", "arguments"),
-    [
-        ("step", 3, {"save_strategy": "steps"}),
-        ("step", 3, {"save_strategy": "epoch"}),
-        ("evaluation", 3, {"eval_strategy": "steps", "eval_steps": 3}),
-        ("evaluation", 4, {"eval_strategy": "epoch", "load_best_model_at_end": True, "save_strategy": "best"}),
-    ],
+    ("comes_last", "stop"),
+    diagonal(
+        [False, True],
+        [
+            ("step", 3, {"save_strategy": "steps"}),
+            ("step", 3, {"save_strategy": "epoch"}),
+            ("evaluation", 3, {"eval_strategy": "steps", "eval_steps": 3}),
+            ("evaluation", 4, {"eval_strategy": "epoch", "load_best_model_at_end": True, "save_strategy": "best"}),
+        ],
+    ),
 )
-def test_the_last_step_is_saved_if_a_callback_stops_the_training(tmp_path, when, step, arguments, comes_last):
+def test_the_last_step_is_saved_if_a_callback_stops_the_training(tmp_path, comes_last, stop):
+    when, step, arguments = stop
     common = {"dropout": 0.1, "metric_for_best_model": "loss", "save_steps": 5, **arguments}
     straight = Alone(tmp_path / "straight", **common).train()
     stops = Stops(step, when=when)

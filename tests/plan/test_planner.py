@@ -137,7 +137,7 @@ def test_a_state_may_be_cut_over_several_sources(data):
     shards = tuple(Extent(f"rank{rank}", 0, 4 * part) for rank in range(world))
     held = {State("p", kind): TensorEntry("F32", (numel,), Sliced(shards, 0, part, 4)) for kind in (MASTER, EXP_AVG)}
     indexes = [make_index(held=held) for _ in range(3)]
-    sources = Sources({"p": 2}, cuts={State("p", MASTER): cuts})
+    sources = Sources({"p": 2}, cuts={State("p", MASTER): cuts}, of_moments={"p": 1})
     begin = data.draw(st.integers(0, numel))
     for kind, dtype in ((MASTER, "F32"), (MODULE, "BF16"), (WEIGHT, "BF16"), (EXP_AVG, "F32")):
         layout = FileLayout("out", (Bytes(b"header", ""), Slot(State("p", kind), dtype, begin, numel)))
@@ -147,6 +147,7 @@ def test_a_state_may_be_cut_over_several_sources(data):
             size = piece.num_bytes // (4 if dtype == "F32" else 2)
             assert (piece.extent.path, piece.extent.start) == (f"rank{piece.begin // part}", 4 * (piece.begin % part))
             found += [(piece.begin + at, piece.source) for at in range(size)]
-        wanted = owners if kind != EXP_AVG else [2] * numel
+        wanted = owners if kind != EXP_AVG else [1] * numel
         assert found == list(enumerate(wanted))[begin:]
-    assert sources.of_states("p") == set(owners)
+    assert sources.moments_from("p") == {1}
+    assert sources.of_any("p") == {2, *owners}

@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -26,29 +27,41 @@ from typing import Any, NoReturn, TextIO
 PR_SET_PDEATHSIG = 1
 
 
-LATE = ("muon.original_muon", "stage3", "stage_1_and_2")
-"""Of DeepSpeed's ``runtime.zero``; the first asks torch for its compiler, which takes some seconds to import"""
+LATE = (
+    *(f"deepspeed.runtime.zero.{name}" for name in ("muon.original_muon", "stage3", "stage_1_and_2")),
+    *("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload", "torch.utils.serialization"),
+)
+"""The first asks torch for its compiler, which takes some seconds to import."""
+
+
+MIN_HOST_BUFFER = 4 << 20
+"""Of a saver, in bytes; else each fills 64 MiB with zeros"""
 
 
 def warm_up() -> None:
     """Import what trainings import, also what they import late."""
+    gc.disable()
     import deepspeed
     import peft
     import torch
     import transformers
 
+    from llmtailor.saving import memory
     from real.models import CONFIGS, build
 
+    memory.MIN_BYTES = MIN_HOST_BUFFER
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
     assert peft.LoraConfig and transformers.Trainer and transformers.default_data_collator
     for name in LATE:
         with suppress(ImportError):
-            importlib.import_module(f"deepspeed.runtime.zero.{name}")
+            importlib.import_module(name)
     torch.set_printoptions(threshold=0, edgeitems=0)  # DeepSpeed formats tensors all the time, to print none of them
     for arch in CONFIGS:
-        build(arch, 1, tied=False)
-    gc.collect()
+        model = build(arch, 1, tied=False)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # the first call in a process compiles the names of all models, for a second
     gc.freeze()
+    gc.enable()
 
 
 def serve(replies: TextIO) -> None:
@@ -58,7 +71,13 @@ def serve(replies: TextIO) -> None:
 
 
 def start(order: dict[str, Any]) -> tuple[int, int] | None:
-    """Fork the ranks and wait for all of them; when one fails, or they take too long, kill the others."""
+    """Fork the ranks and wait for all of them; when one fails, or they take too long, kill the others.
+
+    They find the module imported already.
+    """
+    with suppress(Exception):  # else the ranks say what is wrong
+        importlib.import_module(order["module"])
+        gc.freeze()
     ranks: dict[int, int] = {}
     for rank, environment in enumerate(order["environments"]):
         pid = os.fork()

@@ -116,10 +116,10 @@ BATCHES = {2: TWO_RANKS | TWO_RANKS_ANY, 3: THREE_RANKS | THREE_RANKS_ANY}
 
 SHORT = {
     *("llama", "llama-b", "llama-layer", "llama-tied", "llama-fp16", "llama-ds-both", "llama-frozen"),
-    *("llama-extras-layer", "llama-no-gather", "llama-sharded", "gpt-neox", "mixtral"),
+    *("llama-extras-layer", "llama-no-gather", "llama-sharded", "mixtral"),
     *("zero1", "zero1-bf16opt", "zero1-extras-layer", "zero2", "zero2-rr", "zero2-aligned", "zero2-fp16"),
     *("zero2-tied", "zero2-extras", "zero2-elastic"),
-    *("llama-w3", "llama-sub-w3", "gpt2-w3", "zero2-w3", "zero2-rr-w3"),
+    *("llama-sub-w3", "zero2-w3", "zero2-rr-w3"),
 }
 """What is trained without --all: every feature, and every pair of features that has code of its own"""
 LONG = {name for batch in BATCHES.values() for name in batch} - SHORT

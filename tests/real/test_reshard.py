@@ -222,7 +222,7 @@ def test_a_stock_resume_of_other_stages_repeats_the_straight_run(runs: Runs, nam
     assert_loaded(resumed, load(straight.checkpoint(MIDDLE)))
 
 
-@pytest.mark.parametrize(("name", "target"), CASES)
+@pytest.mark.parametrize(("name", "target"), long_but(CASES[::2], CASES))
 def test_a_new_layout_has_the_same_states(runs: Runs, name: str, target: str, tmp_path: Path) -> None:
     run, (stage, ranks) = runs[name], parse(target)
     source = load(run.checkpoint(6))
@@ -299,19 +299,19 @@ def test_elastic_checkpoints_are_sources(runs: Runs, name: str, target: str, tmp
 # Round trips
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *[(name, ["x3", ""]) for name in ("zero3", "zero2", "zero2-rr", "zero1-bf16opt", "zero2-aligned", "llama-sub")],
-        *[(name, ["x1", "x4", ""]) for name in ("zero2-layer", "zero1", "zero2-fp16", "zero2-frozen", "zero2-extras")],
-        *[(name, ["x2", ""]) for name in ("llama-extras-w3", "zero2-rr-w3", "llama-sub-w3", "qwen2-w3")],
-        *[(name, ["2x2", "1x2", ""]) for name in ("zero3", "zero3-layer", "llama-frozen", "llama-tied", "llama-fp16")],
-        *[(name, ["2x3", "1x4", ""]) for name in ("llama-sub", "llama-cpu-adam", "mixtral")],
-        *[(name, ["3x3", ""]) for name in ("zero2", "zero2-rr", "zero1-extras-layer", "zero2-aligned", "zero2-tied")],
-        ("zero1-bf16opt", ["2x3", ""]),
-        ("zero1-bf16opt", ["3x3", ""]),
-    ],
-)
+ROUND_TRIPS = [
+    *[(name, ["x3", ""]) for name in ("zero3", "zero2", "zero2-rr", "zero1-bf16opt", "zero2-aligned", "llama-sub")],
+    *[(name, ["x1", "x4", ""]) for name in ("zero2-layer", "zero1", "zero2-fp16", "zero2-frozen", "zero2-extras")],
+    *[(name, ["x2", ""]) for name in ("llama-extras-w3", "zero2-rr-w3", "llama-sub-w3", "qwen2-w3")],
+    *[(name, ["2x2", "1x2", ""]) for name in ("zero3", "zero3-layer", "llama-frozen", "llama-tied", "llama-fp16")],
+    *[(name, ["2x3", "1x4", ""]) for name in ("llama-sub", "llama-cpu-adam", "mixtral")],
+    *[(name, ["3x3", ""]) for name in ("zero2", "zero2-rr", "zero1-extras-layer", "zero2-aligned", "zero2-tied")],
+    ("zero1-bf16opt", ["2x3", ""]),
+    ("zero1-bf16opt", ["3x3", ""]),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), long_but(ROUND_TRIPS[::2], ROUND_TRIPS))
 def test_a_round_trip_gives_back_the_same_bytes(runs: Runs, name: str, way: list[str], tmp_path: Path) -> None:
     run = runs[name]
     first = reshard(run.checkpoint(6), tmp_path / "first")  # in the base's own layout, but with zeros as padding
@@ -500,7 +500,7 @@ RESUMES = [
 """Run and target. All ranks together see six samples in a step, whatever their number."""
 SHORT_RESUMES = {
     *[("zero2", "2x3"), ("zero1-bf16opt", "1x3"), ("zero1-extras-layer", "3x3"), ("zero2-fp16", "2x3")],
-    *[("llama-w3", "3x2"), ("llama-sub-w3", "3x2"), ("zero2-rr-w3", "2x2"), ("zero2", "2x1"), ("zero2-aligned", "2x3")],
+    *[("llama-sub-w3", "3x2"), ("zero2-rr-w3", "2x2"), ("zero2-aligned", "2x3")],
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmtailor.errors import Problem, RecipeError
+from llmtailor.model.experts import split_experts
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.recipe import Recipe
@@ -22,6 +23,14 @@ def llama(num_layers: int = 4, *, tied: bool = False, extra: dict[str, str] | No
     part_of[HEAD_NAME] = EMBED if tied else HEAD
     part_of |= extra or {}
     return ModelStructure(part_of, tuple(dict.fromkeys(part_of.values())), num_layers, tied)
+
+
+def mixtral(num_layers: int = 4, num_experts: int = 8) -> ModelStructure:
+    """Return a model with fused experts, each a part."""
+    fused = {f"model.layers.{n}.mlp.experts.{w}": layer_part(n) for n in range(num_layers) for w in ("up", "down")}
+    whole = llama(num_layers, extra=fused)
+    shapes = {name: (num_experts, 4, 4) if name in fused else (4,) for name in whole.part_of}
+    return split_experts(whole, shapes)
 
 
 TOWER_INSIDE = ("attn.qkv.weight", "mlp.fc1.weight", "norm1.weight")
@@ -52,7 +61,8 @@ def qwen_vl(num_layers: int = 4, *, known: bool = True) -> ModelStructure:
 
 def params_of(structure: ModelStructure) -> set[str]:
     """Return the names that training knows: all but the tied one."""
-    return {name for name in structure.part_of if not (structure.tied and name == HEAD_NAME)}
+    names = {name for name in structure.part_of if not (structure.tied and name == HEAD_NAME)}
+    return set(map(structure.stored_in, names))
 
 
 def read(text: str, **environ: str) -> Recipe:

@@ -11,7 +11,7 @@ import yaml
 from llmtailor.recipe import parse
 from llmtailor.recipe.recipe import DTYPES, checkpoints_of
 from llmtailor.recipe.resolve import resolve
-from recipe.structures import llama, params_of, qwen_vl, read
+from recipe.structures import llama, mixtral, params_of, qwen_vl, read
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -23,16 +23,17 @@ def test_the_page_has_examples():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{at}-{next(iter(yaml.safe_load(b)))}" for at, b in enumerate(BLOCKS)])
 def test_every_example_is_a_recipe(block: str):
-    structure = qwen_vl(8) if "modules:" in block else llama(8)
+    structure = qwen_vl(8) if "modules:" in block else mixtral(8) if "expert" in block else llama(8)
     recipe = read(block, RUN="runs/a")
     splits = "--allow-split" in block
     base = recipe.base or recipe.sources()[0]
     choice = resolve(recipe, structure, base, params_of(structure), allow_split=splits)
-    assert choice.source_of.keys() == structure.part_of.keys()
+    assert choice.source_of.keys() == choice.structure.part_of.keys()
     assert bool(choice.weights_of) is splits
     assert not recipe.notices
     named = {source.name for source in recipe.sources()} - {recipe.base.name if recipe.base else ""}
-    used = {source.name for source in checkpoints_of([*choice.source_of.values(), *choice.weights_of.values()])}
+    others = (*choice.weights_of.values(), *choice.moments_of.values())
+    used = {source.name for source in checkpoints_of([*choice.source_of.values(), *others])}
     assert named <= used, "a source that nothing comes from"
     assert all(source.is_relative_to("/w/runs/a") for source in recipe.sources())
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import filecmp
 import itertools
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from helpers.checkpoints import make
-from helpers.commands import run_here
+import llmtailor
+from helpers.checkpoints import SMALL, make
+from helpers.commands import forget_urls, run_here
 from helpers.faulty import FaultyFileSystem, failing
+from llmtailor.compose import write as writing
+from llmtailor.errors import StorageError, TargetError, VerificationError
 from llmtailor.storage import remote, stand_in
 
 
@@ -39,7 +46,7 @@ def run(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Every test opens URLs anew, as every process does, and waits for nobody."""
-    again()
+    forget_urls()
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     FaultyFileSystem.store.clear()
     FaultyFileSystem.pseudo_dirs[:] = [""]
@@ -52,14 +59,8 @@ def url(run):
     return "faulty://bucket/run"
 
 
-def again() -> None:
-    """Forget what was opened, as a new process has."""
-    stand_in.stand_ins.clear()
-    remote._made = None
-
-
 def call(*words: object, code: int = 0) -> str:
-    again()
+    forget_urls()
     done = run_here(*words)
     said = done.stdout + done.stderr
     assert "Traceback" not in said
@@ -98,27 +99,43 @@ def test_a_composite_of_remote_sources_is_that_of_local_ones(url, run, tmp_path,
     assert_same(tmp_path / "local", tmp_path / "mixed")
 
 
-def test_only_what_is_needed_is_fetched(url, tmp_path):
-    checkpoint = "/bucket/run/checkpoint-100"
-    total = sum(info["size"] for info in fsspec.filesystem("faulty").find(checkpoint, detail=True).values())
-    call("inspect", f"{url}/checkpoint-100")
-    first = sum(size for kind, _, size in FaultyFileSystem.requests if kind == "get")
-    call("verify", f"{url}/checkpoint-100")
-    assert 0 < first <= total
-    assert not [path for kind, path, _ in FaultyFileSystem.requests if "checkpoint-90" in path and kind == "get"]
+@pytest.fixture
+def large(tmp_path_factory):
+    """A URL of a checkpoint that consists of tensors mostly, and its bytes."""
+    root = tmp_path_factory.mktemp("large")
+    make(root, 100, shape=replace(SMALL, vocab_size=4000, hidden_size=60))
+    fsspec.filesystem("faulty").put(str(root), "/bucket/large", recursive=True)
+    return "faulty://bucket/large/checkpoint-100", sum(
+        path.stat().st_size for path in root.rglob("*") if path.is_file()
+    )
 
 
-def test_tensors_are_fetched_by_range_and_never_kept(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "HEADER_BYTES", 512)
-    monkeypatch.setattr(remote, "REQUEST_BYTES", 700)
-    call("convert", f"{url}/checkpoint-100", tmp_path / "out", "--num-gpu", "3")
-    sizes = [size for kind, _, size in FaultyFileSystem.requests if kind == "get"]
-    assert len(sizes) > 50
-    total = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
-    assert sum(sizes) < 1.5 * total, "nothing is fetched twice"
+def fetched() -> list[int]:
+    return [size for kind, _, size in FaultyFileSystem.requests if kind == "get"]
+
+
+def test_only_what_is_needed_is_fetched(large, url, monkeypatch):
+    monkeypatch.setattr(remote, "HEADER_BYTES", 4096)
+    checkpoint, total = large
+    call("inspect", checkpoint)
+    assert 0 < sum(fetched()) < total / 4
+    assert not [path for kind, path, _ in FaultyFileSystem.requests if "/run/" in path and kind == "get"]
+
+
+@pytest.mark.parametrize("options", [[], ["--dtype", "float32"], ["--stage", "none"]])
+def test_tensors_are_fetched_by_range_and_never_kept(large, tmp_path, monkeypatch, options):
+    monkeypatch.setattr(remote, "HEADER_BYTES", 4096)
+    monkeypatch.setattr(remote, "REQUEST_BYTES", 70_001)
+    checkpoint, total = large
+    call("convert", checkpoint, tmp_path / "out", "--num-gpu", "3", *options)
+    sizes = fetched()
+    assert len(sizes) > total // 70_001 // 2
+    assert max(sizes) <= 70_001
     (folder,) = stand_in.stand_ins.values()
-    kept = sum(path.stat().st_blocks * 512 for path in folder.root.rglob("*.pt"))
-    assert kept <= sum(path.stat().st_size for path in folder.root.rglob("*.pt")) + 100_000
+    kept = sum(path.stat().st_blocks * 512 for path in folder.root.rglob("*"))
+    assert kept < total / 2
+    made = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert sum(sizes) < 1.5 * max(made, total), "nothing is fetched twice"
     call("verify", tmp_path / "out", "--deep")
 
 
@@ -132,10 +149,18 @@ def test_an_output_is_uploaded_and_read_back(url, run, tmp_path):
 
 
 def test_a_run_in_a_store_is_composed_there(url, run, tmp_path):
-    fs = fsspec.filesystem("faulty")
-    fs.rm("/bucket/run/checkpoint-100/latest")
-    said = call("merge", "--run", url, "--at", "100")
-    assert "nothing to merge" in said and "checkpoint-90" in said
+    call("merge", "--run", run, "--strategy", "parity", tmp_path / "local")
+    said = call("merge", "--run", url, "--strategy", "parity")
+    assert f"wrote {url}/checkpoint-100-merged" in said
+    assert "every byte was read" in call("verify", f"{url}/checkpoint-100-merged", "--deep")
+    fsspec.filesystem("faulty").get("/bucket/run/checkpoint-100-merged", str(tmp_path / "got"), recursive=True)
+    assert_same(tmp_path / "local", tmp_path / "got")
+    assert "nothing to merge" in call("merge", "--run", url, "--strategy", "parity")
+
+
+def test_a_composite_beside_its_remote_sources(url, run, tmp_path):
+    call("merge", write_recipe(tmp_path, url, url), f"{url}/merged")
+    assert "resumable" in call("verify", f"{url}/merged")
 
 
 def test_outputs_in_a_store_are_never_replaced(url, run, tmp_path):
@@ -154,6 +179,36 @@ def test_what_changes_a_run_needs_a_folder(url, command):
 
 def test_no_trial_resume_from_a_store(url):
     assert "copy it here first" in call("verify", f"{url}/checkpoint-100", "--resume-smoke", code=2)
+
+
+def test_ranks_do_not_meet_in_a_store(url):
+    assert "an object store has no such folder" in call("verify", url, "--deep", "--distributed", code=2)
+
+
+class Fast:
+    """As obstore reads: it sees the same objects, or others."""
+
+    def __init__(self, fs, is_same):
+        self.fs, self.is_same, self.reads = fs, is_same, 0
+
+    def info(self, path):
+        found = self.fs.info(path)
+        return found if self.is_same else {**found, "size": 1}
+
+    def cat_file(self, path, start, end):
+        self.reads += 1
+        return self.fs.cat_file(path, start=start, end=end)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_obstore_reads_what_fsspec_sees_as_well(tmp_path, is_same):
+    """Also an object that was uploaded and not listed since."""
+    (tmp_path / "file").write_bytes(b"content")
+    folder = remote.RemoteFolder("memory://obstore", tmp_path / "stand-in")
+    folder._fast = fast = Fast(folder._fs, is_same)
+    folder.put("a.bin", tmp_path / "file")
+    assert b"".join(folder.stream("a.bin", 0, 7)) == b"content"
+    assert fast.reads == is_same
 
 
 def test_what_is_not_there(url):
@@ -247,6 +302,24 @@ def test_an_upload_that_was_cut_off_is_no_checkpoint_and_is_made_again(url, run,
     assert not [path for path in FaultyFileSystem.store if stand_in.UPLOADING in path]
 
 
+def test_the_same_call_uploads_again_after_a_failure(run, tmp_path):
+    recipe, out = write_recipe(tmp_path, run, run), remote.open_location("faulty://bucket/out/checkpoint-100")
+
+    def fail(kind, path, data):
+        if kind == "put":
+            raise OSError("the disk of the store is full")
+        return data
+
+    with failing(fail), pytest.raises(StorageError):
+        llmtailor.merge(recipe, out)
+    llmtailor.merge(recipe, out)
+    assert "resumable" in call("verify", "faulty://bucket/out/checkpoint-100")
+    with pytest.raises(
+        TargetError, match=r"^faulty://bucket/out/checkpoint-100: .* exists\n  fix: choose another one$"
+    ):
+        llmtailor.merge(recipe, remote.open_location("faulty://bucket/out/checkpoint-100"))
+
+
 def test_others_files_beside_a_cut_off_upload_are_not_removed(url, run, tmp_path):
     recipe, out = write_recipe(tmp_path, run, run), "faulty://bucket/out/checkpoint-100"
     fs = fsspec.filesystem("faulty")
@@ -265,3 +338,56 @@ def test_a_store_that_returns_other_bytes_is_found_out(run, tmp_path):
     with failing(flip):
         assert "differs from what was uploaded" in call("merge", recipe, out, code=8)
     assert "cut off" in call("inspect", out, code=4)
+
+
+def test_local_space_is_needed_for_two_files_only(run, tmp_path):
+    """The two largest ones; whatever is made meanwhile waits."""
+    make(tmp_path, 100, shape=replace(SMALL, vocab_size=2000, hidden_size=60), world_size=8)
+    found = []
+
+    def look(kind, path, data):
+        staged, here = remote._made.rglob(".*.llmtailor-staging/out/**/*"), 0
+        for file in staged:
+            with suppress(FileNotFoundError):  # another thread has just removed it
+                here += file.lstat().st_blocks * 512 if file.is_file() else 0
+        found.append(here)
+        return data
+
+    with failing(look):
+        said = call("convert", tmp_path / "checkpoint-100", "faulty://bucket/out/checkpoint-100", "--json")
+    sizes = sorted(one["num_bytes"] for one in json.loads(said[said.index("{") : said.rindex("}") + 1])["files"])
+    assert 0 < max(found) <= sum(sizes[-2:]) + 2 * 4096 * len(sizes) < sum(sizes) / 3
+    assert "equal" in call("diff", tmp_path / "checkpoint-100", "faulty://bucket/out/checkpoint-100")
+
+
+def test_an_upload_is_verified_before_its_marker_goes(run, tmp_path, monkeypatch):
+    """What the store returns is verified, and a refused output leaves nothing there."""
+    store, out = FaultyFileSystem.store, "faulty://bucket/out/checkpoint-100"
+    really, seen = writing._check_written, []
+
+    def check(composition, there):
+        seen.append({path.removeprefix("/bucket/out/checkpoint-100/") for path in store})
+        really(composition, there)
+        raise VerificationError.at(out, "not as planned", "report it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_check_written", check)
+        assert "not as planned" in call("convert", run / "checkpoint-100", out, code=7)
+    assert seen[0] >= {"llmtailor.json", "latest", "model.safetensors", stand_in.UPLOADING}
+    assert not store
+    call("convert", run / "checkpoint-100", out)
+
+
+def test_a_source_that_changes_meanwhile_takes_the_upload_away(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config, done = tmp_path / "run/checkpoint-100/config.json", []
+
+    def change(kind, path, data):
+        if "optim_states" in path and not done:
+            done.append(config.write_bytes(config.read_bytes() + b" "))
+        return data
+
+    with failing(change):
+        said = call("convert", config.parent, "faulty://bucket/out/checkpoint-100", code=4)
+    assert "changed while it was read" in said
+    assert done and not FaultyFileSystem.store

@@ -1,4 +1,4 @@
-"""The same with a real S3 server and s3fs, each command in a process of its own; and with a network that fails."""
+"""The same with a real S3 server and s3fs, mostly in processes of their own; and with a network that fails."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import make
+from helpers.commands import run_here
 from helpers.s3 import Proxy, environment, s3_server, settings
 
 RECIPE = """\
@@ -47,6 +48,11 @@ def call(port: int, *words: object, code: int = 0) -> str:
     return done.stdout
 
 
+def here(*words: object) -> None:
+    done = run_here(*words)
+    assert done.returncode == 0, done.stderr
+
+
 def tensors(checkpoint: Path) -> dict[str, bytes]:
     names = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     return {name: (checkpoint / name).read_bytes() for name in names - {"README.md", "llmtailor.json"}}
@@ -58,7 +64,7 @@ def test_a_composite_from_s3_to_s3(served, tmp_path):
     recipe.write_text(RECIPE)
     local.write_text(RECIPE.replace("s3://bucket/run", str(run)))
     call(port, "merge", recipe, "s3://bucket/out/checkpoint-100", "--checksum")
-    call(port, "merge", local, tmp_path / "local")
+    here("merge", local, tmp_path / "local")
     call(port, "convert", "s3://bucket/out/checkpoint-100", tmp_path / "again")
     assert tensors(tmp_path / "again") == tensors(tmp_path / "local")
     assert call(port, "latest", "s3://bucket/out", "--deep") == "s3://bucket/out/checkpoint-100\n"
@@ -74,7 +80,7 @@ def test_a_network_that_fails_now_and_then(served, tmp_path, fault):
     finally:
         proxy.close()
     assert proxy.cut + proxy.refused > 0
-    call(port, "convert", run / "checkpoint-100", tmp_path / "local", "--num-gpu", "3")
+    here("convert", run / "checkpoint-100", tmp_path / "local", "--num-gpu", "3")
     assert tensors(tmp_path / "out") == tensors(tmp_path / "local")
 
 

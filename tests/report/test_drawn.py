@@ -28,6 +28,7 @@ def facts() -> RunFacts:
             write_s=2.0,
             publish_s=3.0,
             drift={},
+            expected_loss={},
             steps_behind={part: 0 if number == 1 or (at + number) % 2 else 10 for at, part in enumerate(parts)},
         )
         for number in range(1, 13)

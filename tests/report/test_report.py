@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import llmtailor
 from attempts.world import PARTS, World
 from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.commands import run_here
+from llmtailor.report import pictures
+from llmtailor.runs.newest import compose_newest
 from report.parsing import Page
 
 HOSTILE = '</style><script>alert("x")</script>\x1b[31m\x00\u202e&'
@@ -70,6 +73,23 @@ def as_json(*words: object) -> dict:
 
 def log_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "partial" / "saves.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("words", [["report", "--values"], ["merge", "--dry-run", "--run"]])
+def test_each_checkpoint_is_indexed_once(run, words):
+    more = ["-o", run.parent / "report.html"] if "report" in words else []
+    done = run_here("-v", *words, run, *more)
+    indexed = re.findall(r"indexed (\S+) in", done.stderr)
+    assert done.returncode == 0 and len(indexed) > 1
+    assert sorted(indexed) == sorted(set(indexed))
+
+
+def test_sources_of_the_newest_state_are_indexed_once(run, caplog):
+    with caplog.at_level("INFO", "llmtailor"):
+        found = compose_newest(run)
+    assert found is not None and found.is_new
+    indexed = re.findall(r"indexed (\S+) in", caplog.text)
+    assert len(indexed) > 2 and sorted(indexed) == sorted(set(indexed))
 
 
 def test_it_says_what_the_commands_say(world):
@@ -135,7 +155,7 @@ def test_the_output(world, tmp_path):
     assert "--force" in refused.stderr
     assert out.read_bytes() == kept
     assert run_here("report", tmp_path / "absent", "-o", tmp_path / "other.html").returncode == 4
-    assert run_here("report", world.run, "-o", tmp_path / "no" / "folder.html").returncode == 8
+    assert run_here("report", world.run, "-o", tmp_path / "no" / "folder.html").returncode == 6
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
@@ -209,3 +229,12 @@ def test_two_thousand_saves(run):
     assert "A bar stands for up to 20 saves" in page.text
     assert "The newest 200 of 2,000 saves." in page.text
     assert "at most 20 s" in page.text
+
+
+@pytest.mark.parametrize("ages", [range(50, 300, 50), [1], [1, 2, 3], [0.5, 7.5, 900], [0]])
+def test_the_legend_says_which_ages_a_shade_has(ages):
+    shade = pictures.shade_of([*ages])
+    found = pictures.ranges_of(ages, shade)
+    assert all(found[shade(age)][0] <= age <= found[shade(age)][1] for age in ages if age > 0)
+    bounds = [bound for _, limits in sorted(found.items()) for bound in limits]
+    assert bounds == sorted(bounds)

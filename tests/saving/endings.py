@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import socket
-import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -58,22 +61,30 @@ def die(run: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 and not save.is_done
 
 
-def main(folder: Path) -> dict[str, int]:
-    """Return the exit code of each; a child does not return."""
+def run(work: Callable[[], None]) -> NoReturn:
+    """Do something, and end as the interpreter does after a script."""
+    code = 0
+    try:
+        work()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError
+
+
+def main(folder: Path) -> None:
+    """Write the exit code of each."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")  # those who meet make a store of their own
     pids = {}
     for how in ("return", "raise", "wait", "die"):
-        run = folder / how
-        run.mkdir()
+        (at := folder / how).mkdir()
         if (pid := os.fork()) == 0:
-            os.dup2(os.open(run / "stderr", os.O_WRONLY | os.O_CREAT), 2)
-            end(how, run) if how != "die" else die(run)
-            sys.exit(0)
+            os.dup2(os.open(at / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+            run(lambda how=how, at=at: end(how, at) if how != "die" else die(at))
         pids[how] = pid
     while not (folder / "wait" / "saving").exists():
         time.sleep(0.01)
     os.kill(pids["wait"], signal.SIGTERM)
-    return {how: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for how, pid in pids.items()}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    codes = {how: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for how, pid in pids.items()}
+    (folder / "codes.json").write_text(json.dumps(codes))

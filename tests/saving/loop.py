@@ -10,27 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llmtailor.engine import streams
 from llmtailor.saving import PendingSave, saver_for
 
 
 class Loop:
-    """Trains a small Llama; `options` are those of `saver_for`."""
+    """Trains a small Llama, or Mixtral if it has `num_experts`; `options` are those of `saver_for`."""
 
-    def __init__(self, run: Path, *, hidden: int = 32, layers: int = 3, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, run: Path, *, hidden: int = 32, layers: int = 3, num_experts: int = 0, seed: int = 0, **options: Any
+    ) -> None:
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
+        sizes = {
+            "vocab_size": 64,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
+        moe = {"num_local_experts": num_experts, "num_experts_per_tok": 1, "experts_implementation": "eager"}
         self.run = run
-        self.model = LlamaForCausalLM(config)
+        self.model: Any = (
+            MixtralForCausalLM(MixtralConfig(**sizes, **moe)) if num_experts else LlamaForCausalLM(LlamaConfig(**sizes))
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
         self.saver = saver_for(run, model=self.model, optimizer=self.optimizer, scheduler=scheduler, **options)

@@ -32,7 +32,7 @@ def situation(
     """Return a situation; by default the first save behind a base that held parts of equal size."""
     parts = tuple(structure.parts if parts is None else parts)
     last = dict.fromkeys(parts, 0) if last is None else last
-    return Situation(save * 50, save, structure, parts, num_bytes or alike(parts), last, drift)
+    return Situation(save * 50, save, structure, parts, num_bytes or alike(parts), last, drift, drift)
 
 
 def by_itself(

@@ -1,4 +1,7 @@
-"""Trainings under fully_shard on CPU ranks over gloo, forked from one process, with the saver and the truth."""
+"""Trainings under fully_shard on CPU ranks over gloo, forked from one process, with the saver and the truth.
+
+Under HSDP, some params are frozen.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,44 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from dcp.train import FORMS, CpuTrainer, Watch
 from llmtailor.saving import attach, saver_for
+from partial.composing import compose
 from plain.training import Tokens
 
 STEPS, VOCAB = 6, 62
-RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2, "trainer": 2}
+RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2, "trainer": 2, "experts": 2}
+FROZEN = ("embed_tokens", ".layers.1.")
 
 
-def build() -> LlamaForCausalLM:
+def build(kind: str) -> Any:
     """No dimension is a multiple of the ranks, and some ranks have no row of the norms' last chunks."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=10,
-        intermediate_size=22,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=6,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 10,
+        "intermediate_size": 22,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+    }
+    if kind == "experts":
+        moe = {"num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **moe))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def shard(model: Any, kind: str) -> None:
@@ -48,11 +64,19 @@ def whole(value: Any) -> Any:
 
 
 def train(kind: str, folder: Path, rank: int) -> None:
-    model = build()
+    model = build(kind)
+    if kind == "hsdp":
+        for name, param in model.named_parameters():
+            param.requires_grad = not any(word in name for word in FROZEN)
     shard(model, kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    saver = saver_for(folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, policy="parity")
+    how = {"policy": "round_robin:4", "experts": "parts"} if kind == "experts" else {"policy": "adaptive"}
+
+    def state_of(param: Any) -> dict[str, Any]:
+        return dict(optimizer.state.get(param, {}))  # frozen ones have none
+
+    saver = saver_for(folder / "run", model=model, optimizer=optimizer, scheduler=scheduler, **how)
     saver.start(0)
     truth, losses = {}, {}
     for step in range(1, STEPS + 1):
@@ -69,7 +93,7 @@ def train(kind: str, folder: Path, rank: int) -> None:
             model(**batch(step, rank))  # as an evaluation, which leaves the root unsharded
             saver.save(step)
             truth[step] = {
-                name: {"master": whole(param.detach()), **{k: whole(v) for k, v in optimizer.state[param].items()}}
+                name: {kind: whole(value) for kind, value in {"master": param.detach(), **state_of(param)}.items()}
                 for name, param in sharded_params(model)
             }
     saver.close()
@@ -95,6 +119,7 @@ def train_with_trainer(folder: Path) -> None:
 
     It takes these ranks for an accelerator's, see dcp/train.py.
     """
+    AcceleratorState._reset_state(reset_partial_state=True)
     args = TrainingArguments(
         output_dir=str(folder / "run"),
         **FORMS["trainer"],
@@ -109,9 +134,13 @@ def train_with_trainer(folder: Path) -> None:
     )
     watch = Watch()
     trainer = CpuTrainer(
-        model=build(), args=args, train_dataset=Tokens(256), data_collator=default_data_collator, callbacks=[watch]
+        model=build("trainer"),
+        args=args,
+        train_dataset=Tokens(256),
+        data_collator=default_data_collator,
+        callbacks=[watch],
     )
-    attach(trainer, policy="parity", save_steps=2)
+    attach(trainer, policy="adaptive", save_steps=2)
     trainer.train(resume_from_checkpoint=str(folder / "composite") if folder.name == "resumed" else None)
     if args.process_index == 0:
         truth = {
@@ -123,10 +152,16 @@ def train_with_trainer(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """A rank of the kind that the folder is named after."""
+    """A rank of all kinds with so many ranks, one after another: DTensor learns each operation once in a process."""
     torch.set_num_threads(1)
-    if folder.name in ("trainer", "resumed"):
-        train_with_trainer(folder)
-    else:
-        dist.init_process_group("gloo")
-        train(folder.name, folder, dist.get_rank())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for kind, ranks in RANKS.items():
+        if ranks == dist.get_world_size() and kind != "trainer":
+            train(kind, folder / kind, rank)
+    if dist.get_world_size() == RANKS["trainer"]:
+        train_with_trainer(folder / "trainer")
+        if rank == 0:
+            compose(folder / "trainer" / "run", 2, 2, folder / "resumed" / "composite")
+        dist.barrier()
+        train_with_trainer(folder / "resumed")

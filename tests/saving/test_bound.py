@@ -12,6 +12,7 @@ from llmtailor.policies import (
     IN_NO_SAVE,
     MAX_STALENESS,
     OLDEST,
+    Adaptive,
     Filter,
     Parity,
     Policy,
@@ -129,7 +130,7 @@ def test_nothing_gets_too_old_and_saves_are_even(sizes, limit, per_save):
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     """Policies of every kind, and some that choose at random, from a seed."""
-    kind = draw(st.sampled_from(["parity", "filter", "round_robin", "update", "random"]))
+    kind = draw(st.sampled_from(["parity", "filter", "round_robin", "update", "adaptive", "random"]))
     small = st.integers(1, 4)
     if kind == "parity":
         return Parity()
@@ -141,6 +142,8 @@ def policies(draw: st.DrawFn) -> Policy:
         threshold, budget = draw(st.floats(0, 0.5)), draw(st.integers(1, 1000))
         return draw(st.sampled_from([Update(threshold), Update(None, budget), Update(threshold, budget)]))
     share = draw(st.floats(0, 1))
+    if kind == "adaptive":
+        return Adaptive(max(share, 0.01))
     seed = draw(st.integers(0, 2**32))
     return Custom(lambda now: {part: "drawn" for part in now.parts if drawn(seed, now.save, part) < share})
 

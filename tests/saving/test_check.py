@@ -12,6 +12,7 @@ import pytest
 from llmtailor.errors import UsageError
 from llmtailor.model.parts import EMBED
 from llmtailor.policies import (
+    Adaptive,
     Filter,
     Full,
     Parity,
@@ -48,6 +49,9 @@ def why_not(policy: Policy, max_staleness: Any = None) -> str:
         (Filter(), 9, 9),
         (RoundRobin(4), None, 3),
         (RoundRobin(40), None, 8),
+        (Adaptive(0.5), None, 8),
+        (Adaptive(0.3), None, 14),
+        (Adaptive(0.5), 1, 1),
         (Update(threshold=0.01), None, 20),
         (Update(threshold=0.01), 5, 5),
         (Update(budget_bytes=100), 0, 0),
@@ -69,7 +73,7 @@ def test_a_schedule_beyond_the_limit():
     assert "policy filter: by its schedule with first=2, last=2, every=4" in told
     assert "a part becomes up to 7 saves old, but max_staleness is 5" in told
     assert "set max_staleness to 7 or more" in told
-    assert "by its schedule a part becomes up to 1 saves old" in why_not(Parity(), 0)
+    assert "by its schedule with aux_every=2 a part becomes up to 1 saves old" in why_not(Parity(), 0)
 
 
 def test_no_limit_at_all():

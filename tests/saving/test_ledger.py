@@ -109,3 +109,19 @@ def test_damaged_json(data, expected):
 def test_a_ledger_that_cannot_be_is_not_made():
     with pytest.raises(ValueError, match="continues itself"):
         thrice().resumed("one", 150)
+
+
+def test_a_run_may_change_between_whole_layers_and_experts():
+    shares = ["layer 0 non-expert", "layer 0 expert 0", "layer 0 expert 1"]
+    layers = Ledger("a").after(2, ["embed_tokens", "layer 0"], ["embed_tokens", "layer 0"])
+    fine = layers.divided(["embed_tokens", *shares], lost=())
+    assert fine.held_by == dict.fromkeys(["embed_tokens", *shares], (0, 2))
+    assert layers.divided(["embed_tokens", *shares], lost=["layer 0"]).held_by == {"embed_tokens": (0, 2)}
+    assert layers.divided(["embed_tokens", "layer 0"], lost=()) == layers
+    back = fine.divided(["embed_tokens", "layer 0"], lost=())
+    assert back.held_by == layers.held_by
+    newer = fine.after(4, [shares[1]], ["embed_tokens", *shares])
+    # no save holds the newest of all of the layer
+    assert newer.divided(["embed_tokens", "layer 0"], lost=()).held_by == {"embed_tokens": (0, 2)}
+    assert fine.divided(["embed_tokens", "layer 0"], lost=[shares[2]]).held_by == {"embed_tokens": (0, 2)}
+    assert fine.divided(["embed_tokens", *shares], lost=[shares[2]]).held_by.keys() == {"embed_tokens", *shares[:2]}

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +15,7 @@ pytest.importorskip("transformers")
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import levels, targets  # noqa: E402
-from real.harness import environment  # noqa: E402
+from real.harness import start_ranks  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 
 fsspec = pytest.importorskip("fsspec")
@@ -97,7 +93,7 @@ def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monk
 
 
 def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monkeypatch, caplog):
-    run = make(write_timeout=0.2)
+    run = make(write_timeout=1.0)
     run.train()
     run.save().wait(60)
     until(lambda: names(tmp_path / "run"))
@@ -119,7 +115,7 @@ def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monk
 
 
 def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch):
-    run = make(policy="parity", write_timeout=0.2)
+    run = make(policy="parity", write_timeout=1.0)
     for _ in range(2):
         run.train()
         run.save().wait(60)
@@ -143,46 +139,9 @@ def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch)
     run.check(2, tmp_path / "out", lambda name: run_of(tmp_path, name))
 
 
-NODE = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from llmtailor.saving import targets
-from saving.loop import Loop
-
-dist.init_process_group("gloo")
-run, put = Path(sys.argv[2]), targets.SharedFolder.put
-staging = run.with_name("node-" + os.environ["GROUP_RANK"])
-targets.SharedFolder.put = lambda *_: 1 / 0
-loop = Loop(run, policy="full", staging_dir=staging, write_timeout=1).start()
-for _ in range(3):
-    loop.train()
-    loop.save().wait(60)
-loop.saver.close()
-dist.barrier()
-assert not [*run.glob("partial/*/manifest.json")]
-assert len([*staging.glob("partial/*/manifest.json")]) == 3
-targets.SharedFolder.put = put
-again = Loop(run, policy="full", staging_dir=staging).start(3)
-assert again.saver.ledger.step == 3
-again.saver.close()
-dist.destroy_process_group()
-"""
-
-
 def test_what_several_nodes_hold_is_copied_when_they_start_again(tmp_path):
     """Each node holds the files of its ranks; two ranks take themselves for nodes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", NODE, str(Path(__file__).parents[1]), str(tmp_path / "run")]
-    nodes = [
-        subprocess.Popen(command, env=environment() | shared | {"RANK": str(number), "GROUP_RANK": str(number)})
-        for number in range(2)
-    ]
-    assert [node.wait(120) for node in nodes] == [0, 0]
+    start_ranks("saving.stations", [tmp_path], 2, tmp_path)
     assert names(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
     assert not names(tmp_path / "node-0")
     assert not names(tmp_path / "node-1")
@@ -200,9 +159,9 @@ def run_of(tmp_path, name):
 
 def test_what_is_saved_last_is_copied_before_the_end(make, tmp_path):
     """Also if nothing was copied for longer than a write may take."""
-    run = make(write_timeout=0.3)
+    run = make(write_timeout=1.0)
     run.train()
-    time.sleep(0.5)
+    time.sleep(1.2)
     run.save().wait(60)
     run.saver.close()
     assert names(tmp_path / "run") == ["step-00000001"]
@@ -243,7 +202,7 @@ def test_a_run_may_keep_few_checkpoints_on_both_levels(make, tmp_path):
 
 
 def test_another_runs_saves_are_not_touched(make, tmp_path):
-    run = make(write_timeout=0.2)
+    run = make(write_timeout=1.0)
     run.train()
     run.save().wait(60)
     run.saver.close()

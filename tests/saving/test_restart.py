@@ -90,9 +90,13 @@ def test_a_checkpoint_that_is_named_is_used_until_the_attempt_from_it_has_saves_
     again.trainer.add_callback(Stop(4))
     again.train(run / "checkpoint-2")
     assert begun(run) == [0, 2]
-    restarted = Alone(run, COMPOSE).train(run / "checkpoint-2")
+    again = Alone(run, COMPOSE)
+    again.trainer.add_callback(Stop(5))
+    again.train(run / "checkpoint-2")
     assert begun(run) == [0, 2, 4]
-    assert restarted.log == stopped[1]
+    restarted = Alone(run, COMPOSE).train(run / "checkpoint-2")
+    assert begun(run) == [0, 2, 4, 5]
+    assert restarted.log == stopped[1][-len(restarted.log) :]
 
 
 def test_it_is_refused_unless_asked_for(run):

@@ -20,7 +20,15 @@ from llmtailor.policies import Situation, check_policy, choose, make_policy
 from llmtailor.runs.retention import deletable
 from recipe.structures import llama
 
-SPECS = ("full", "parity", "filter:first=1,last=1,every=2", "round_robin:3", "update:0.05", "update:budget_bytes=250")
+SPECS = (
+    "full",
+    "parity",
+    "filter:first=1,last=1,every=2",
+    "round_robin:3",
+    "update:0.05",
+    "update:budget_bytes=250",
+    "adaptive:0.4",
+)
 
 
 def sizes(num_layers: int) -> dict[str, int]:
@@ -50,7 +58,7 @@ def plans(draw: st.DrawFn) -> list[tuple[str, str, int]]:
     return events
 
 
-@settings(max_examples=examples(40, 100))  # checking a policy takes a while, the first time
+@settings(max_examples=examples(25, 100))  # checking a policy takes a while, the first time
 @given(plans(), st.integers(1, 6), st.integers(1, 3), st.sampled_from([None, 9, 30]), st.integers(0, 2**32))
 def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, keep, given_staleness, seed):
     structure = llama(num_layers)
@@ -76,7 +84,7 @@ def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, kee
             chosen = dict.fromkeys(parts, "base")
         else:
             drift = {part: random.random() ** 3 * (ledger.saves - save) for part, save in ledger.last.items()}
-            situation = Situation(step, ledger.saves, structure, parts, num_bytes, ledger.last, drift)
+            situation = Situation(step, ledger.saves, structure, parts, num_bytes, ledger.last, drift, drift)
             chosen = dict(choose(make_policy(spec), situation, limit).parts)
         ledger = ledger.after(step, chosen, parts)
         manifests[step], disk[step] = json.dumps(ledger.to_json()), RunCheckpoint.saved(Path(str(step)), ledger)
@@ -102,7 +110,8 @@ for spec in json.loads(sys.argv[1]):
     policy, last = make_policy(spec), dict.fromkeys(structure.parts, 0)
     for save in range(1, 40):
         drift = {part: 0.1 * (save - last[part]) * (len(part) % 4) for part in structure.parts}
-        choice = choose(policy, Situation(save, save, structure, structure.parts, num_bytes, dict(last), drift), 20)
+        now = Situation(save, save, structure, structure.parts, num_bytes, dict(last), drift, drift)
+        choice = choose(policy, now, 20)
         last.update(dict.fromkeys(choice.parts, save))
         answers.append(list(choice.parts.items()))
 print(json.dumps(answers))

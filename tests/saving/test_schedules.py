@@ -31,6 +31,12 @@ def test_parity():
     assert reasons == [{"odd half"}, {"even half"}]
 
 
+def test_parity_with_all_auxiliary_parts():
+    odd, even = [EMBED, *layers(1, 3), NORM, HEAD], [EMBED, *layers(0, 2, 4), NORM, HEAD]
+    assert by_itself(Parity(aux_every=1), llama(5), 3) == [odd, even, odd]
+    assert Parity(1).choose(situation(llama(1), 1)) == {EMBED: "auxiliary", NORM: "auxiliary", HEAD: "auxiliary"}
+
+
 def test_parity_of_other_models():
     tied = llama(2, tied=True, extra={"wpe.weight": "wpe"})
     assert by_itself(Parity(), tied, 2) == [[*layers(1), "wpe"], [EMBED, *layers(0), NORM]]

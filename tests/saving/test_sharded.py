@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,6 +16,7 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.lineage import Ledger  # noqa: E402
 from llmtailor.containers.safetensors import read_header  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
+from llmtailor.runs.save_log import LOG, read_log  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
 from saving.sharded import RANKS  # noqa: E402
 
@@ -21,14 +24,10 @@ from saving.sharded import RANKS  # noqa: E402
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    for kind, ranks in RANKS.items():
+    for kind in (*RANKS, "resumed"):
         (folder / kind).mkdir()
-        start_ranks("saving.sharded", [folder / kind], ranks, folder / kind)
-    (folder / "resumed").mkdir()
-    composite = folder / "resumed" / "composite"
-    done = run_here("merge", "--run", folder / "trainer" / "run", "--at", 2, composite)
-    assert done.returncode == 0, done.stderr
-    start_ranks("saving.sharded", [folder / "resumed"], 2, folder / "resumed")
+    for ranks in sorted({*RANKS.values()}):
+        start_ranks("saving.sharded", [folder], ranks, folder)
     return folder
 
 
@@ -40,7 +39,24 @@ def test_the_trainer_resumes_under_fsdp_from_a_composite(trained):
     assert len(resumed) == 4
 
 
-@pytest.mark.parametrize("kind", RANKS)
+def check_measured(run, step, truth, part_of):
+    """The adaptive policy decides by sums over the ranks, which log what they measured."""
+    line = next(save for save in read_log(run / "partial" / LOG).saves if save.step == step)
+    if step == 2:
+        assert line.expected_loss == {}
+        return
+    before = read_manifest(run / "partial" / f"step-{step - 2:08}", "").ledger
+    last = Ledger.from_json(before, "").steps
+    expected = dict.fromkeys(part_of.values(), 0.0)
+    for name in part_of:  # the others are frozen
+        now = truth[step][name]
+        change = now["master"] - truth[last[part_of[name]]][name]["master"]
+        expected[part_of[name]] += float((now["exp_avg_sq"].sqrt() * change.abs()).sum()) / (1 - 0.999**step) ** 0.5
+    assert line.expected_loss == pytest.approx(expected, rel=1e-4)
+    assert 0 < len(line.parts) < len(expected)
+
+
+@pytest.mark.parametrize("kind", sorted(RANKS.keys() - {"experts"}))
 def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
     run = trained / kind / "run"
     truth, _ = torch.load(trained / kind / "truth.pt")
@@ -48,7 +64,7 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
         path = run / "partial" / f"step-{step:08}"
         manifest = read_manifest(path, path.name)
         step_of = Ledger.from_json(manifest.ledger, path.name).steps
-        header = [read_header(path, fact.path, fact.path) for fact in manifest.bundles]
+        header = [read_header(path, fact.path, fact.path) for fact in manifest.bundles[: RANKS[kind]]]
         saving = [any(name.startswith("master/") for name in one.tensors) for one in header]
         # all ranks have rows, but of HSDP's replicas only the first saves them: ranks 0 and 1 of a mesh of 2 x 2
         assert saving == ([True, True, False, False] if kind == "hsdp" else [True] * RANKS[kind])
@@ -63,10 +79,70 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
         assert done.returncode == 0, done.stderr
         weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")
         names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
-        assert sorted(names) == sorted(truth[step])
+        frozen = {name for name, wanted in truth[step].items() if len(wanted) == 1}
+        assert sorted(names) == sorted(truth[step].keys() - frozen) and bool(frozen) == (kind == "hsdp")
+        assert all(torch.equal(weights[name], truth[step][name]["master"]) for name in frozen)
         for number, name in enumerate(names):
             wanted = truth[step_of[part_of[name]]][name]
             found = {"master": weights[name], **optimizer["state"][number]}
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[key], wanted[key]) for key in wanted if key != "step"), (step, name)
+        check_measured(run, step, truth, part_of)
+        files = [fact.path for fact in manifest.bundles[RANKS[kind] :]]
+        assert files == [f"frozen-{rank:05}-of-00004.safetensors" for rank in range(4)] * (kind == "hsdp")
+        assert all((path / file).stat().st_nlink == 3 for file in files), "the same in every save"
         assert AutoModelForCausalLM.from_pretrained(out).config.architectures == ["LlamaForCausalLM"]
+
+
+def newest_of_experts(run, step):
+    """Part -> the newest save up to a step that holds it."""
+    folders = {at: run / "partial" / f"step-{at:08}" for at in (2, 4, 6) if at <= step}
+    return {part: at for at, folder in folders.items() for part in read_manifest(folder, "").parts}
+
+
+def check_experts(out, truth, newest):
+    """Compare every expert with its newest save; return of how many saves the experts of each param are."""
+    weights, optimizer = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt")
+    names = [name for group in optimizer["param_groups"] for name in group["lt_params"]]
+    seen = set()
+    for number, name in enumerate(names):
+        if ".experts." in name:
+            layer, found = name.split(".layers.")[1][0], {"master": weights[name], **optimizer["state"][number]}
+            at = [newest[f"layer {layer} expert {expert}"] for expert in range(3)]
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                wanted = [truth[held][name][kind][expert] for expert, held in enumerate(at)]
+                assert torch.equal(found[kind], torch.stack(wanted)), (name, kind)
+            seen.add(len({*at}))
+    return seen
+
+
+def test_composites_hold_the_newest_of_every_expert(trained, tmp_path):
+    """FSDP2 cuts between experts: one rank has two of them, the other one."""
+    run = trained / "experts" / "run"
+    truth, _ = torch.load(trained / "experts" / "truth.pt")
+    seen = set()
+    for step in (4, 6):
+        out = tmp_path / f"out-{step}"
+        done = run_here("merge", "--run", run, "--at", step, "--to", "trainer", out)
+        assert done.returncode == 0, done.stderr
+        seen |= check_experts(out, truth, newest_of_experts(run, step))
+    assert seen == {1, 2}, "some layers have experts of one step, and some of two"
+    assert run_here("verify", "--deep", run / "partial" / "step-00000006").returncode == 0
+
+
+def test_thin_keeps_the_newest_of_every_expert(trained, tmp_path):
+    """Composites become partial checkpoints, and stand for the saves that they were made of."""
+    run = shutil.copytree(trained / "experts" / "run", tmp_path / "run")
+    truth, _ = torch.load(trained / "experts" / "truth.pt")
+    newest = newest_of_experts(run, 4)
+    for step in (2, 4, 6):
+        done = run_here("merge", "--run", run, "--at", step)
+        assert done.returncode == 0, done.stderr
+    for step in (2, 4):
+        shutil.rmtree(run / "partial" / f"step-{step:08}")
+    done = run_here("thin", run, "--strategy", "full", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert not (run / "checkpoint-4").exists()
+    done = run_here("merge", "--run", run, "--at", 4, "--to", "trainer", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert 2 in check_experts(tmp_path / "out", truth, newest)

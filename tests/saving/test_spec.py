@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.policies import POLICIES, Filter, Full, Parity, RoundRobin, Update, make_policy
+from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, Update, make_policy
 from saving.policy_runs import Custom, refusal
 
 
@@ -23,6 +23,8 @@ from saving.policy_runs import Custom, refusal
         ("filter:0,last=4", Filter(first=0, last=4)),
         ("round_robin:4", RoundRobin(4)),
         ("round-robin:k=4", RoundRobin(4)),
+        ("adaptive", Adaptive(0.5)),
+        ("adaptive:0.25", Adaptive(share=0.25)),
         ("update:0.01", Update(threshold=0.01)),
         ("update:threshold=1e-3,budget_bytes=2e9", Update(0.001, 2_000_000_000)),
         ("update:budget_bytes=500_000", Update(budget_bytes=500_000)),
@@ -45,7 +47,7 @@ def test_an_object_is_taken_as_it_is():
     ("spec", "where", "what", "fix"),
     [
         ("partiy", "policy", "there is no policy 'partiy'", "'parity'"),
-        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, update"),
+        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, moments_in_turn, adaptive, update"),
         ("filter:frist=2", "policy filter", "there is no option 'frist' (in 'filter:frist=2')", "'first'"),
         ("filter:first=two", "policy filter", "first is 'two'", "a whole number, 0 or more"),
         ("filter:first=", "policy filter", "first is ''", "a whole number"),
@@ -54,9 +56,13 @@ def test_an_object_is_taken_as_it_is():
         ("filter:every=0", "policy filter", "every is 0", "1 or more"),
         ("filter:first=1,first=2", "policy filter", "first is given twice", "once"),
         ("filter:1,2", "policy filter", "2 is not an option", "first, last, every, groups, aux_every"),
-        ("parity:2", "policy parity", "2 is not an option", "none"),
+        ("parity:3", "policy parity", "aux_every is 3", "give 1"),
+        ("full:2", "policy full", "2 is not an option", "none"),
         ("round_robin", "policy round_robin", "k is missing", "round_robin:k=4"),
         ("round_robin:0", "policy round_robin", "k is 0", "1 or more"),
+        ("adaptive:0", "policy adaptive", "share is 0", "more than 0, at most 1"),
+        ("adaptive:1.5", "policy adaptive", "share is 1.5", "at most 1"),
+        ("adaptive:nan", "policy adaptive", "share is nan", "a number"),
         ("update", "policy update", "neither a threshold nor a budget", "threshold"),
         ("update:threshold=nan", "policy update", "threshold is nan", "a number, 0.0 or more"),
         ("update:threshold=inf", "policy update", "threshold is inf", "a number"),
@@ -93,7 +99,9 @@ def test_settings_make_the_same_policy(data, name):
     counts = st.integers(1, 10**12)
     options = {
         "filter": st.fixed_dictionaries({}, optional=dict.fromkeys(("first", "last", "every", "groups"), counts)),
+        "parity": st.fixed_dictionaries({}, optional={"aux_every": st.integers(1, 2)}),
         "round_robin": st.fixed_dictionaries({"k": counts}),
+        "adaptive": st.fixed_dictionaries({}, optional={"share": st.floats(0.001, 1)}),
         "update": st.fixed_dictionaries({"threshold": st.floats(0, 1e3)}, optional={"budget_bytes": counts}),
     }.get(name, st.just({}))
     policy = make_policy({"name": name, **data.draw(options)})

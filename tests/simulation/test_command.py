@@ -42,8 +42,30 @@ def test_json_says_the_same():
     assert re.search(rf"^parity +{parity['bytes_mean'] / 1e9:.1f} +{parity['bytes_largest'] / 1e9:.1f}", text, re.M)
     for cost, word in zip(parity["costs"], ("stops", "goes on"), strict=True):
         assert re.search(rf"^parity +{word} .* {cost['save_steps']:,} .* {cost['time_lost']:.2%} ", text, re.M)
+    back = {row["policy"]: row["setback_saves"] for row in told["policies"]}
+    assert back == {"Trainer, full": 0, "full": 0, "parity": pytest.approx(0.5)}
+    lost = {row["policy"]: row["costs"][-1]["lost_s_per_failure_at_equal_bytes"] for row in told["policies"][1:]}
+    ranked = re.findall(r"(full|parity)\s+\([\d.]+\s+min\)", text)
+    assert ranked == sorted(lost, key=lost.__getitem__)
+    assert "all params are taken to be alike" in re.sub(r"\s+", " ", text)
     assert told["machine"]["gpus"] == 64
     assert told["origin"] | {"gpus": "given", "step_seconds": "assumed"} == told["origin"]
+
+
+def test_equal_bytes_on_a_slow_disk():
+    """In the background, the next save waits until the largest is written: intervals below that are impossible."""
+    slow = ("--write-gbps", 0.05, "--mtbf-hours", 2)
+    told = json.loads(call(LLAMA, "--policy", "filter", "--policy", "parity", *slow, "--json"))
+    equal = {}
+    for row in told["policies"][1:]:
+        cost = row["costs"][-1]
+        waiting = row["bytes_largest"] / told["machine"]["write_bytes_per_s"]
+        fixed = cost["publish_s"] - cost["stall_s"]
+        period_s = (cost["lost_s_per_failure_at_equal_bytes"] - fixed) / (0.5 + 0.5 * row["setback_saves"])
+        equal[row["policy"]] = period_s / waiting
+        assert period_s >= waiting * (1 - 1e-9)
+    assert equal["filter"] == pytest.approx(1)  # its saves are of different sizes
+    assert equal["parity"] > 1
 
 
 def test_a_folder_with_a_config_and_a_picture(tmp_path):

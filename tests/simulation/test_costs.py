@@ -8,7 +8,7 @@ from llmtailor.simulation.costs import Machine, cost_of
 from llmtailor.simulation.schedule import Schedule
 
 GB = 10**9
-HALF = Schedule((40 * GB, 60 * GB), 0.5, 1, 200 * GB)
+HALF = Schedule((40 * GB, 60 * GB), 0.5, 1, 200 * GB, 0.25)
 
 
 def machine(**others: float) -> Machine:
@@ -36,12 +36,12 @@ def test_costs():
     stops = cost_of(HALF, machine(), in_background=False, save_steps=100)
     assert (stops.stall_s, stops.save_s, stops.publish_s) == (25.0, 25.0, 25.0)
     assert stops.period_s == 525
-    assert stops.lost_s == 262.5
-    assert stops.time_lost == pytest.approx(25 / 525 + 262.5 / 36_000)
+    assert stops.lost_s == 262.5 + 0.125 * 525
+    assert stops.time_lost == pytest.approx(25 / 525 + stops.lost_s / 36_000)
     goes_on = cost_of(HALF, machine(), in_background=True, save_steps=100)
     assert goes_on.stall_s == 0  # copied in 0.6 s, during a step of 5 s
     assert goes_on.save_s == 2.5
-    assert goes_on.lost_s == 502.5 / 2 + 25
+    assert goes_on.lost_s == 502.5 / 2 + 25 + 0.125 * 502.5
     assert goes_on.lost_s_per_hour == pytest.approx(goes_on.lost_s / 10)
     slow_copy = cost_of(HALF, machine(copy_speed=0.5 * GB), in_background=True, save_steps=100)
     assert slow_copy.stall_s == 12.5 - 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,42 @@ def test_update_needs_to_know_the_changes(llama):
     assert min(moving.num_bytes) >= llama.numels["layer 3"] * PARTIAL_BYTES
     faster = simulate(policy, llama, 2, 4, dict.fromkeys(llama.parts, 0.02))
     assert faster.mean == llama.total * PARTIAL_BYTES
+
+
+def test_stale_params_set_back_by_their_share(llama):
+    """Half of them, one save old; with measurements, by what their changes mean."""
+    assert simulate(make_policy("parity"), llama, 2, None, None).setback == pytest.approx(0.5)
+    assert simulate(make_policy("full"), llama, 2, None, None).setback == 0
+    only_head = {part: float(part == HEAD) for part in llama.parts}
+    assert simulate(make_policy("parity"), llama, 2, None, None, only_head).setback == pytest.approx(0.5)
+    assert simulate(make_policy("parity:aux_every=1"), llama, 2, None, None, only_head).setback == 0
+    assert simulate(make_policy("adaptive"), llama, 2, None, None, only_head).setback < 0.1
+
+
+def test_adaptive_saves_its_share(llama):
+    for share in (0.1, 0.25, 0.5, 0.67):
+        found = simulate(make_policy(f"adaptive:{share}"), llama, 2, None, None)
+        assert found.mean == pytest.approx(share * llama.total * PARTIAL_BYTES, rel=0.01)
+        assert found.largest < 1.3 * found.mean
+
+
+def test_experts_as_parts(tmp_path):
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, split = (size_of_config(tmp_path, experts) for experts in (False, True))
+    assert split.total == whole.total and len(split.parts) == len(whole.parts) + 2 * 4
+    experts = [split.numels[f"layer 1 expert {number}"] for number in range(4)]
+    assert experts == [3 * 16 * 24] * 4
+    assert sum(experts) + split.numels["layer 1 non-expert"] == whole.numels["layer 1"]
+    schedule = simulate(make_policy("parity"), split, 2, None, None)
+    assert schedule.num_bytes == simulate(make_policy("parity"), whole, 2, None, None).num_bytes

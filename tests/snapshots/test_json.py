@@ -19,8 +19,8 @@ from snapshots.kept import check, schema
 
 MAPS = {
     "inspect": ["parts[].num_bytes_by_kind", "tied"],
-    "partial manifest": ["params", "tied", "saved_as", "policy", "ledger.held_by", "ledger.history"],
-    "saves.jsonl": ["parts", "drift", "steps_behind"],
+    "partial manifest": ["params", "tied", "saved_as", "policy", "ledger.held_by", "ledger.history", "setback"],
+    "saves.jsonl": ["parts", "drift", "expected_loss", "steps_behind"],
     "attempts.json": ["attempts[].history"],
     "attempt in trainer_state.json": ["attributes.history"],
     "thin": ["checkpoints[].parts"],

@@ -16,6 +16,7 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.engine.pool import Stop
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_structure, recipe_for_run
@@ -36,10 +37,16 @@ def copy_of(run: Path, folder: Path, steps: Iterable[int]) -> Path:
     return folder
 
 
-def make_run(folder: Path, steps: Iterable[int], **shape: Any) -> Path:
-    """Make a run of synthetic full checkpoints."""
+def make_run(folder: Path, steps: Iterable[int], form: str | None = None, **shape: Any) -> Path:
+    """Make a run of synthetic full checkpoints, of ZeRO-3 or in another format."""
     for step in steps:
-        make(folder, step, **shape)
+        if form is None:
+            make(folder, step, **shape)
+        else:
+            source = make(folder / "source", step, **shape)
+            recipe = Recipe(form, "", source, (), None, None)
+            llmtailor.merge(recipe, folder / source.name, llmtailor.Options(to=form))
+            shutil.rmtree(folder / "source")
     return folder
 
 

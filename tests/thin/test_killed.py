@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from helpers.cases import mostly_long
 from llmtailor.checkpoint.lineage import Ledger, composable_steps
 from llmtailor.runs.scan import scan_run
 from thin.killed import run_and_die
@@ -45,8 +46,9 @@ def composable(run: Path) -> list[int]:
     return composable_steps(scan.usable, scan.structure.parts)
 
 
-def test_thin(tmp_path):
-    original = make_run(tmp_path / "original", STEPS)
+@pytest.mark.parametrize("form", [None, *mostly_long(["fsdp", "dcp", "universal"])])
+def test_thin(tmp_path, form):
+    original = make_run(tmp_path / "original", STEPS, form)
     command = ("thin", "--strategy", "parity", "--yes")
     wanted = Path(shutil.copytree(original, tmp_path / "run-wanted"))
     at = moments(wanted, *command)
@@ -63,11 +65,18 @@ def test_thin(tmp_path):
         shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_thin_to_weights(tmp_path, can_exchange, monkeypatch):
+@pytest.mark.parametrize(
+    ("can_exchange", "form"),
+    [
+        (False, None),
+        (True, "dcp"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((True, None), (False, "fsdp"))),
+    ],
+)
+def test_thin_to_weights(tmp_path, can_exchange, form, monkeypatch):
     if not can_exchange:  # as on NFS
         monkeypatch.setenv("LLMTAILOR_TEST_NO_EXCHANGE", "1")
-    original = make_run(tmp_path / "original", STEPS[:2])
+    original = make_run(tmp_path / "original", STEPS[:2], form)
     command = ("thin", "--keep-optimizer-last", "1", "--yes")
     wanted = Path(shutil.copytree(original, tmp_path / "run-wanted"))
     for moment in moments(wanted, *command):

@@ -81,7 +81,7 @@ def check(run: Path, step: int, snapshots: dict[str, zero3.Snapshot], out: Path)
 
 
 @given(cases())
-@settings(max_examples=examples(4, 16), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(3, 16), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_promised_step_is_composed_bit_for_bit(tmp_path_factory, case):
     root = tmp_path_factory.mktemp("runs")
     run, ledger = root / "run", Ledger("saver")

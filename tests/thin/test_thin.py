@@ -342,7 +342,7 @@ def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
     """Someone writes notes while gigabytes are written: they are not lost, even if the partial one was there before."""
-    from llmtailor.runs import thin
+    from llmtailor.runs import thin, to_weights
 
     run = make_run(tmp_path / "run", (100, 200))
     if is_there and words[0] == "--strategy":
@@ -355,9 +355,9 @@ def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
         (run / "checkpoint-100" / "global_step100" / "notes.md").write_text("mine")
         return really(*arguments)
 
-    name = "check_composable" if words[0] == "--strategy" else "read_weights"
-    really = getattr(thin, name)
-    monkeypatch.setattr(thin, name, check)
+    module, name = (thin, "check_composable") if words[0] == "--strategy" else (to_weights, "check_crcs")
+    really = getattr(module, name)
+    monkeypatch.setattr(module, name, check)
     message = refusal("thin", run, *words, "--yes", kind=SourceError)
     assert "global_step100/notes.md: it appeared in the meantime" in message
     assert (run / "checkpoint-100" / "global_step100" / "notes.md").read_text() == "mine"

@@ -119,8 +119,8 @@ def test_json(folder):
         (["verify", "run/checkpoint-100/global_step100"], 4, "the tag folder inside a checkpoint"),
         (["verify"], 2, "Missing argument"),
         (["latest", "nowhere"], 4, "the folder does not exist"),
-        (["latest", "run/checkpoint-100"], 7, "it has no checkpoint-N"),
-        (["latest", "run", "--at", "80"], 7, "it has no checkpoint-N at or before step 80"),
+        (["latest", "run/checkpoint-100"], 7, "it has no checkpoint"),
+        (["latest", "run", "--at", "80"], 7, "it has no checkpoint at or before step 80"),
     ],
 )
 def test_wrong_calls(folder, arguments, code, told):

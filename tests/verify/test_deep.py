@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from helpers.checkpoints import edit, make, optim_states
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
@@ -119,7 +120,7 @@ def test_any_flipped_bit_of_a_state_is_seen(runs, name, tmp_path):
     shutil.copytree(source, checkpoint)
     states = [(state, held) for state, held in all_held(index) if held.numel and state.kind != "buffer"]
 
-    @settings(max_examples=25)
+    @settings(max_examples=examples(12, 25))
     @given(st.data())
     def flips(data):
         state, held = data.draw(st.sampled_from(states))

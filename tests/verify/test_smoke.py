@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +19,7 @@ pytestmark = pytest.mark.real
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.verify import smoke  # noqa: E402
+from llmtailor.verify import smoke, smoke_worker  # noqa: E402
 from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.training import train  # noqa: E402
@@ -48,7 +54,35 @@ def test_what_deepspeed_saved_it_resumes_to(runs):
     assert verdict.level == RESUMABLE and not verdict.findings
 
 
-def test_what_the_trainer_saved_it_resumes_to(tmp_path):
+class Forked:
+    """What `Popen` makes of the worker, in a fork of this process, which has imported the libraries."""
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], stdout: Any, **_: object) -> None:
+        flag, module, *arguments = command[1:]
+        assert (flag, module) == ("-m", "llmtailor.verify.smoke_worker")
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number in (1, 2):
+                os.dup2(stdout.fileno(), number)
+            os.chdir(cwd)
+            os.environ.update(env)
+            sys.argv = [module, *arguments]
+            try:
+                smoke_worker.main()
+            finally:
+                os._exit(2)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+def test_what_the_trainer_saved_it_resumes_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
     run = train(tmp_path / "run", arch="qwen2", tied=True, steps=2)
     verdict = smoke.try_resume(verify_checkpoint(run.checkpoint(2)))
     assert verdict.level == RESUMABLE and not verdict.findings
@@ -81,8 +115,6 @@ def test_what_it_needs_is_said(runs, monkeypatch):
 
 
 def test_a_model_of_ones_own_is_refused(runs):
-    from llmtailor.verify import smoke_worker
-
     task = smoke.make_task(index_checkpoint(runs["llama-extras-layer"].checkpoint(4)), "")
     with pytest.raises(smoke_worker.Refusal, match=r"has other params than the checkpoint: model.layers.0.mlp.gate"):
         smoke_worker.build_optimizer(smoke_worker.build_model(task), task)

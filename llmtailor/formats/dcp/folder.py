@@ -26,12 +26,13 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, Ke
 from llmtailor.containers.fields import Tensor, read_tensor
 from llmtailor.containers.json import is_count
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_alike import Undecoded, open_torch_blob
+from llmtailor.containers.torch_alike import AlikeBlobs
+from llmtailor.containers.torch_zip import decode_torch_file
 from llmtailor.containers.views import Window
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.model.states import ITEMSIZE
-from llmtailor.storage.local import open_source
+from llmtailor.storage.local import SourceFile, open_source
 
 _SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MODEL_FILE = "pytorch_model_fsdp.bin"
@@ -131,8 +132,8 @@ class _Blobs:
         self.objects: dict[Blob, Any] = {}
         self.places: dict[Blob, Extent] = {}
         """Where the elements of a tensor's blob are"""
-        self.known: dict[bytes | None, tuple[Tensor, int]] = {}
-        """What identifies a blob apart from its elements -> a tensor in such a blob, and where that blob begins"""
+        self.known = AlikeBlobs[tuple[Tensor, int]]()
+        """The tensor in a blob, and where that blob begins"""
         self.used: dict[str, list[Blob]] = {}
         self.bad: set[str] = set()
         self.findings: list[Finding] = []
@@ -151,21 +152,24 @@ class _Blobs:
                     self._check_places(blobs, file.num_bytes, where)
                     for blob in blobs:
                         key, entry, chunk = owner[blob]
-                        found = open_torch_blob(Window(file, blob.start, blob.stop), self.prefix + path, where)
+                        window = Window(file, blob.start, blob.stop)
                         if entry.is_tensor:
-                            self.places[blob] = self._place(found, key, entry, chunk, where)
+                            self.places[blob] = self._place(window, file, key, entry, chunk, where)
                         else:
-                            self.objects[blob] = found.decode().tree
+                            self.objects[blob] = decode_torch_file(window, self.prefix + path, where).tree
             except SourceError as error:
                 self.problems.add(error)
                 self.bad.add(path)
 
-    def _place(self, found: Undecoded, key: str, entry: Entry, chunk: Chunk, where: str) -> Extent:
+    def _place(self, window: Window, file: SourceFile, key: str, entry: Entry, chunk: Chunk, where: str) -> Extent:
         """Return where a chunk's elements are. Raises SourceError if the blob holds another tensor."""
         blob = chunk.blob
-        if found.key not in self.known:
-            self.known[found.key] = (read_tensor(found.decode().tree, key, where), blob.start)
-        tensor, first = self.known[found.key]
+        found = self.known.find(window, file)
+        if found is None:
+            tree = decode_torch_file(window, self.prefix + blob.path, where).tree
+            found = (read_tensor(tree, key, where), blob.start)
+            self.known.add(window, found)
+        tensor, first = found
         if (tensor.dtype, tensor.shape) != (entry.dtype, chunk.sizes):
             what = (
                 f"{key} is {tensor.dtype} {list(tensor.shape)}, but {METADATA} says {entry.dtype} {list(chunk.sizes)}"

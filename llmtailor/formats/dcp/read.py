@@ -57,18 +57,19 @@ from llmtailor.formats.rng import find_lost_rng, is_rng_file
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
     OPTIMIZER,
+    SCHEDULER,
     TrainerFiles,
     file_fact,
     read_trainer_files,
 )
 from llmtailor.model.parts import Param
-from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State
 from llmtailor.storage.listing import FileFact
 from llmtailor.storage.local import open_source
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_SAMPLES, _SAMPLE, _CHUNK = 16, 1024, 1 << 20
 
 
 def detects(root: Path) -> bool:
@@ -128,6 +129,8 @@ class Folders:
 
 def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
     has_shards = not (root / MODEL_FOLDER).is_dir() and bool(list_shards(root))
+    if _is_weights_only(root, name, OPTIMIZER_FOLDER, problems):
+        return None
     for folder in (OPTIMIZER_FOLDER, *(() if has_shards else (MODEL_FOLDER,))):
         if not (root / folder).is_dir():
             fix = "copy it back, or leave this checkpoint out"
@@ -139,7 +142,20 @@ def _read_trainers(root: Path, name: str, problems: Problems) -> Folders | None:
     return Folders(optimizer, model, SHARDS if has_shards else FOLDERS) if optimizer and model else None
 
 
+def _is_weights_only(root: Path, name: str, optimizer: str, problems: Problems) -> bool:
+    """Return whether a folder of an FSDP training has nothing that only a resume needs; that is a problem."""
+    there = [path.name for path in root.iterdir()]
+    if optimizer in there or any(path == SCHEDULER or is_rng_file(path) for path in there):
+        return False
+    what = "this folder holds weights only, no optimizer state: nothing to resume from"
+    fix = "name a full checkpoint (save_only_model must be off)"
+    problems.add(SourceError.at(name, what, fix, Code.NO_CHECKPOINT))
+    return True
+
+
 def _read_whole(root: Path, name: str, problems: Problems) -> Folders | None:
+    if _is_weights_only(root, name, OPTIMIZER_FILE, problems):
+        return None
     optimizer = attempt(lambda: read_optimizer_file(root, name), problems)
     model = attempt(lambda: read_model_file(root, name), problems)
     return Folders(optimizer, model, WHOLE) if optimizer and model else None
@@ -265,31 +281,36 @@ class _Indexing:
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
 
     def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
-        """Return the names whose elements are those of a trained param, as far as samples show."""
+        """Return the names that no optimizer trains, and whose elements are all those of a trained param."""
         tied = {}
         for name, stored in weights.items():
             held = stored.held
-            if name in trained or len(held.shape) < 2:
+            if name in trained or len(held.shape) < 2 or not self._is_readable(held):
                 continue
-            alike = [param for param in trained if _is_like(weights[param].held, held)]
-            if alike and (sample := self._sample(held)) is not None:
-                for param in alike:
-                    if self._sample(weights[param].held) == sample:
-                        tied[name] = param
+            for param in trained:
+                other = weights[param].held
+                if _is_like(other, held) and self._is_readable(other) and self._are_equal(held, other):
+                    tied[name] = param
+                    break
         return tied
 
-    def _sample(self, held: TensorEntry) -> bytes | None:
-        itemsize = ITEMSIZE[held.dtype]
-        length = min(held.numel, _SAMPLE_BYTES // itemsize)
+    def _are_equal(self, one: TensorEntry, other: TensorEntry) -> bool:
+        """Whether all bytes are alike. Samples come first: they tell most pairs apart."""
+        samples = [(one.numel - min(one.numel, _SAMPLE)) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
+        runs = [(begin, min(begin + _SAMPLE, one.numel)) for begin in samples]
+        runs += [(begin, min(begin + _CHUNK, one.numel)) for begin in range(0, one.numel, _CHUNK)]
+        return all(self._read(one, begin, end) == self._read(other, begin, end) for begin, end in runs)
+
+    def _is_readable(self, held: TensorEntry) -> bool:
+        extents = (fragment.extent for fragment in held.place.cover(0, held.numel))
+        return not any(extent.path in self.folders.unreadable for extent in extents)
+
+    def _read(self, held: TensorEntry, begin: int, end: int) -> bytes:
         found = []
-        for number in range(_SAMPLES):
-            begin = (held.numel - length) * number // (_SAMPLES - 1)
-            for fragment in held.place.cover(begin, begin + length):
-                extent = fragment.extent
-                if extent.path in self.folders.unreadable:
-                    return None
-                with open_source(self.root / extent.path, PathIn(self.name, extent.path)) as file:
-                    found.append(file.read(extent.start, extent.stop))
+        for fragment in held.place.cover(begin, end):
+            extent = fragment.extent
+            with open_source(self.root / extent.path, PathIn(self.name, extent.path)) as file:
+                found.append(file.read(extent.start, extent.stop))
         return b"".join(found)
 
     def _hold(

@@ -80,7 +80,7 @@ class DcpWriter:
         Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
         """
         _check_base(base)
-        style = base.train.dcp if base.train.dcp and base.family == self.family else _STYLES[self.family]
+        style = base.train.dcp if base.train.dcp and base.run_family == self.family else _STYLES[self.family]
         if style.is_flat and merge_alike(wanted.layout.groups) != [*wanted.layout.groups]:
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
@@ -106,12 +106,20 @@ class DcpWriter:
         target.add_buffer_names(folder)
         notices = target.notices()
         lost = [path for path in base.files if path == TRAINER_STATE or is_rng_file(path)]
-        if base.family != DCP and (lost or base.inside):
+        if base.run_family != DCP and (lost or base.inside):
             files = some(lost) if lost else "the trainer state"
             what = f"{files}, config and the like have no place in a DCP folder, and are left out"
             fix = "nothing: a loop has its own data order and random states; keep the base if you need them"
             notices.append(Problem(base.name, what, fix))
         return folder.finish(), notices
+
+
+def lay_out_model(base: CheckpointIndex) -> list[FileLayout]:
+    """Return the layouts of a DCP folder's files with its model alone, cut for as many ranks."""
+    target = _Target(base, Wanted(base.layout), base.train.dcp or _STYLES[DCP])
+    folder = FolderBuilder("", base.world_size)
+    target.add_model(folder)
+    return folder.finish()
 
 
 def _check_base(base: CheckpointIndex) -> None:

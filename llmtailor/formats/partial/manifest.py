@@ -11,7 +11,10 @@
 A rank shard's tensors are ``master/FQN``, ``exp_avg/FQN``, .. (one dimension: the elements that this rank has of it,
 without padding), ``buffer/FQN``, and small ones that trees refer to. Its metadata has ``begin`` (JSON: FQN -> first
 element of this rank's fragments) and, under ``tree:PATH``, the object tree of the stock file PATH in the form of
-`trees`, with placeholders for flat tensors. There are no pickles, and no weights: these are the rounded masters.
+`trees`, with placeholders for flat tensors. If a save leaves out some of the experts that are fused in a param,
+``begin`` is a list of runs of elements, each with its first and its last + 1; they follow each other in the tensor. If
+it has moments of fewer elements than masters, their list is under ``exp_avg/FQN``.
+There are no pickles, and no weights: these are the rounded masters.
 
 The functions that check single values of a possibly damaged manifest return them, or raise ValueError.
 """
@@ -22,16 +25,17 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.placement import Runs, count, union
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.model.parts import SavedAs
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.states import ITEMSIZE, is_moment
 from llmtailor.storage.local import read_source
 
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -57,6 +61,7 @@ _count = _checker(is_count, "a count")
 _name = _checker(is_name, "a name")
 _plain_name = _checker(lambda value: is_name(value) and "/" not in value and is_path_below(value), "a plain name")
 _crc = _checker(lambda value: bool(_CRC.fullmatch(value)), "a CRC-32")
+_steps = _checker(lambda value: type(value) in (int, float) and 0 <= value < 1e15, "a number of steps")
 _role, _dtype = _one_of("trainable", "frozen", "buffer"), _one_of(*ITEMSIZE)
 
 
@@ -70,6 +75,8 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 MANIFEST = "manifest.json"
 SCHEMA = "llmtailor.partial/1"
+SCHEMA_MASTERS = "llmtailor.partial/2"
+"""Of a save with ``masters``, which readers of the other would take for a save that has nothing of these parts"""
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
 FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
@@ -151,6 +158,25 @@ class Manifest:
     """DeepSpeed's ``is_bf16``, and the stock names of the ``optim`` and ``model`` files"""
     ledger: Mapping[str, Any]
     """The saver's memory after this save; see `checkpoint.lineage`"""
+    setback: Mapping[str, float] = field(default_factory=dict)
+    """Part that this save left out -> by how many steps training falls back with its last save, an estimate; empty if
+    it was not measured"""
+    pieces_of: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    """Chosen part -> fused param -> the first and the last + 1 of the expert's elements. The rank shards hold the
+    states of these, too."""
+    masters: tuple[str, ...] = ()
+    """Further parts, of which the rank shards hold the masters without the moments. They are in ``params_of`` and
+    ``pieces_of``, too."""
+
+    def runs_of(self, kind: str) -> dict[str, Runs]:
+        """Return the elements of every trained param of which the rank shards hold a kind of state."""
+        left_out = {*self.masters} if is_moment(kind) else set()
+        held = [names for part, names in self.params_of.items() if part not in left_out]
+        runs = {name: [(0, math.prod(self.params[name].shape))] for names in held for name in names}
+        for part, pieces in self.pieces_of.items():
+            for name, run in pieces.items() if part not in left_out else ():
+                runs.setdefault(name, []).append(run)
+        return {name: union(tuple(found)) for name, found in runs.items()}
 
 
 def is_partial(root: Path) -> bool:
@@ -194,7 +220,7 @@ def manifest_json(
         **{key: getattr(manifest, key) for key in _PLAIN},
         "policy": dict(policy),
         "parts": [
-            {"part": part, "why": why, "num_bytes": num_bytes[part], "params": list(manifest.params_of[part])}
+            {"part": part, "why": why, "num_bytes": num_bytes[part], **_params_of(part, manifest)}
             for part, why in manifest.parts.items()
         ],
         "params": {
@@ -209,7 +235,17 @@ def manifest_json(
         "shards": dict(manifest.shards),
         "ledger": dict(manifest.ledger),
     }
+    if manifest.masters:
+        content |= {"schema": SCHEMA_MASTERS}
+        content["masters"] = [{"part": part, **_params_of(part, manifest)} for part in manifest.masters]
+    if manifest.setback:
+        content["setback"] = {part: round(steps, 3) for part, steps in manifest.setback.items()}
     return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def _params_of(part: str, manifest: Manifest) -> dict[str, Any]:
+    pieces = manifest.pieces_of.get(part)
+    return {"params": list(manifest.params_of[part])} | ({"pieces": dict(pieces)} if pieces else {})
 
 
 def _row(one: SavedAs) -> list[Any]:
@@ -228,19 +264,28 @@ _PLAIN = {
 
 
 def _parse(data: Any) -> Manifest:
-    if data["schema"] != SCHEMA:
-        raise ValueError(f"schema {data['schema']!r:.80} instead of {SCHEMA!r}")
+    if data["schema"] not in (SCHEMA, SCHEMA_MASTERS):
+        raise ValueError(f"schema {data['schema']!r:.80} instead of {SCHEMA!r} or {SCHEMA_MASTERS!r}")
     plain = {key: check(data[key]) for key, check in _PLAIN.items()}
     params = {
         _name(name): ParamFact(_shape(one["shape"]), _role(one["role"]), _dtype(one["dtype"]))
         for name, one in data["params"].items()
     }
     chosen = {_name(one["part"]): one for one in data["parts"]}
-    params_of = {part: tuple(map(_name, _list(one["params"]))) for part, one in chosen.items()}
-    if len(chosen) != len(data["parts"]):
+    masters = {_name(one["part"]): one for one in (data["masters"] if data["schema"] == SCHEMA_MASTERS else ())}
+    held = chosen | masters
+    params_of = {part: tuple(map(_name, _list(one["params"]))) for part, one in held.items()}
+    if len(held) != len(data["parts"]) + len(data.get("masters", ())):
         raise ValueError("a part is listed twice")
     if any(params[name].role != "trainable" for names in params_of.values() for name in names):
         raise ValueError("a part has params that are not trained")
+    pieces_of = {part: _pieces(one["pieces"], params) for part, one in held.items() if "pieces" in one}
+    listed = [name for names in params_of.values() for name in names]
+    taken = [(name, run) for pieces in pieces_of.values() for name, run in pieces.items()]
+    for name in dict.fromkeys(name for name, _ in taken):
+        runs = [run for one, run in taken if one == name]
+        if name in listed or count(union(tuple(runs))) != count(runs):
+            raise ValueError(f"two parts have the same elements of {name}")
     tied = {_name(name): stored for name, stored in data["tied"].items()}
     if any(name in params or stored not in params for name, stored in tied.items()):
         raise ValueError("a name is tied to none of its params")
@@ -254,7 +299,18 @@ def _parse(data: Any) -> Manifest:
         bundles=_bundles(data["bundles"], plain["world_size"]),
         shards=_shards(data["shards"], plain["stage"], plain["world_size"]),
         ledger=_mapping(data["ledger"]),
+        setback={_name(part): float(_steps(steps)) for part, steps in data.get("setback", {}).items()},
+        pieces_of=pieces_of,
+        masters=tuple(masters),
     )
+
+
+def _pieces(data: Any, params: Mapping[str, ParamFact]) -> dict[str, tuple[int, int]]:
+    pieces = {_name(name): (_count(begin), _count(end)) for name, (begin, end) in _mapping(data).items()}
+    for name, (begin, end) in pieces.items():
+        if params[name].role != "trainable" or not begin < end <= math.prod(params[name].shape):
+            raise ValueError(f"a part has elements of {name} that are not trained or do not exist")
+    return pieces
 
 
 def _bundles(data: Any, world_size: int) -> tuple[BundleFact, ...]:
@@ -293,8 +349,8 @@ def _shards(data: Any, stage: int, world_size: int) -> dict[str, Any]:
     shards: dict[str, Any] = _mapping(data)
     if stage == 0:
         return shards
-    for kind, count in (("optim", world_size), ("model", world_size if stage == 3 else 1)):
+    for kind, wanted in (("optim", world_size), ("model", world_size if stage == 3 else 1)):
         paths = _list(shards[kind])
-        if len(set(paths)) != count or not all(map(is_path_below, paths)):
-            raise ValueError(f"{kind} does not name {count} files below the checkpoint")
+        if len(set(paths)) != wanted or not all(map(is_path_below, paths)):
+            raise ValueError(f"{kind} does not name {wanted} files below the checkpoint")
     return {**shards, "is_bf16": _one_of(True, False)(shards["is_bf16"])}

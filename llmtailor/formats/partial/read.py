@@ -6,20 +6,24 @@ states is read as from stock files. States left out by the save are listed as ab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from llmtailor.checkpoint.index import FSDP, CheckpointIndex, Survey, TensorEntry
-from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Sliced
+from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, DcpStyle, Survey, TensorEntry
+from llmtailor.checkpoint.lineage import Ledger
+from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError
 from llmtailor.findings import Finding
+from llmtailor.formats.dcp.style import STYLE, read_style
 from llmtailor.formats.format import Decoded, Opened, attempt
+from llmtailor.formats.lightning.tree import read_optimizer_tree, without_states
 from llmtailor.formats.partial.manifest import (
     FOLDER,
     SCHEMA_BUNDLE,
@@ -31,8 +35,9 @@ from llmtailor.formats.partial.manifest import (
     is_partial,
     read_manifest,
 )
+from llmtailor.formats.partial.tensors import PADDING
 from llmtailor.formats.partial.trees import decode
-from llmtailor.formats.plain.optimizer import read_optimizer
+from llmtailor.formats.plain.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.plain.read import compare_schedule, make_index
 from llmtailor.formats.trainer import read_trainer_files
 from llmtailor.formats.zero.files import ShardFiles
@@ -44,7 +49,7 @@ from llmtailor.storage.listing import FileFact
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()
 _KEPT = (FROZEN, BUFFER)
-_NOT_FRAGMENTS = ("tree", BUFFER)
+_NOT_FRAGMENTS = ("tree", BUFFER, PADDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,35 +148,53 @@ def _read_bundle(root: Path, fact: BundleFact, manifest: Manifest, ranks: Mappin
 
 
 def _collect(manifest: Manifest, files: Mapping[str, WeightFile], name: str) -> dict[State, TensorEntry]:
-    """Join the ranks' fragments of each state. Raises SourceError for those that do not tile it exactly."""
-    found: dict[State, list[tuple[int, str, TensorEntry]]] = {}
+    """Join the ranks' fragments of each state. Raises SourceError for those that do not tile what the save holds."""
+    found: dict[State, list[tuple[int, int, str, int, str]]] = {}
     for path, file in files.items():
         try:
             begins = read_strict_json(file.metadata.get("begin", "{}").encode())
-            if not isinstance(begins, dict) or not all(map(is_count, begins.values())):
-                raise ValueError("begin is not a mapping of params to counts")
+            if not isinstance(begins, dict):
+                raise ValueError("begin is not a mapping")
             for key, held in file.tensors.items():
                 kind, _, param = key.partition("/")
-                if kind not in _NOT_FRAGMENTS and param in begins:
-                    found.setdefault(State(param, kind), []).append((begins[param], path, held))
+                if kind in _NOT_FRAGMENTS or param not in begins:
+                    continue
+                start = _extent(held).start
+                for begin, end in _runs(begins.get(key, begins[param]), held.numel):
+                    found.setdefault(State(param, kind), []).append((begin, end, path, start, held.dtype))
+                    start += (end - begin) * ITEMSIZE[held.dtype]
         except (ValueError, RecursionError) as error:
             raise SourceError.at(PathIn(name, path), f"its metadata is damaged ({error})", _FIX) from error
     joined: dict[State, TensorEntry] = {}
-    problems = []
+    problems: list[Problem] = []
+    wanted = {kind: manifest.runs_of(kind) for kind in dict.fromkeys(state.kind for state in found)}
     for state, fragments in found.items():
-        fragments.sort(key=lambda one: one[0])
-        begins, paths, parts = zip(*fragments, strict=True)
-        cuts, dtype = (0, *accumulate(held.numel for held in parts)), parts[0].dtype
+        fragments.sort(key=lambda one: one[:2])
+        begins, ends, paths, starts, dtypes = zip(*fragments, strict=True)
         shape = manifest.params[state.param].shape if state.param in manifest.params else (-1,)
-        place = Bundled(paths, tuple(_extent(held).start for held in parts), cuts, ITEMSIZE[dtype])
-        joined[state] = TensorEntry(dtype, shape, place)
-        is_whole = begins == cuts[:-1] and joined[state].numel == cuts[-1]
-        if not is_whole or any(held.dtype != dtype for held in parts):
+        is_whole = (0, *ends) == (*begins, math.prod(shape))
+        place = Bundled(paths, starts, (*begins, ends[-1]), ITEMSIZE[dtypes[0]], () if is_whole else ends)
+        joined[state] = TensorEntry(dtypes[0], shape, place)
+        runs = wanted[state.kind].get(state.param, ((0, math.prod(shape)),))
+        overlap = any(begin < end for begin, end in zip(begins[1:], ends, strict=False))
+        if overlap or place.runs != union(runs) or any(dtype != dtypes[0] for dtype in dtypes):
             what = f"the ranks' fragments of {state.kind} of {state.param} do not make up the param"
             problems.append(Problem(name, what, _FIX))
     if problems:
         raise SourceError(problems)
     return joined
+
+
+def _runs(begin: Any, numel: int) -> Runs:
+    """Return which elements of a param a tensor has, by the metadata ``begin``. Raises ValueError."""
+    if is_count(begin):
+        return ((begin, begin + numel),)
+    runs: list[Any] = begin if isinstance(begin, list) else [None]
+    if not all(isinstance(run, list) and len(run) == 2 and all(map(is_count, run)) and run[0] < run[1] for run in runs):
+        raise ValueError("begin is neither a count nor a list of runs")
+    if count(runs) != numel:
+        raise ValueError("begin lists other elements than a tensor has")
+    return tuple((first, last) for first, last in runs)
 
 
 def survey(root: Path, name: str, client: str | None = None) -> Survey:
@@ -206,9 +229,21 @@ def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
         inside=frozenset(partial.tree_of),
         saved_as=partial.manifest.saved_as,
-        trained_with=FSDP if manifest.shards.get("framework") == FSDP else None,
+        setback=_setback(manifest, name),
+        trained_with=_framework(manifest),
         module={},
     )
+
+
+def _setback(manifest: Manifest, name: str) -> dict[str, tuple[int, float]]:
+    held = Ledger.from_json(manifest.ledger, name).steps if manifest.setback else {}
+    return {part: (held[part], steps) for part, steps in manifest.setback.items() if part in held}
+
+
+def _framework(manifest: Manifest) -> str | None:
+    """Return the family of formats of the run's own checkpoints, if the manifest names one."""
+    named = manifest.shards.get("framework")
+    return named if named in (UNIVERSAL, FSDP, DCP) else None
 
 
 def _is_rounded(state: State, dtype: str, described: str) -> bool:
@@ -220,7 +255,7 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
     """Return the trained params' states with their actual places. Raises SourceError if the trees don't match them."""
     placed: dict[State, TensorEntry] = {}
     problems = []
-    chosen = {param for names in partial.manifest.params_of.values() for param in names}
+    chosen = {kind: partial.manifest.runs_of(kind).keys() for kind in dict.fromkeys(state.kind for state in held)}
     for state, described in held.items():
         if state.kind in _KEPT:
             placed[state] = described
@@ -232,8 +267,8 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
         if fragment and (fragment.live_dtype, fragment.shape) != (described.dtype, described.shape):
             what = f"{state.kind} of {state.param} does not match its object tree"
             problems.append(Problem(partial.name, what, _FIX))
-        elif described.numel and (fragment is not None) != (state.param in chosen):
-            lacks = "lack" if state.param in chosen else "hold"
+        elif described.numel and (fragment is not None) != (state.param in chosen[state.kind]):
+            lacks = "lack" if state.param in chosen[state.kind] else "hold"
             what = f"its rank shards {lacks} {state.kind} of {state.param}, which contradicts manifest.json"
             problems.append(Problem(partial.name, what, _FIX))
     if not partial.fragments.keys() <= held.keys():
@@ -254,8 +289,16 @@ def _index_zero(partial: Partial, client: str | None) -> CheckpointIndex:
 def _index_plain(partial: Partial, client: str | None) -> CheckpointIndex:
     """Index a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
     manifest, name, problems = partial.manifest, partial.name, Problems()
+    if client is None and _framework(manifest) == DCP:  # none of its files would say so
+        client = DCP
     trainer = read_trainer_files(partial, name, problems, client)
-    optimizer = read_optimizer(partial, PathIn(name, trainer.client.optimizer))
+    style = attempt(lambda: _style(partial), problems)
+    where = PathIn(name, trainer.client.optimizer)
+    if trainer.client.holds_all and (tree := trainer.trees.get(where.path)) is not None:
+        optimizer = parse_optimizer(partial.root, read_optimizer_tree(tree, where), where)
+        trainer = replace(trainer, trees={**trainer.trees, where.path: without_states(tree)})
+    else:
+        optimizer = read_optimizer(partial, where)
     problems.raise_if_any()
     groups = tuple(group.names or () for group in optimizer.groups)
     params = {param: Param(param, fact.shape, fact.role) for param, fact in manifest.params.items()}
@@ -270,8 +313,16 @@ def _index_plain(partial: Partial, client: str | None) -> CheckpointIndex:
         precision=manifest.precision,
         held=dict(_hold(partial, index.held)),
         findings=(*trainer.findings, *optimizer.findings, *compare_schedule(optimizer, trainer, name)),
-        train=replace(index.train, model_order=tuple(params)),
+        train=replace(index.train, model_order=tuple(params), dcp=style),
     )
+
+
+def _style(partial: Partial) -> DcpStyle | None:
+    """Return how the run's DCP folders are arranged; None if the training has saved by itself."""
+    if STYLE not in partial.inside:
+        return None
+    where = PathIn(partial.name, partial.tree_of[STYLE])
+    return read_style(partial.read(STYLE, where).tree, where)
 
 
 def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterator[tuple[State, TensorEntry]]:
@@ -281,10 +332,15 @@ def _hold(partial: Partial, of_optimizer: Mapping[State, TensorEntry]) -> Iterat
         fact = params[state.param]
         yield State(state.param, MASTER), TensorEntry(fact.dtype, fact.shape, _ABSENT)
         yield state, held
-    bundle, frozen = partial.files[bundle_name(0, world_size)], partial.files.get(frozen_name(0, 1))
+    bundle, whole = partial.files[bundle_name(0, world_size)], partial.files.get(frozen_name(0, 1))
+    is_kept = whole or partial.files.keys() & {frozen_name(0, world_size)}
     for param, fact in params.items():
-        if fact.role == "frozen" and frozen is not None:
-            yield State(param, FROZEN), frozen.tensors[param]
+        if fact.role == "frozen" and is_kept:
+            rows = partial.fragments.get(State(param, FROZEN))
+            kept = rows or (whole.tensors.get(param) if whole else None)
+            if kept is None:
+                raise SourceError.at(partial.name, f"its files of frozen params lack {param}", _FIX)
+            yield State(param, FROZEN), kept
         elif fact.role == "buffer":
             held = bundle.tensors[f"{BUFFER}/{param}"]
             if held.numel:  # rank 0's, for all ranks, as in the Trainer

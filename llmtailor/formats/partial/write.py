@@ -6,19 +6,21 @@ checkpoint, and so is ``param_slice_mappings``, which follows from the layout.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot, Zeros
+from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
-from llmtailor.containers.safetensors import lay_out_header
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
-from llmtailor.formats.clients import Client, client_of
+from llmtailor.formats.clients import client_of
+from llmtailor.formats.dcp.build import cut_rows
+from llmtailor.formats.dcp.style import STYLE, style_tree
+from llmtailor.formats.made import of_others
 from llmtailor.formats.partial.manifest import (
     MANIFEST,
     SCHEMA_BUNDLE,
@@ -29,6 +31,7 @@ from llmtailor.formats.partial.manifest import (
     bundle_name,
     frozen_name,
 )
+from llmtailor.formats.partial.tensors import BundleLayout, Entry, lay_out_tensors, to_text
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
 from llmtailor.formats.plain.write import optimizer_tree
 from llmtailor.formats.rng import is_rng_file, rng_file
@@ -44,17 +47,7 @@ from llmtailor.formats.zero.rank_files import make_shards
 from llmtailor.formats.zero.rank_trees import ZeroTarget, slice_of
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of the file, and its content."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    content: tuple[Piece, ...]
+from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
 
 
 @dataclass(slots=True)
@@ -63,8 +56,29 @@ class Bundle:
 
     path: str
     entries: list[Entry] = field(default_factory=list)
-    begin: dict[str, int] = field(default_factory=dict)
     trees: dict[str, str] = field(default_factory=dict)
+    _runs: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Key of a tensor of fragments -> the first and the last + 1 of each of their runs of elements"""
+    _at: dict[str, int] = field(default_factory=dict)
+    """Key -> position among the entries"""
+
+    def add_fragment(self, entry: Entry, begin: int) -> None:
+        """Add elements of a state, from ``begin`` on; those of the same key follow each other in one tensor."""
+        end = begin + math.prod(entry.shape)
+        runs = self._runs.setdefault(entry.key, [])
+        if not runs:
+            self._at[entry.key] = len(self.entries)
+            self.entries.append(entry)
+            runs.append([begin, end])
+            return
+        at = self._at[entry.key]
+        before = self.entries[at]
+        shape = (before.shape[0] + end - begin,)
+        self.entries[at] = replace(before, shape=shape, content=(*before.content, *entry.content))
+        if runs[-1][1] == begin:
+            runs[-1][1] = end
+        else:
+            runs.append([begin, end])
 
     def add_tree(self, stock: str, tree: Any, where: str) -> None:
         """Add the object tree of a stock file, with its tensors except those of states, which have fragments.
@@ -85,31 +99,18 @@ class Bundle:
         self.trees[stock] = to_text(encode_nodes(tree, place))
 
     def lay_out(self, facts: Mapping[str, str]) -> FileLayout:
+        begin: dict[str, Any] = {}
+        for key, runs in self._runs.items():
+            own = runs[0][0] if len(runs) == 1 else runs
+            if begin.setdefault(key.partition("/")[2], own) != own:
+                begin[key] = own
         metadata = {
             "schema": SCHEMA_BUNDLE,
             **facts,
-            "begin": to_text(self.begin),
+            "begin": to_text(begin),
             **{TREE + stock: text for stock, text in self.trees.items()},
         }
-        return lay_out_tensors(self.path, self.entries, metadata)
-
-
-def lay_out_tensors(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> FileLayout:
-    """Return the layout of a safetensors file; larger items first, so that every tensor is aligned."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    pieces: list[Piece] = []
-    at = 0
-    for entry in sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype]):
-        stop = at + sum(piece.num_bytes for piece in entry.content)
-        header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, stop]}
-        pieces += entry.content
-        at = stop
-    return FileLayout(path, (lay_out_header(to_text(header).encode()), *pieces))
-
-
-def to_text(data: Any) -> str:
-    """Return the JSON text used in the headers of rank shards."""
-    return json.dumps(data, separators=(",", ":"))
+        return BundleLayout(self.path, self.entries, metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
             reason = f"its weight files use other names for {param.name} than the model, {only}"
         elif param.role == "frozen" and State(param.name, FROZEN) not in index.held:
             reason = f"only its weight files hold the frozen {param.name}"
-    if reason is None and _saved_as(index) is None and any(state.kind == WEIGHT for state in index.held):
+    has_weight_files = index.has_weight_files and any(state.kind == WEIGHT for state in index.held)
+    if reason is None and _saved_as(index) is None and has_weight_files:
         reason = "its weight files hold tensors that are not params of the model, or follow an unknown naming rule"
     if index.variant == "elastic":
         reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
@@ -144,14 +146,17 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
         raise UnsupportedCheckpoint.at(index.name, f"it can't become partial: {reason}", "leave it as it is")
 
 
-def lay_out_partial(index: CheckpointIndex, params: Collection[str], save_id: str) -> PartialLayout:
-    """Return the layout of a full checkpoint as a partial one with the states of ``params``.
+def lay_out_partial(
+    index: CheckpointIndex, params: Collection[str], masters: Collection[str], save_id: str
+) -> PartialLayout:
+    """Return the layout of a full checkpoint as a partial one with the states of ``params`` and the masters of
+    ``masters``.
 
     ``save_id`` is a new random id. Raises SourceError, or what `check_can_be_partial` raises.
     """
     check_can_be_partial(index)
     bundles = [Bundle(bundle_name(rank, index.world_size)) for rank in range(index.world_size)]
-    _add_fragments(bundles, index, params)
+    _add_fragments(bundles, index, params, masters)
     for rank, bundle in enumerate(bundles):
         if index.stage == 3 or rank == 0:
             bundle.entries += _buffers(index, rank)
@@ -160,7 +165,7 @@ def lay_out_partial(index: CheckpointIndex, params: Collection[str], save_id: st
     return PartialLayout(
         bundles=tuple(bundle.lay_out({**facts, "rank": str(rank)}) for rank, bundle in enumerate(bundles)),
         frozen=tuple(_lay_out_frozen(index)),
-        carried=tuple(carry(path, fact) for path, fact in index.files.items() if _is_carried(path, client_of(index))),
+        carried=tuple(carry(path, fact) for path, fact in index.files.items() if _is_carried(path, index)),
     )
 
 
@@ -171,10 +176,12 @@ def describe_partial(
     params_of: Mapping[str, Sequence[str]],
     bundles: tuple[BundleFact, ...],
     ledger: Mapping[str, Any],
+    masters: tuple[str, ...] = (),
 ) -> Manifest:
     """Return the manifest of a partial checkpoint made from a full one.
 
-    ``parts`` are those it holds, with the reasons; ``params_of`` the trained params of each.
+    ``parts`` are those it holds, with the reasons; ``masters`` those of which it holds the masters alone;
+    ``params_of`` the trained params of each.
     """
     return Manifest(
         step=index.global_step,
@@ -182,20 +189,34 @@ def describe_partial(
         stage=index.stage,
         world_size=index.world_size,
         precision=index.precision,
-        tag=index.tag or "plain",
+        tag=_zero_target(index).tag if index.has_masters else "plain",
         parts=parts,
         params_of=params_of,
         params={name: ParamFact(one.shape, one.role, _live_dtype(index, one)) for name, one in index.params.items()},
         tied=index.tied,
         saved_as=_saved_as(index),
         bundles=bundles,
-        shards=describe_shards(index.tag, index.stage, index.world_size, index.precision) if index.has_masters else {},
+        shards=_describe_shards(index),
         ledger=ledger,
+        masters=masters,
     )
+
+
+def _zero_target(index: CheckpointIndex) -> ZeroTarget:
+    return ZeroTarget.of(index, index.layout, index.precision, index.client)
+
+
+def _describe_shards(index: CheckpointIndex) -> dict[str, Any]:
+    framework = {"framework": index.family} if index.family in (UNIVERSAL, FSDP, DCP) else {}
+    if not index.has_masters:
+        return framework
+    return {**framework, **describe_shards(_zero_target(index).tag, index.stage, index.world_size, index.precision)}
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
     """Return each param's names in the weight files; None if there are none, or they are not all explained."""
+    if not index.has_weight_files:
+        return None
     weights = {state.param: held.shape for state, held in index.held.items() if state.kind == WEIGHT}
     for naming in (AS_IN_MEMORY, naming_of(str(read_config(index).get("model_type")))):
         found = {name: tuple(on_disk(param, naming)) for name, param in index.params.items()} if naming else {}
@@ -222,29 +243,43 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     return index.held[State(param.name, kind)].dtype
 
 
-def _is_carried(path: str, client: Client) -> bool:
-    made = {LATEST, CARD, MANIFEST, client.optimizer, client.scheduler, SCALER}
+def _is_carried(path: str, index: CheckpointIndex) -> bool:
+    client = client_of(index)
+    made = {LATEST, CARD, MANIFEST, client.optimizer, client.scheduler, SCALER, *of_others(index)}
     return "/" not in path and path not in made and not is_weight_file(path) and not is_rng_file(path)
 
 
-def _add_fragments(bundles: list[Bundle], index: CheckpointIndex, params: Collection[str]) -> None:
-    """Cut the states as they lie on the ranks. Without DeepSpeed, the first rank shard has all of them."""
+def _add_fragments(
+    bundles: list[Bundle], index: CheckpointIndex, params: Collection[str], masters: Collection[str]
+) -> None:
+    """Cut the states as they lie on the ranks: those of FSDP by rows. Without either, the first has all of them.
+
+    Universal checkpoints and those in other forms of DCP, which may be cut in any way, are cut as those of FSDP.
+    """
     names = (optim_name(rank, index.precision == "BF16") for rank in range(index.world_size))
-    rank_of = {f"{index.tag}/{name}": rank for rank, name in enumerate(names)}
-    for param, states in trained_states(index).items():
-        if param not in params:
-            continue
-        for state in states:
-            held = index.held[state]
+    rank_of = {name: rank for rank, name in enumerate(names)}
+
+    def cut(held: TensorEntry) -> Iterator[tuple[int, int, int]]:
+        if index.family in (UNIVERSAL, FSDP, DCP):
+            rows = held.shape[0] if held.shape else 1
+            of_rank = cut_rows(rows, index.world_size) if held.numel else ()
+            row = held.numel // max(rows, 1)
+            yield from ((rank, low * row, high * row) for rank, (low, high) in enumerate(of_rank) if low < high)
+        else:
             for fragment in held.place.cover(0, held.numel):
-                bundle = bundles[rank_of.get(fragment.extent.path, 0)]
-                slot = Slot(state, held.dtype, fragment.begin, fragment.end)
-                numel = fragment.end - fragment.begin
-                bundle.entries.append(Entry(f"{state.kind}/{param}", held.dtype, (numel,), (slot,)))
-                bundle.begin[param] = fragment.begin
+                yield rank_of.get(fragment.extent.path.rpartition("/")[2], 0), fragment.begin, fragment.end
+
+    for param, states in trained_states(index).items():
+        for state in states:
+            if param not in params and (param not in masters or is_moment(state.kind)):
+                continue
+            held = index.held[state]
+            for rank, begin, end in cut(held):
+                slot = Slot(state, held.dtype, begin, end)
+                entry = Entry(f"{state.kind}/{param}", held.dtype, (end - begin,), (slot,))
+                bundles[rank].add_fragment(entry, begin)
             if not held.numel:
-                bundles[0].entries.append(Entry(f"{state.kind}/{param}", held.dtype, (0,), ()))
-                bundles[0].begin[param] = 0
+                bundles[0].add_fragment(Entry(f"{state.kind}/{param}", held.dtype, (0,), ()), 0)
 
 
 def _buffers(index: CheckpointIndex, rank: int) -> Iterator[Entry]:
@@ -278,15 +313,15 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
         bundles[rank].add_tree(path, tree, PathIn(index.name, path))
 
     if index.has_masters:
-        for rank, path, tree in make_shards(
-            ZeroTarget.of(index, index.layout, index.precision, index.client), index.train
-        ):
+        for rank, path, tree in make_shards(_zero_target(index), index.train):
             outer = tree.get("optimizer_state_dict")
             if outer is not None:  # it follows from the layout
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
         add(0, client_of(index).optimizer, optimizer_tree(index, index.layout))
+    if index.train.dcp is not None:
+        add(0, STYLE, style_tree(index.train.dcp))
     owners = {client_of(index).scheduler: 0, **({} if index.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():

@@ -152,10 +152,17 @@ def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
     if where.path not in trees.inside and not (trees.root / where.path).exists():
         fix = "copy it back; without it a resume fails, or silently loads neither the optimizer nor the schedule"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
-    tree = trees.read(where.path, where).tree
+    return parse_optimizer(trees.root, trees.read(where.path, where).tree, where)
+
+
+def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
+    """Return an optimizer's state dict as data; only the 4 bytes of each ``step`` are read from files in ``root``.
+
+    Raises what `read_optimizer` raises.
+    """
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
     try:
-        saved = _read(trees.root, tree, where)
+        saved = _read(root, tree, where)
     except SourceError as error:
         if wrong := [finding.problem for finding in findings if finding.severity == ERROR]:
             others = () if isinstance(error, UnsupportedCheckpoint) else error.problems

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import Contiguous, Sliced
 from llmtailor.codes import Code
@@ -133,11 +133,8 @@ def _index(
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
     index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
-    frozen = [param.name for param in known.params.values() if param.role == "frozen"]
-    if frozen and not has_names(optimizer):
-        fix = "if they were trained, their states are lost: leave this checkpoint out"
-        what = f"it has no state of {some(frozen)}: assumed to be frozen"
-        findings.append(Finding(where, what, fix, Code.STATE_MISSING))
+    if not has_names(optimizer):
+        findings += frozen_by_guess(known.params, where)
     if renamed := [param for param in known.params if param not in weights]:
         what = f"the weight files have other names for {some(renamed)} than the model, so a resume does not find them"
         from_this = "from this one, transformers 5.23 keeps the initial values"
@@ -145,7 +142,7 @@ def _index(
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    findings += attempt(lambda: [*_check_steps(index, trainer)], problems) or ()
+    findings += attempt(lambda: [*check_steps(index, trainer)], problems) or ()
     findings += compare_schedule(optimizer, trainer, name)
     world_size = _world_size(trainer.files)
     findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name, trainer.client)
@@ -155,9 +152,17 @@ def _index(
         world_size=world_size,
         global_step=index.global_step if trainer.global_step is None else trainer.global_step,
         precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
-        held={**index.held, **dict(_hold_weights(weights, known, world_size)), **trainer.weights},
+        held={**index.held, **dict(hold_weights(weights, known, world_size)), **trainer.weights},
         findings=tuple(findings),
     )
+
+
+def frozen_by_guess(params: Mapping[str, Param], where: str) -> Iterator[Finding]:
+    """Yield a finding on params without a state, if nothing but that says that they are frozen."""
+    if frozen := [param.name for param in params.values() if param.role == "frozen"]:
+        fix = "if they were trained, their states are lost: leave this checkpoint out"
+        what = f"it has no state of {some(frozen)}: assumed to be frozen"
+        yield Finding(where, what, fix, Code.STATE_MISSING)
 
 
 def compare_schedule(optimizer: SavedOptimizer, trainer: TrainerFiles, name: str) -> list[Finding]:
@@ -184,7 +189,7 @@ def make_index(
     return CheckpointIndex(
         root=root,
         name=name,
-        format=ACCELERATE if trainer.client.name == ACCELERATE else TRAINER,
+        format=trainer.client.name if trainer.client.name in (ACCELERATE, LIGHTNING) else TRAINER,
         stage=0,
         world_size=1,
         global_step=int(max(optimizer.steps.values())),
@@ -245,7 +250,7 @@ def _ask_model(
         return None
 
 
-def _hold_weights(
+def hold_weights(
     weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
 ) -> Iterator[tuple[State, TensorEntry]]:
     """Yield the states that the weights are: masters, frozen params and buffers."""
@@ -259,7 +264,7 @@ def _hold_weights(
             yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
 
 
-def _check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
+def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
     """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
 
     A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises

@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.containers.pickle_nodes import make_tensor
-from llmtailor.containers.safetensors import WeightFile, lay_out_weight_files, lay_out_weights, read_weights
+from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.clients import CLIENTS
@@ -52,15 +52,22 @@ def check(dtype: str | None, allow_split: bool) -> None:
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
     """Return the layouts of a composite's files except the tokenizer's, and notices.
 
-    Raises SourceError for a base that lacks something that a resume needs.
+    Raises SourceError for a base that lacks something that a resume needs, UnsupportedCheckpoint for weights in more
+    files than the client reads.
     """
     _check_base(base, wanted.client)
-    trainers, notices = made_client_files(base, wanted)
-    made = [
-        lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout)),
-        *lay_out_master_weights(base),
-        *trainers,
-    ]
+    if wanted.client == ACCELERATE and base.skipped_steps:
+        what = (
+            f"{base.skipped_steps} of its steps were skipped, and accelerate counts steps as Adam does, without these"
+        )
+        raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
+    beside, notices = made_client_files(base, wanted)
+    weights = lay_out_master_weights(base)
+    if wanted.client == ACCELERATE and [one.path for one in weights] != [SINGLE]:
+        what = f"accelerate reads its weights from {SINGLE} only, and they take {len(weights) - 1} files"
+        raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
+    optimizer = lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
+    made = [optimizer, *weights, *beside]
     dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the master weights
     leave_out = _DEEPSPEED_FILES | of_others(base)
     return lay_out_trainer_files(base, wanted, made, dtype, leave_out, has_weights=True), notices

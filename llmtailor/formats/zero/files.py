@@ -17,11 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE
+from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED
 from llmtailor.codes import Code
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint
-from llmtailor.formats.clients import CLIENTS
+from llmtailor.containers.json import ASIDE, NAMES, is_path_below, step_of
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, printable
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, detect_client
 from llmtailor.storage.local import read_source
+from llmtailor.storage.stand_in import locate, location_of
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 UNIVERSAL = "_universal"
@@ -51,6 +53,13 @@ class ShardFiles:
     is_zero3: bool = True
     missing: frozenset[str] = frozenset()
     """Those of the above that do not exist"""
+    is_alone: bool = False
+    """Whether the tag folder is the checkpoint's root"""
+
+    @property
+    def folder(self) -> str:
+        """What the paths of the files begin with"""
+        return "" if self.is_alone else f"{self.tag}/"
 
 
 def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles | None:
@@ -58,16 +67,21 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
 
     None if nothing can be found out. Raises SourceError or UnsupportedCheckpoint for other kinds of folder.
     """
+    if is_tag_alone(root):
+        return _survey_tag(root, root.name, where, problems, is_alone=True)
     _check_is_checkpoint(root, where)
     tags = [path.name for path in root.iterdir() if path.is_dir() and _is_tag(path)]
     if not tags and not (root / LATEST).exists():
         problems.add(_no_shards(root, where))
         return None
     tag = read_tag(root, where, LATEST, tags, problems)
-    if tag is None:
-        return None
-    names = sorted(entry.name for entry in (root / tag).iterdir())
-    place = PathIn(where, tag)
+    return None if tag is None else _survey_tag(root / tag, tag, where, problems)
+
+
+def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_alone: bool = False) -> ShardFiles | None:
+    """Return the shard files in a tag folder; see `survey_shard_files`."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    place = where if is_alone else PathIn(where, tag)
     refuse_other_parallelism(names, place)
     matches = [match for name in names if (match := _OPTIM.fullmatch(name))]
     optim, prefixes = {int(match[2]) for match in matches}, {match[1] or "" for match in matches}
@@ -77,7 +91,7 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
         fix = "two runs have saved here; remove the files of the wrong one"
         problems.add(SourceError.at(place, what, fix, Code.FILE_NAME))
         return None
-    is_zero3 = bool(model) or not (root / tag / WHOLE_MODEL).exists()
+    is_zero3 = bool(model) or WHOLE_MODEL not in names
     if not is_zero3 and not optim:
         what = "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read"
         fix = "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out"
@@ -86,7 +100,9 @@ def survey_shard_files(root: Path, where: str, problems: Problems) -> ShardFiles
         fix = "copy the whole tag folder again"
         problems.add(SourceError(Problem(place, f"there are no {kind}_states files", fix) for kind in lacking))
         return None
-    files = ShardFiles(tag, "bf16_" in prefixes, (), () if is_zero3 else (f"{tag}/{WHOLE_MODEL}",), is_zero3)
+    files = ShardFiles(tag, "bf16_" in prefixes, (), (), is_zero3, is_alone=is_alone)
+    if not is_zero3:
+        files = replace(files, model=(f"{files.folder}{WHOLE_MODEL}",))
     return _of_ranks(files, max([*optim, *model]) + 1, frozenset(names), where, problems)
 
 
@@ -104,7 +120,7 @@ def _of_ranks(
     optim = [optim_name(rank, files.is_bf16) for rank in range(count)]
     model = [model_name(rank, 3) for rank in range(count)] if files.is_zero3 else []
     missing = [
-        (f"{files.tag}/{name}", f"{kind} shard {rank} of {count} is missing (rank {rank} of 0..{count - 1})")
+        (f"{files.folder}{name}", f"{kind} shard {rank} of {count} is missing (rank {rank} of 0..{count - 1})")
         for kind, shards in (("optim_states", optim), ("model_states", model))
         for rank, name in enumerate(shards)
         if name not in names
@@ -117,8 +133,8 @@ def _of_ranks(
         problems.add(SourceError.at(PathIn(where, files.tag), what, _COPY_BACK, Code.FILE_MISSING))
     return replace(
         files,
-        optim=tuple(f"{files.tag}/{name}" for name in optim),
-        model=tuple(f"{files.tag}/{name}" for name in model) if files.is_zero3 else files.model,
+        optim=tuple(f"{files.folder}{name}" for name in optim),
+        model=tuple(f"{files.folder}{name}" for name in model) if files.is_zero3 else files.model,
         missing=frozenset(path for path, _ in missing),
     )
 
@@ -189,15 +205,31 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
 
 def _check_is_checkpoint(root: Path, where: str) -> None:
     if not root.exists():
-        near = sorted(path.name for path in root.parent.glob("checkpoint-*")) if root.parent.is_dir() else []
-        hint = f"; beside it are {', '.join(near[:5])}" if near else ""
-        raise SourceError.at(where, "there is no such checkpoint folder", f"check the path{hint}", Code.NO_CHECKPOINT)
+        raise SourceError.at(where, *_why_not_there(root), Code.NO_CHECKPOINT)
     if not root.is_dir():
-        what, fix = "this is a file, not a checkpoint folder", "name the checkpoint-N folder"
+        what, fix = "this is a file, not a checkpoint folder", f"name the folder that it is in, such as {NAMES}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
     if any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
         what, fix = "this is the tag folder inside a checkpoint", f"name the folder above it: {root.parent}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
+
+
+def _why_not_there(root: Path) -> tuple[str, str]:
+    """Return what is wrong with a path that does not exist, and what there is instead."""
+    folder, _, tag = location_of(root).rpartition("@")
+    if folder and tag and (beside := locate(folder)).is_dir():
+        there = sorted(path.name for path in beside.iterdir() if path.is_dir() and _is_tag(path))
+        if there:
+            return f"{printable(folder)} has no tag {printable(tag)}", f"its tags are {', '.join(there[-5:])}"
+    near = _checkpoints_in(root.parent)
+    hint = f"; beside it are {', '.join(near[-5:])}" if near else ""
+    return "there is no such checkpoint folder", f"check the path{hint}"
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    """Return the names in a folder that are those of a run's checkpoints, by step."""
+    found = [(step, path.name) for path in folder.glob("*") if (step := step_of(path)) is not None]
+    return [name for _, name in sorted(found)]
 
 
 def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Problems) -> str | None:
@@ -224,6 +256,9 @@ def read_tag(root: Path, where: str, file: str, tags: list[str], problems: Probl
     found = f"the tag folders here are {', '.join(tags)}" if tags else "there is no tag folder here"
     what = f"it points to {tag!r}, which is not a folder of this checkpoint"
     fix = f"{found}; write the right one into {file}, or copy the folder back"
+    fits = all(len(part.encode()) <= 255 for part in tag.split("/"))
+    if fits and is_path_below(tag) and (root / tag).is_dir():  # `salvage --replace` has written it into a run's folder
+        fix = f"name that checkpoint: {(root / tag).parent}"
     problems.add(SourceError.at(PathIn(where, file), what, fix, Code.FILE_NAME))
     return tags[-1] if tags else None
 
@@ -233,14 +268,29 @@ def write_latest(latest: Path, tag: str) -> str:
     return f"printf %s {shlex.quote(tag)} > {shlex.quote(str(latest))}"
 
 
+def is_tag_alone(folder: Path) -> bool:
+    """Return whether a folder is the tag folder of an engine in a loop.
+
+    It is a checkpoint of its own, of which nothing is beside it; other clients have files there.
+    """
+    if not folder.is_dir() or not any(_OPTIM.fullmatch(entry.name) for entry in folder.iterdir()):
+        return False
+    above = folder.absolute().parent
+    beside = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in above.iterdir()]
+    client = detect_client(beside, True if TRAINER_STATE in beside else None, is_engines=True)
+    return client.name == DEEPSPEED and above.suffix != ".ckpt"
+
+
 def _is_tag(folder: Path) -> bool:
     """Return whether a folder is a tag folder, by its name or its files."""
+    if folder.name.startswith(ASIDE):
+        return False
     return folder.name.startswith("global_step") or any(is_shard_name(path.name) for path in folder.iterdir())
 
 
 def _no_shards(root: Path, where: str) -> SourceError:
     """Return what is wrong with a Trainer's folder without optimizer states. Raises for any other folder."""
-    inside = sorted(path.name for path in root.glob("checkpoint-*"))
+    inside = _checkpoints_in(root)
     if inside:
         fix = f"name one of {', '.join(inside[-5:])} inside it"
         raise SourceError.at(where, "this is a run's folder, not a checkpoint", fix, Code.NO_CHECKPOINT)

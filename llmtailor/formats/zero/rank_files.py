@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -93,14 +92,19 @@ class RankFiles:
     def _of_rank(self, content: tuple[Piece, ...], rank: int) -> tuple[Piece, ...]:
         """Return a storage with the slices of a rank instead of those of rank 0, which has no padding."""
         pieces: list[Piece] = []
+        ranks = self.target.layout.world_size
         for piece in content:
             if not isinstance(piece, Slot):
                 pieces.append(piece)
             elif piece.state.kind == BUFFER:
-                pieces.append(replace(piece, begin=rank * piece.end, end=(rank + 1) * piece.end))
+                pieces.append(piece._replace(begin=rank * piece.end, end=(rank + 1) * piece.end))
             else:
-                numel, ranks = self._numels[piece.state.param], self.target.layout.world_size
-                pieces += slice_of(piece.state, piece.dtype, numel, rank, ranks)
+                state, dtype, _, part = piece
+                numel = self._numels[state.param]
+                if (rank + 1) * part <= numel:  # which is so for most: a whole slice
+                    pieces.append(Slot(state, dtype, rank * part, (rank + 1) * part))
+                else:
+                    pieces += slice_of(state, dtype, numel, rank, ranks)
         return tuple(pieces)
 
     def _digest(self, rest: _Rest) -> bytes:

@@ -47,7 +47,10 @@ class ZeroTarget:
 
     @property
     def tag(self) -> str:
-        return self.base.tag.removesuffix(UNIVERSAL) or self.client.default_tag.format(self.base.global_step)
+        kept = self.base.tag.removesuffix(UNIVERSAL)
+        if kept and (self.client.name == self.base.client or (self.client.tag and self.client.finds(kept))):
+            return kept
+        return self.client.default_tag.format(self.base.global_step)
 
     @property
     def num_models(self) -> int:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey, TrainState
+from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, CheckpointIndex, Survey, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, round_robin
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.clients import TRAINER_STATE
+from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
 from llmtailor.formats.format import FileTrees, Trees, attempt
+from llmtailor.formats.lightning.tree import check_engine, is_lightnings
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.rng import find_lost_rng
 from llmtailor.formats.scheduler import SchedulerFacts, compare_scheduler
@@ -35,6 +36,7 @@ from llmtailor.formats.zero.files import (
     LATEST_UNIVERSAL,
     UNIVERSAL,
     ShardFiles,
+    is_tag_alone,
     survey_shard_files,
     write_latest,
 )
@@ -46,7 +48,7 @@ _MIXED = "copy the whole tag folder again; its files come from different saves"
 
 def detects(root: Path) -> bool:
     """Return whether a folder has what DeepSpeed leaves in the root of a checkpoint."""
-    return (root / LATEST).exists() or any(root.glob("global_step*"))
+    return (root / LATEST).exists() or any(root.glob("global_step*")) or is_tag_alone(root)
 
 
 def survey(root: Path, name: str, client: str | None = None) -> Survey:
@@ -72,6 +74,8 @@ def survey_shards(
     ranks = read_ranks(trees, files, name, problems)
     if ranks is None:
         return Survey(None, problems)
+    if client is None and trainer.client.name == DEEPSPEED and is_lightnings(ranks.some_model.rest):
+        trainer = replace(trainer, client=CLIENTS[LIGHTNING])
     config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
     cut = Grouping(optim.groups, model.param_shapes, optim.steps, optim.gaps)
     groups, sub_groups = cut.order(model.world_size if is_dealt_out(config, optim.stage, optim.variant) else 1)
@@ -114,6 +118,7 @@ def survey_shards(
         *find_contradictions(shards, name),
         *find_strays(root, files, name),
         *check_folder(index, files, trainer, config),
+        *(check_engine(model.rest, PathIn(name, files.model[0])) if trainer.client.name == LIGHTNING else ()),
         *check_schedulers(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
         *check_global_step(index, trainer),
         *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name, trainer.client),
@@ -218,12 +223,12 @@ def _of_ranks(ranks: Ranks, where: str) -> Iterator[Finding]:
 def find_strays(root: Path, files: ShardFiles, name: str) -> Iterator[Finding]:
     """Yield findings on stray files: DeepSpeed opens and counts all that match a pattern."""
     known = frozenset(files.model)
-    for path in sorted((root / files.tag).glob("*mp_rank_*_model_states.pt")):
+    for path in sorted((root / files.folder).glob("*mp_rank_*_model_states.pt")):
         kind = path.name.partition("mp_rank_")[0]
-        if f"{files.tag}/{path.name}" not in known and (bool(kind) == files.is_zero3):
+        if f"{files.folder}{path.name}" not in known and (bool(kind) == files.is_zero3):
             what = "DeepSpeed mistakes this file for another model-parallel rank's, and refuses to resume"
             fix = "move it out of the tag folder"
-            yield Finding(PathIn(name, f"{files.tag}/{path.name}"), what, fix, Code.FILE_NAME, ERROR)
+            yield Finding(PathIn(name, f"{files.folder}{path.name}"), what, fix, Code.FILE_NAME, ERROR)
 
 
 def check_folder(
@@ -236,7 +241,12 @@ def check_folder(
         what = f"the tag folder is {files.tag}, but {client.loader} looks for one {begins} {client.tag.rstrip('*')}"
         fix = f"rename it to {client.default_tag.format(index.global_step)}, and write that into latest"
         yield Finding(place, what, fix, Code.FILE_NAME, ERROR)
-    if is_there and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys() and files.tag == client.tag:
+    if (
+        is_there
+        and not {LATEST, LATEST_UNIVERSAL} & trainer.files.keys()
+        and client.name == ACCELERATE
+        and files.tag == client.tag
+    ):
         what = f"the file is missing; {client.loader} does not need it, but DeepSpeed's tools do"
         fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
         yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)

@@ -20,7 +20,8 @@ from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_client_files, of_others
+from llmtailor.formats.lightning.tree import regrouped
+from llmtailor.formats.made import made_client_files, of_others, scheduler_for
 from llmtailor.formats.scheduler import regroup_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
@@ -62,6 +63,14 @@ def lay_out_engine(
             id(tree): _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model if tree is not None
         }
         train = replace(train, model=tuple(adapted.get(id(tree)) for tree in train.model))
+    if wanted.client != base.client:  # an engine that has a scheduler can't load None; others don't look
+        scheduler, _ = scheduler_for(base, wanted)
+        given = {
+            id(tree): tree if tree.get("lr_scheduler") else {**tree, "lr_scheduler": scheduler}
+            for tree in train.model
+            if tree is not None
+        }
+        train = replace(train, model=tuple(given.get(id(tree)) for tree in train.model))
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
     notices: list[Problem] = []
@@ -76,7 +85,7 @@ def lay_out_engine(
 
 
 def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
-    if LATEST not in target.base.files or not target.base.train.optim:
+    if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.tag:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
     ranks = RankFiles(target, train)
     yield from ranks.optim(target.tag)
@@ -84,7 +93,8 @@ def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayou
 
 
 def _with_scheduler(tree: Mapping[str, Any], where: str, old: int, from_group: Sequence[int]) -> dict[str, Any]:
-    return {**tree, "lr_scheduler": regroup_scheduler(tree.get("lr_scheduler"), where, old, from_group)}
+    found = {"lr_scheduler": regroup_scheduler(tree.get("lr_scheduler"), where, old, from_group)}
+    return {**tree, **found, **regrouped(tree, where, old, from_group)}
 
 
 def _check_plain_base(base: CheckpointIndex, precision: str) -> None:

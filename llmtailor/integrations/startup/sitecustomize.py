@@ -22,13 +22,18 @@ _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib cos
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the module of the Trainer as usual, and lets `_Loader` load it."""
 
+    _is_looking = False
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _TRAINER:
+        if fullname != _TRAINER or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_looking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -48,8 +53,11 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        from llmtailor.integrations.launched import LaunchedSaving
-
+        try:
+            from llmtailor.integrations.launched import LaunchedSaving
+        except ImportError as error:  # which a script may catch, and train without a saver
+            fix = f"install llmtailor[train] for {sys.executable}"
+            raise SystemExit(f"llmtailor run: the saver can't be imported ({error}); {fix}") from error
         module.DEFAULT_CALLBACKS.append(LaunchedSaving)
 
 

@@ -1,0 +1,1 @@
+"""Lightning's checkpoint without DeepSpeed and FSDP: one torch file with everything."""

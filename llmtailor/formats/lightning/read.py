@@ -1,0 +1,132 @@
+"""From Lightning's one file to a `CheckpointIndex`.
+
+A composite is a folder with this file, a manifest, and what was beside its base. What is not in the file is known as
+follows: the ids in the optimizer's groups count the params in the order of ``state_dict``, which is that of the
+module; tensors that share their bytes are tied; tensors of integers and the running statistics of batch norms are
+buffers. There are no separate master weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, Survey, TensorEntry
+from llmtailor.checkpoint.placement import Contiguous
+from llmtailor.codes import Code
+from llmtailor.containers.fields import FLOATING, read_tensor
+from llmtailor.containers.json import check_name
+from llmtailor.containers.pickle_nodes import as_tensor
+from llmtailor.errors import PathIn, Problems
+from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.clients import CKPT, CLIENTS
+from llmtailor.formats.format import FileTrees, attempt
+from llmtailor.formats.lightning import tree as lightning
+from llmtailor.formats.plain.ask_transformers import ModelFacts
+from llmtailor.formats.plain.names import derived_names, fit, has_names, listed_names
+from llmtailor.formats.plain.optimizer import parse_optimizer
+from llmtailor.formats.plain.read import check_steps, frozen_by_guess, hold_weights, make_index
+from llmtailor.formats.scheduler import check_scheduler, compare_scheduler, read_scheduler
+from llmtailor.formats.trainer import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.formats.trainer_checks import RunFacts
+from llmtailor.model.states import ITEMSIZE, WEIGHT, State
+
+_SUFFIX = ".ckpt"
+_COUNTER = "num_batches_tracked"
+_OF_BATCH_NORM = ("running_mean", "running_var")
+
+
+def detects(root: Path) -> bool:
+    """Return whether this is a file that Lightning would save, or the folder of a composite with one."""
+    return (root.suffix == _SUFFIX and root.is_file()) or (root / CKPT).is_file()
+
+
+def survey(root: Path, name: str, client: str | None = None) -> Survey:
+    """Index a checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
+    problems, trees = Problems(), FileTrees(root)
+    if root.is_file():
+        trainer, where = _alone(root), PathIn(name, ".")
+        tree = attempt(lambda: trees.read(".", where).tree, problems)
+    else:
+        trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
+        tree = trainer.trees.get(CKPT)
+    if client not in (None, LIGHTNING):
+        what = f"the file is Lightning's, and {CLIENTS[client].loader} does not read it"
+        finding = Finding(where, what, "resume with Lightning", Code.FILE_NAME, ERROR)
+        trainer = replace(trainer, findings=(*trainer.findings, finding))
+    index = None
+    if tree is not None:
+        index = attempt(lambda: _index(root, where, tree, trainer, problems), problems)
+    return Survey(index, problems)
+
+
+def _alone(root: Path) -> TrainerFiles:
+    """Return what is known of a checkpoint that is one file."""
+    fact = file_fact(root)
+    files = {".": fact} if fact is not None else {}
+    none: frozenset[str] = frozenset()
+    return TrainerFiles(
+        CLIENTS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, RunFacts(), (), has_all_weights=True
+    )
+
+
+def _index(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> CheckpointIndex:
+    """Return the index. Raises SourceError if optimizer and weights don't fit together."""
+    saved = parse_optimizer(root, lightning.read_optimizer_tree(tree, where), where)
+    step = attempt(lambda: lightning.read_global_step(tree, where), problems)
+    schedulers = attempt(lambda: lightning.read_schedulers(tree, where), problems) or []
+    weights, tied = _weights(lightning.read_names(tree, where), where)
+    model = _facts(weights, tied)
+    groups = listed_names(saved, where) if has_names(saved) else derived_names(saved, model, where)
+    known = fit(groups, saved, weights, model, model.buffers, where)
+    trainer = replace(trainer, global_step=step, trees={**trainer.trees, CKPT: lightning.without_states(tree)})
+    index = make_index(root, where.checkpoint, saved, trainer, groups, known.params, known.tied)
+    index = replace(index, global_step=index.global_step if step is None else step)
+    hyper = [group.hyper for group in saved.groups]
+    findings = [*trainer.findings, *saved.findings, *lightning.check_loops(tree, where)]
+    for one in schedulers:
+        findings += [*check_scheduler(one, where), *compare_scheduler(read_scheduler(one), where, hyper, None)]
+    if not has_names(saved):
+        findings += frozen_by_guess(known.params, where)
+    if lightning.SCALED not in tree:  # a step whose gradients overflow counts, but Adam makes none
+        findings += attempt(lambda: [*check_steps(index, trainer)], problems) or ()
+    copies = {State(param, WEIGHT): weights[known.tied.get(param, param)] for param in (*weights, *known.tied)}
+    dtypes = [weight.dtype for weight in weights.values()]
+    return replace(
+        index,
+        precision=max(("F32", "BF16", "F16"), key=dtypes.count),
+        held={**index.held, **dict(hold_weights(weights, known, 1)), **copies},
+        findings=tuple(findings),
+        train=replace(index.train, model_order=tuple(model.params)),
+    )
+
+
+def _weights(state_dict: Mapping[Any, Any], where: PathIn) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors of ``state_dict`` by name, and the names of those that another one shares its bytes with."""
+    weights: dict[str, TensorEntry] = {}
+    tied: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for key, node in state_dict.items():
+        if as_tensor(node) is None:  # what a module has added with get_extra_state
+            continue
+        name = check_name(key, "state_dict", where)
+        one = read_tensor(node, f"state_dict[{name}]", where)
+        stored = first.setdefault(one.extent, name) if one.numel else name
+        if stored != name:
+            tied[name] = stored
+        else:
+            weights[name] = TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
+    return weights, tied
+
+
+def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> ModelFacts:
+    """Return what the tensors say about the module."""
+    norms = {name.removesuffix(_COUNTER) for name in weights if name.endswith(_COUNTER)}
+    of_norms = {f"{norm}{kind}" for norm in norms for kind in _OF_BATCH_NORM}
+    buffers = {name for name, held in weights.items() if held.dtype not in FLOATING or name in of_norms}
+    params = {name: held.shape for name, held in weights.items() if name not in buffers}
+    # norms and biases, which are decayed in no recipe for two groups, are vectors
+    matrices = frozenset(name for name, shape in params.items() if len(shape) > 1)
+    return ModelFacts(params, matrices, tied, frozenset(buffers))

@@ -1,0 +1,204 @@
+"""A callback of Lightning::
+
+trainer = Trainer(callbacks=[PartialSaving(save_steps=50, output_dir="runs/x")], enable_checkpointing=False)
+trainer.fit(model, ckpt_path=newest_checkpoint("runs/x"))
+
+It works with ``lightning.pytorch``, on one device, with DDP and with DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_only
+
+from llmtailor.checkpoint.lineage import Past
+from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.formats.attempt_mark import make_mark
+from llmtailor.formats.clients import CKPT, TRAINER_STATE
+from llmtailor.formats.trainer_checks import CALLBACKS, MARK
+from llmtailor.policies import Policy
+from llmtailor.runs.newest import compose_newest
+from llmtailor.saving.beside import OfLightning
+from llmtailor.saving.loop import make_saver
+from llmtailor.saving.options import Arguments, SavingArguments, from_environment
+from llmtailor.saving.pending import SaveFailed
+from llmtailor.saving.saver import PartialSaver
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+logger = logging.getLogger("llmtailor.saving")
+_WHERE = "PartialSaving"
+
+
+class PartialSaving(Callback):  # type: ignore[misc]
+    """Saves partial checkpoints of a training with Lightning, with what Lightning itself saves: the progress of its
+    loops, schedulers, states of callbacks and of the data module, hyperparameters.
+
+    An argument that is left out takes the environment variable of its name: ``policy`` takes ``LLMTAILOR_POLICY``.
+    ``saver`` is None until training begins. A save that fails logs a warning; training continues.
+
+    Args:
+        policy: which parts each save holds; see `make_policy`. Default: ``parity``.
+        save_steps: optimizer steps between two saves. Default: 500.
+        output_dir: the run's folder. Default: the Trainer's ``default_root_dir``.
+        options: the fields of `SavingOptions`.
+
+    Raises UsageError for arguments and variables that make no sense, and, when training begins, UnsupportedCheckpoint
+    for a strategy or an optimizer whose states can't be saved in parts.
+    """
+
+    def __init__(
+        self,
+        policy: str | Mapping[str, object] | Policy | None = None,
+        save_steps: int | None = None,
+        *,
+        output_dir: str | Path | None = None,
+        **options: Unpack[SavingArguments],
+    ) -> None:
+        given = {"policy": policy, "save_steps": save_steps}
+        chosen = {**from_environment(os.environ), **{key: value for key, value in given.items() if value is not None}}
+        found = Arguments.of({**chosen, **options})
+        if found.overhead is not None or found.on_restart == "compose":
+            what = "save_steps=auto and on_restart=compose are for the Trainer of transformers"
+            fix = "give save_steps a number; to go on after a restart, pass newest_checkpoint() as ckpt_path"
+            raise UsageError.at(_WHERE, what, fix)
+        self.policy, self.save_steps, self.options = found.policy, found.save_steps or 500, found.options
+        self.output_dir = output_dir
+        self.saver: PartialSaver | None = None
+        self._step = self._saved_step = -1
+        self._mark: dict[str, Any] = {}
+        """The attempt of the last training, after its saver was closed"""
+        self._loaded: Mapping[str, Any] = {}
+        """The states of callbacks in the checkpoint that was loaded last"""
+
+    @property
+    def state_key(self) -> str:
+        return MARK
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attempt, so that Lightning's own checkpoints state it."""
+        if self.saver is None:  # ModelCheckpoint may still save, at the end or after an exception
+            return self._mark
+        ledger = self.saver.ledger
+        return make_mark(Past(self._step, ledger.lineage, ledger.history))
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded = checkpoint.get("callbacks") or {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close(trainer)
+        strategy, step = trainer.strategy, trainer.global_step
+        is_deepspeed = isinstance(strategy, DeepSpeedStrategy)
+        _check(trainer)
+        self.saver = make_saver(
+            self.output_dir or trainer.default_root_dir,
+            engine=strategy.deepspeed_engine if is_deepspeed else None,
+            model=None if is_deepspeed else pl_module,
+            optimizer=None if is_deepspeed else trainer.optimizers[0],
+            beside=OfLightning(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
+            scaler=None,  # Lightning saves it
+            tokenizer=None,
+            policy=self.policy,
+            options=self.options,
+        )
+        self._saved_step = self._step = step
+        self.saver.start(step, self._resumed_from(trainer.ckpt_path, step))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        self._step = step = trainer.global_step
+        if self.saver is None or step == self._saved_step or step % self.save_steps:
+            return
+        self._saved_step = step
+        try:
+            self.saver.save(step)
+        except SaveFailed as error:
+            cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
+            logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        if self.saver is not None:
+            self._step = trainer.global_step
+            self._mark = self.state_dict()
+            self.saver.close()
+            self.saver = None
+
+    def _resumed_from(self, ckpt_path: object, step: int) -> Mapping[str, Any] | Path | None:
+        """Return what states the attempt that a training goes on from; None if it begins."""
+        if ckpt_path:
+            return _composite_of(Path(str(ckpt_path))) or {CALLBACKS: self._loaded}
+        if not step:  # a training from scratch, maybe by another Trainer with the same callback
+            return None
+        return {CALLBACKS: {MARK: self._mark}} if self._mark else None  # of an earlier `fit` of the same Trainer
+
+
+def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> str | None:
+    """Compose the newest state of a run, and return the ``ckpt_path`` that goes on from it; call it before ``fit``.
+
+    Each process that runs the script may call it: the first one of the first node composes, the others wait. A complete
+    checkpoint that has the newest state is returned as it is. Returns None if no save of the run is complete, so that
+    training starts from scratch.
+
+    Args:
+        output_dir: the run's folder.
+        world_size: with DeepSpeed, the number of ranks that will resume. None keeps that of the newest save.
+
+    Raises:
+        TailorError: the newest state can't be composed.
+    """
+    is_first = _is_first()
+    newest = compose_newest(Path(output_dir), world_size, waits=not is_first)
+    if newest is None:
+        return None
+    if is_first:
+        how = "composed" if newest.is_new else "it was there already"
+        logger.warning("restart: going on at step %d from %s (%s)", newest.step, newest.path, how)
+    alone = newest.path / CKPT
+    return str(alone if alone.is_file() else newest.path)
+
+
+def _is_first() -> bool:
+    """Return whether this process is the first of the training, before Lightning knows its rank.
+
+    A launcher that starts every process says their ranks. Lightning's own starts the script once per node, as
+    ``NODE_RANK`` or ``GROUP_RANK`` says, and itself the other processes of the node, with a ``LOCAL_RANK``.
+    """
+    by_launcher = "RANK" in os.environ or (
+        "LOCAL_RANK" not in os.environ and not os.environ.keys().isdisjoint(("SLURM_PROCID", "JSM_NAMESPACE_RANK"))
+    )
+    return not rank_zero_only.rank and (by_launcher or not LightningEnvironment().node_rank())
+
+
+def _check(trainer: Trainer) -> None:
+    """Raise UnsupportedCheckpoint, with every reason, for a training whose states can't be saved."""
+    problems = []
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):  # DeepSpeed's is a DDPStrategy
+        what = f"the states of a {type(trainer.strategy).__name__} can't be saved in parts"
+        problems.append(Problem(_WHERE, what, "train on one device, with ddp, or with deepspeed"))
+    elif len(trainer.optimizers) != 1:
+        what = f"the training has {len(trainer.optimizers)} optimizers"
+        problems.append(Problem(_WHERE, what, "configure one for all params"))
+    if problems:
+        raise UnsupportedCheckpoint(problems)
+
+
+def _composite_of(path: Path) -> Path | None:
+    """Return the folder of the composite that training resumes from; None if it is none."""
+    folder = path.parent if path.name == CKPT else path
+    return folder if (folder / TRAINER_STATE).is_file() else None

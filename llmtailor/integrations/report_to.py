@@ -1,0 +1,32 @@
+"""``--report_to llmtailor``: importing this module makes the name valid for the Trainer of transformers.
+
+``llmtailor run`` does that by itself. The options come from the environment.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from llmtailor.saving.trainer_callback import PartialSaving
+
+
+class NamedSaving(PartialSaving):
+    """A saver that the Trainer makes by itself. It says on stderr that it works: scripts rarely show the log at level
+    INFO."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if state.is_world_process_zero and self.saver is not None:
+            how = self.save_steps or (
+                "auto" if self.overhead is not None else f"by save_strategy={args.save_strategy.value}"
+            )
+            what = f"llmtailor: saving parts ({self.policy.name}, save_steps: {how}) in {self.saver.folder.partial}"
+            print(what, file=sys.stderr)
+
+
+INTEGRATION_TO_CALLBACK["llmtailor"] = NamedSaving

@@ -1,0 +1,121 @@
+"""What a save holds besides model and optimizer, in the files of the loader that will resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
+from llmtailor.formats.clients import CLIENTS, Client
+from llmtailor.formats.lightning.tree import OPTIMIZERS, STATE_DICT
+from llmtailor.formats.rng import ACCELERATE_KEYS, is_rng_file, rng_file
+from llmtailor.formats.trainer import OPTIMIZER
+from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.training import HasState, rng_tree
+from llmtailor.saving.writing import files_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_MODEL_STATES = "model_states.pt"
+_GPU_STATES = "torch_cuda_manual_seed"
+
+
+class Beside(Protocol):
+    """Everything that belongs to a client."""
+
+    @property
+    def client(self) -> Client: ...
+
+    def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        """Return the object trees of all stock files that this rank would write; ``trees`` are the training's.
+
+        ``rng`` are the random number states to save; None for the current ones.
+        """
+        ...
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the other files of this step that rank 0 would write."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfTrainer:
+    """For the Trainer, and for loops that load the files themselves."""
+
+    scheduler: HasState | None = None
+    """Unless the engine saves it"""
+
+    @property
+    def client(self) -> Client:
+        return CLIENTS[TRAINER]
+
+    def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        path = rng_file(ranks.rank, ranks.world_size)
+        found = {**trees, path: rng_tree() if rng is None else rng}
+        if ranks.is_first and self.scheduler is not None:
+            found[self.client.scheduler] = self.scheduler.state_dict()
+        return found
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class OfAccelerate:
+    """For ``Accelerator.load_state`` of accelerate 1.15."""
+
+    accelerator: Accelerator
+    scheduler: HasState | None = None
+    """Unless the engine saves it"""
+
+    @property
+    def client(self) -> Client:
+        return CLIENTS[ACCELERATE]
+
+    def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        found = {(self.client.optimizer if path == OPTIMIZER else path): tree for path, tree in trees.items()}
+        states = {ACCELERATE_KEYS[key]: value for key, value in (rng or rng_tree()).items() if key in ACCELERATE_KEYS}
+        if _GPU_STATES in states and not isinstance(states[_GPU_STATES], list):
+            states[_GPU_STATES] = [states[_GPU_STATES]]
+        path = rng_file(ranks.rank, ranks.world_size, self.client.name)
+        found[path] = {"step": self.accelerator.step, **states}
+        if ranks.is_first and self.scheduler is not None:
+            found[self.client.scheduler] = self.scheduler.state_dict()
+        return found
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the states of data loaders, and of what was given to ``register_for_checkpointing``."""
+        return {path: data for path, data in files_of(self._write).items() if not is_rng_file(path)}
+
+    def _write(self, folder: Path) -> None:
+        from accelerate.checkpointing import save_accelerator_state, save_custom_state
+
+        one = self.accelerator
+        save_accelerator_state(str(folder), [], [], [], one._dataloaders, 0, one.step)
+        for number, custom in enumerate(one._custom_objects):
+            save_custom_state(custom, str(folder), number)
+
+
+@dataclass(frozen=True, slots=True)
+class OfLightning:
+    """For Lightning: ``dump`` returns what its Trainer saves, with or without model and optimizer."""
+
+    dump: Callable[[], Mapping[str, Any]]
+
+    @property
+    def client(self) -> Client:
+        return CLIENTS[LIGHTNING]
+
+    def trees(self, trees: Mapping[str, Any], ranks: Ranks, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        dumped = dict(self.dump())  # on every rank, as Lightning does
+        names, found = dumped.pop(STATE_DICT, {}), dict(trees)
+        dumped.pop(OPTIMIZERS, None)
+        if (optimizer := found.pop(OPTIMIZER, None)) is not None:
+            found[self.client.optimizer] = {**dumped, STATE_DICT: dict.fromkeys(names), OPTIMIZERS: [optimizer]}
+        return {path: {**tree, **dumped} if path.endswith(_MODEL_STATES) else tree for path, tree in found.items()}
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}

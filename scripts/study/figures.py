@@ -1,0 +1,179 @@
+"""Writes the tables of docs/fidelity.md and its pictures from the cells.
+
+    python -m study.figures CACHE
+
+Tables stand between ``<!-- study NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from llmtailor.charts.axes import STYLE, Scale, axes
+from llmtailor.charts.markup import Element, element, style, svg, to_svg
+from study.run import LIKE_FILTER, OTHER_ORDER, SETTINGS, SHORTER, Cells
+
+DOCS = Path(__file__).parents[2] / "docs"
+Cell = dict[str, Any]
+_MARK = re.compile(r"(<!-- study (\S+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end -->)")
+KINDS = (("adaptive", "adaptive"), ("moments_in_turn", "moments_in_turn"), ("", "other policies"))
+"""Beginning of a name -> what the legend says"""
+SHORT = {"parity:aux_every=1": "parity + aux", "filter:aux_every=1": "filter + aux"}
+
+
+def by_name(cells: Iterable[Cell]) -> dict[str, dict[str, dict[int, Cell]]]:
+    """Return setting -> name -> seed -> cell."""
+    found: dict[str, dict[str, dict[int, Cell]]] = defaultdict(lambda: defaultdict(dict))
+    for cell in cells:
+        found[cell["setting"]][cell["name"]][cell["seed"]] = cell
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean and the standard deviation, in thousandths of a nat."""
+    around = f" +- {1000 * stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{1000 * fmean(values):+.1f}{around}"
+
+
+def table(setting: str, names: Mapping[str, Mapping[int, Cell]]) -> str:
+    """Return the table of a setting: gaps, paired differences from parity, and what full saves of the bytes cost."""
+    rows = [
+        "| saves | bytes | at once | at the end | less parity's | full saves | n |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    parity = names["parity"]
+    policies = {name: cells for name, cells in names.items() if name not in (OTHER_ORDER, SHORTER)}
+    shares = {name: fmean(cell["share"] for cell in cells.values()) for name, cells in policies.items()}
+    for name in sorted(policies, key=lambda name: -shares[name]):
+        cells, share = policies[name], shares[name]
+        now = [fmean(cell["now"].values()) for cell in cells.values()]
+        gaps = [cell["gap"] for cell in cells.values()]
+        both = [cell["gap"] - parity[seed]["gap"] for seed, cell in cells.items() if seed in parity]
+        paired = "" if name == "parity" or not both else spread(both)
+        rival = f"{1000 * a_step(names) * lost_to_full(setting, share):+.1f}" if SHORTER in names else ""
+        rows.append(f"| {name} | {share:.2f} | {spread(now)} | {spread(gaps)} | {paired} | {rival} | {len(cells)} |")
+    if OTHER_ORDER in names:
+        rows.append(f"| (other data order) | | 0 | {spread([c['gap'] for c in names[OTHER_ORDER].values()])} | | | |")
+    if SHORTER in names:
+        (steps,) = {cell["steps"] for cell in names[SHORTER].values()}
+        gaps = [cell["gap"] for cell in names[SHORTER].values()]
+        rows.append(f"| (a training of {steps} steps fewer) | | | {spread(gaps)} | | | {len(gaps)} |")
+    ends = [cell["end"] for cell in parity.values()]
+    if len(ends) > 1:
+        rows.append(f"\nStandard deviation of the uninterrupted ends between seeds: {1000 * stdev(ends):.0f}.")
+    return "\n".join(rows)
+
+
+def a_step(names: Mapping[str, Mapping[int, Cell]]) -> float:
+    """Return how much more loss a training with one step fewer ends with; the mean over seeds has less noise."""
+    return fmean(cell["gap"] / cell["steps"] for cell in names[SHORTER].values())
+
+
+def lost_to_full(setting: str, share: float) -> float:
+    """Return how many more steps a failure costs on average if full saves, at longer intervals, take these bytes."""
+    every = SETTINGS[setting].every
+    return (every / share - every) / 2
+
+
+def estimated(names: Mapping[str, Mapping[int, Cell]]) -> Iterator[Cell]:
+    """Yield the cells with an estimate, each composite once: 'filter's bytes' may be those of another share."""
+    for name, cells in names.items():
+        for seed, cell in cells.items():
+            twin = names["adaptive:0.67"].get(seed) if name == LIKE_FILTER else None
+            if "expected" in cell and (twin is None or twin["now"] != cell["now"]):
+                yield cell
+
+
+def setbacks(names: Mapping[str, Mapping[int, Cell]]) -> list[tuple[float, float]]:
+    """Return what was estimated and what was measured, in saves, for each composite."""
+    found = []
+    for cell in estimated(names):
+        losses = {int(step): loss for step, loss in cell["losses"].items()}
+        looks = sorted(losses)
+        for before, step, after in zip(looks, looks[1:], looks[2:], strict=False):
+            a_save = (losses[before] - losses[after]) / 6  # looks are three saves apart
+            if a_save > 0 and cell["rate"][str(step)]:
+                found.append((cell["expected"][str(step)] / cell["rate"][str(step)], cell["now"][str(step)] / a_save))
+    return found
+
+
+def ends(setting: str, names: Mapping[str, Mapping[int, Cell]]) -> list[tuple[float, float]]:
+    """Return what was estimated at the failure, and how many saves' steps the gap at the end is worth."""
+    found = []
+    every, crash = SETTINGS[setting].every, SETTINGS[setting].crash
+    for cell in estimated(names):
+        around = [step for step in cell["expected"] if abs(int(step) - crash) <= 2 * every]
+        at_crash = fmean(cell["expected"][step] / cell["rate"][step] for step in around)
+        found.append((at_crash, cell["gap"] / a_step(names) / every))
+    return found
+
+
+def about_setbacks(at_once: Sequence[tuple[float, float]], at_end: Sequence[tuple[float, float]]) -> str:
+    """Return in words how good the estimates are."""
+    lines = []
+    for found, when in ((at_once, "at once"), (at_end, "at the end")):
+        ratios = sorted(measured / estimated for estimated, measured in found if estimated > 0)
+        low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+        lines.append(
+            f"- {when}, {len(ratios)} composites: {median(ratios):.2f} of the estimate in the median, half of them "
+            f"between {low:.2f} and {high:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def picture(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> Element:
+    """Return the gaps at the end over the bytes of a save, a panel for each setting, two in a row."""
+    width, height, made = 470.0, 290.0, []
+    shown = [name for name in SETTINGS if name in settings]
+    for at, setting in enumerate(shown):
+        row, column = divmod(at, 2)
+        left, top = 40 + column * width, 40 + row * height
+        points = {
+            name: (fmean(c["share"] for c in cells.values()), 1000 * fmean(c["gap"] for c in cells.values()))
+            for name, cells in settings[setting].items()
+            if name not in (OTHER_ORDER, SHORTER, LIKE_FILTER)
+        }
+        gaps = [gap for _, gap in points.values()]
+        x = Scale(0.2, 1.0, left, left + width - 110)
+        y = Scale(min(0.0, *gaps), max(gaps), top + height - 70, top + 20)
+        made += axes(x, y, ("share of the bytes", ""))
+        made.append(element("text", f"{setting}: gap at the end, 1/1000 nat", x=left, y=top, class_="strong"))
+        taken: list[tuple[float, float]] = []
+        for name, (share, gap) in sorted(points.items(), key=lambda one: one[1][1]):
+            kind = next(number for number, (begin, _) in enumerate(KINDS) if name.startswith(begin))
+            made.append(element("circle", cx=x.at(share), cy=y.at(gap), r=4.5, class_=f"f{kind}"))
+            if kind == 2:
+                above = y.at(gap) + 4
+                while any(abs(above - y_of) < 13 and abs(x.at(share) - x_of) < 90 for x_of, y_of in taken):
+                    above -= 3
+                taken.append((x.at(share), above))
+                made.append(element("text", SHORT.get(name, name), x=x.at(share) + 7, y=above, class_="dim"))
+    for number, (_, text) in enumerate(KINDS):
+        made.append(element("circle", cx=40 + 200 * number, cy=10, r=4.5, class_=f"f{number}"))
+        made.append(element("text", text, x=50 + 200 * number, y=14))
+    rows = -(-len(shown) // 2)
+    return svg(40 + 2 * width, 30 + rows * height, "gap at the end over bytes", style(STYLE), *made)
+
+
+def main() -> None:
+    settings = by_name(Cells(Path(sys.argv[1])).all())
+    found = [one for names in settings.values() for one in setbacks(names)]
+    made = {name: table(name, names) for name, names in settings.items() if "parity" in names}
+    at_end = [one for name, names in settings.items() if SHORTER in names for one in ends(name, names)]
+    made["setbacks"] = about_setbacks(found, at_end)
+    page = DOCS / "fidelity.md"
+    text = page.read_text(encoding="utf-8")
+    text = _MARK.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}" if m[2] in made else m[0], text)
+    page.write_text(text, encoding="utf-8")
+    (DOCS / "pictures" / "fidelity.svg").write_text(to_svg(picture(settings)), encoding="utf-8")
+    print("\n\n".join(f"{name}\n{text}" for name, text in made.items()))
+
+
+if __name__ == "__main__":
+    main()

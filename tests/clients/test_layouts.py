@@ -1,0 +1,164 @@
+"""``--layout``: the checkpoint of one client with the files of another, from which that one's own loader resumes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from clients.conftest import Loops  # noqa: E402
+from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
+from clients.spec import Spec  # noqa: E402
+from clients.test_resume import convert, copy_of_partial  # noqa: E402
+from dcp.holding import read, same  # noqa: E402
+from llmtailor.containers.safetensors import SINGLE  # noqa: E402
+from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from real.harness import Run, Runs, train  # noqa: E402
+from real.spec import Spec as TrainersSpec  # noqa: E402
+from thin.scene import call  # noqa: E402
+
+pytestmark = pytest.mark.real
+THERE_AND_BACK = {
+    "engine-1": "accelerate",
+    "engine-2": "accelerate",
+    "engine-3": "trainer",
+    "accelerate-3": "trainer",
+    "accelerate-fsdp": "trainer",
+    "accelerate-named": "trainer",
+}
+"""The losses of the straight run show that nothing is lost on the way."""
+DIRECT = {
+    "accelerate-2": Spec("engine-of-accelerate", stage=2),
+    "engine-3": Spec("accelerate-of-engine", "accelerate", stage=3),
+}
+
+
+def checked(out: Path, client: str) -> Path:
+    verdict = verify_checkpoint(out, deep=True)
+    assert verdict.is_resumable and verdict.index is not None and verdict.index.client == client, verdict.findings
+    return out
+
+
+@pytest.fixture(scope="module")
+def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Convert what the tests of this session ask for, and resume from it in one set of ranks."""
+    folder, specs = tmp_path_factory.mktemp("converted"), []
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("name") for item in items if "resumed" in item.fixturenames}
+    for name in sorted(THERE_AND_BACK.keys() & asked):
+        own, via = TWO_RANKS[name].client, THERE_AND_BACK[name]
+        there = checked(convert(loops.checkpoint(name), folder / f"{name}-there" / "checkpoint-2", layout=via), via)
+        back = checked(convert(there, folder / f"{name}-back" / "checkpoint-2", layout=own), own)
+        specs.append(TWO_RANKS[name].resumed(back, name))
+    for name, spec in DIRECT.items():
+        out = convert(loops.checkpoint(name), folder / spec.name / "checkpoint-2", layout=spec.client)
+        specs.append(spec.resumed(checked(out, spec.client), spec.name))
+    return train(specs, 2, tmp_path_factory.mktemp("resumed"), program="clients.train")
+
+
+LONG = ("engine-1", "accelerate-3")
+NAMES = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in THERE_AND_BACK]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_lost_there_and_back(name: str, loops: Loops, resumed: dict[str, Run]) -> None:
+    straight = loops[name].losses
+    assert resumed[name].losses == {step: loss for step, loss in straight.items() if step > 2}
+
+
+def test_the_schedule_goes_on_as_the_other_loader_counts_it(resumed: dict[str, Run]) -> None:
+    """An engine steps it with each step, accelerate once per process."""
+    run = resumed["engine-of-accelerate"]
+    saved = torch.load(run.checkpoint(4) / "global_step4" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert run.losses.keys() == {3, 4} and saved["lr_scheduler"]["last_epoch"] == 4
+    run = resumed["accelerate-of-engine"]
+    assert run.losses.keys() == {3, 4} and torch.load(run.checkpoint(4) / "scheduler.bin")["last_epoch"] == 8
+    for name in ("engine-of-accelerate", "accelerate-of-engine"):
+        index = index_checkpoint(resumed[name].checkpoint(4))
+        assert {one.step for one in index.sub_groups} == {4}
+
+
+def test_the_trainer_holds_what_accelerate_has_saved(loops: Loops, tmp_path: Path) -> None:
+    """With DeepSpeed, and the schedule of the Trainer's own."""
+    source = index_checkpoint(loops.checkpoint("accelerate-2"))
+    out = checked(convert(source.root, tmp_path / "out" / "checkpoint-2", layout="trainer", stage=3), "trainer")
+    spec = TrainersSpec("run", optimizer="ds_adamw", steps=3, save_steps=3).resumed(out, "run")
+    held: dict[str, Any] = train([spec], 2, tmp_path)["run"].echo
+    assert (held["global_step"], held["global_steps"], held["scheduler"]["last_epoch"]) == (2, 2, 2)
+    assert {float(step) for step in held["step"].values()} == {2.0}
+    for state, there in source.held.items():
+        if state.kind in (MASTER, EXP_AVG, EXP_AVG_SQ):
+            assert same(held[state.kind][state.param].flatten(), read(source.root, there).flatten()), state
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "deepspeed"])
+@pytest.mark.parametrize("name", ["llama", "zero2", "llama-ds-scheduler"])
+def test_what_the_trainer_has_saved(name: str, layout: str, runs: Runs, tmp_path: Path) -> None:
+    source = runs[name].checkpoint(2)
+    out = checked(convert(source, tmp_path / "checkpoint-2", layout=layout), layout)
+    before, after = index_checkpoint(source), index_checkpoint(out)
+    for state, held in before.held.items():
+        if state.kind != WEIGHT:
+            assert same(read(source, held), read(out, after.held[state])), state
+    trainers = {"trainer_state.json", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "model.safetensors"}
+    assert not trainers & after.files.keys()
+    if layout == "deepspeed" and name == "llama":
+        model = torch.load(out / after.tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+        assert model["lr_scheduler"] == torch.load(source / "scheduler.pt")
+    if layout == "accelerate":
+        assert (source / "scheduler.pt").exists() == (out / "scheduler.bin").exists()
+        states = torch.load(source / "rng_state_1.pth", weights_only=False)
+        assert torch.load(out / "random_states_1.pkl", weights_only=False)["random_state"] == states["python"]
+
+
+def test_a_checkpoint_that_lacks_its_clients_state_is_another_clients(runs: Runs, tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(runs["llama"].checkpoint(2), source)
+    (source / "trainer_state.json").unlink()
+    with pytest.raises(SourceError, match="the Trainer can't resume without it"):
+        convert(source, tmp_path / "refused")
+    checked(convert(source, tmp_path / "out", layout="deepspeed"), "deepspeed")
+
+
+def test_a_run_of_partial_checkpoints_for_another_loader(loops: Loops, tmp_path: Path) -> None:
+    run = copy_of_partial(loops["accelerate-2-saver"].folder, tmp_path / "run")
+    assert SAVERS["accelerate-2-saver"].client == "accelerate"
+    told = call("merge", "--run", run, "--layout", "deepspeed")
+    assert index_checkpoint(checked(Path(told["out"]), "deepspeed")).global_step == 4
+    assert "engine.load_checkpoint" in (Path(told["out"]) / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("engine-3", {"layout": "lightning"}, "use --layout trainer, accelerate or deepspeed"),
+        ("engine-3", {"layout": "deepspeed", "stage": 0}, "use --stage 1, 2 or 3"),
+        ("accelerate-ddp", {"layout": "deepspeed"}, "use --layout trainer or accelerate"),
+        ("accelerate-2", {"layout": "accelerate", "to": "dcp"}, "leave out --layout, or name another format with --to"),
+    ],
+)
+def test_what_can_not_be_done_is_told_with_what_can(
+    name: str, options: dict[str, Any], told: str, loops: Loops, tmp_path: Path
+) -> None:
+    with pytest.raises(MismatchError, match=f"--layout: .*(\n.*)*{told}"):
+        convert(loops.checkpoint(name), tmp_path / "out", **options)
+
+
+def test_weights_in_several_files_are_refused_where_one_is_read(loops: Loops, tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-2"
+    convert(loops.checkpoint("accelerate-ddp"), source, layout="trainer")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    (source / SINGLE).unlink()
+    model.save_pretrained(source, max_shard_size="40KB")
+    with pytest.raises(UnsupportedCheckpoint, match=f"{SINGLE} only"):
+        convert(source, tmp_path / "out", layout="accelerate")

@@ -1,0 +1,117 @@
+"""Writes that bypass the page cache put down the same bytes, and give way where the file system does not take them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import zlib
+
+import numpy as np
+import pytest
+
+from helpers.render import render
+from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, Copy, Crc, FileLayout, Plan
+from llmtailor.checkpoint.placement import Extent
+from llmtailor.engine import copy as runner
+from llmtailor.engine import streams
+from llmtailor.engine.copy import Context, execute
+
+BUFFER = 8 * BLOCK_BYTES
+SOURCE_BYTES = 20 * BLOCK_BYTES
+real_write = streams.write_all
+
+
+@pytest.fixture
+def a_plan(tmp_path, monkeypatch):
+    """Returns plans for one file of a given length, whose pieces begin and end anywhere."""
+    monkeypatch.setattr(streams, "DIRECT_BYTES", BUFFER)
+    monkeypatch.setattr(runner, "MIN_DIRECT_BYTES", 100)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "data").write_bytes(np.random.default_rng(0).bytes(SOURCE_BYTES))
+
+    def make(num_bytes):
+        rest = num_bytes - 4 - 31
+        pieces = (
+            Bytes(b"h" * 31, "header"),
+            Copy(Extent("data", 5, 5 + rest // 3), 0),
+            Bytes(os.urandom(rest // 3), "a long one, which would not pass through a smaller buffer"),
+            Copy(Extent("data", 77, 77 + rest - 2 * (rest // 3)), 0),
+            Crc(0, num_bytes - 4),
+        )
+        return Plan((str(source),), (FileLayout("out", pieces),))
+
+    return make
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """(bytes, whether they bypass the page cache) of every write."""
+    seen = []
+
+    def write_all(fd, data):
+        if len(data):
+            seen.append((len(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)))
+        real_write(fd, data)
+
+    monkeypatch.setattr(streams, "write_all", write_all)
+    return seen
+
+
+def check(plan, tmp_path, direct=True):
+    (result,) = execute(plan, tmp_path / "out", Context(inline=True, direct=direct))
+    written = (tmp_path / "out/out").read_bytes()
+    assert written == render(plan.files[0], tmp_path / "source")
+    assert result.crc == zlib.crc32(written) and result.num_bytes == len(written)
+
+
+@pytest.mark.parametrize("num_bytes", [101, BLOCK_BYTES, 3 * BLOCK_BYTES + 1, BUFFER, BUFFER + 1, 3 * BUFFER - 1])
+def test_the_bytes_are_those_of_the_slow_executor(a_plan, tmp_path, writes, num_bytes):
+    check(a_plan(num_bytes), tmp_path)
+    if not any(direct for _, direct in writes):
+        assert num_bytes < BLOCK_BYTES or not os.major(tmp_path.stat().st_dev), "a disk takes such writes"
+        pytest.skip("only disks of this machine are written to without the page cache")
+    whole = num_bytes // BLOCK_BYTES * BLOCK_BYTES
+    assert sum(length for length, direct in writes if direct) == whole, "all but the last, incomplete block"
+    assert all(length % BLOCK_BYTES == 0 for length, direct in writes if direct)
+
+
+def test_only_what_asks_for_it_and_is_large_bypasses_the_cache(a_plan, tmp_path, writes, monkeypatch):
+    check(a_plan(2 * BUFFER), tmp_path, direct=False)
+    (tmp_path / "out/out").unlink()
+    monkeypatch.setattr(runner, "MIN_DIRECT_BYTES", 2 * BUFFER + 1)
+    check(a_plan(2 * BUFFER), tmp_path)
+    assert not any(direct for _, direct in writes)
+
+
+@pytest.mark.parametrize("refused", [0, 1], ids=["at the first write", "later"])
+def test_a_file_system_that_refuses_gets_ordinary_writes(a_plan, tmp_path, monkeypatch, refused):
+    direct = []
+
+    def write_all(fd, data):
+        if len(data) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.append(len(data))
+            if len(direct) == refused + 1:
+                real_write(fd, data[: len(data) // 2 // BLOCK_BYTES * BLOCK_BYTES])
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real_write(fd, data)
+
+    monkeypatch.setattr(streams, "write_all", write_all)
+    check(a_plan(3 * BUFFER), tmp_path)
+    if not direct:
+        pytest.skip("only disks of this machine are written to without the page cache")
+    assert len(direct) == refused + 1, "once refused, never again"
+
+
+def test_where_the_flag_is_refused_nothing_changes(a_plan, tmp_path, writes, monkeypatch):
+    real = fcntl.fcntl
+
+    def refuse(fd, command, argument=0):
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    check(a_plan(2 * BUFFER), tmp_path)
+    assert not any(direct for _, direct in writes)
