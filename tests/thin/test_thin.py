@@ -61,7 +61,7 @@ def test_it_says_how_old_the_parts_of_each_step_become(tmp_path):
     run = make_run(tmp_path / "run", (100, 200, 300, 400))
     words = ("thin", run, "--strategy", "parity", "--keep-full-last", 1)
     ages = {age["step"]: age for age in call(*words)["ages"]}
-    fresh = {"steps_back": 0, "parts": []}
+    fresh = {"steps_back": 0, "parts": [], "only": None}
     assert all(age["now"] == fresh for age in ages.values())
     assert ages[100]["afterwards"] == ages[400]["afterwards"] == fresh
     for step, parts in ((200, EVEN), (300, ODD)):
