@@ -28,4 +28,11 @@ fi
 # more than four would only import the same libraries again.
 echo "== pytest"
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
-exec pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+# The tests write and sync thousands of small files: in memory, where there is room for them. Those that need a disk
+# find one.
+if [[ -z ${TMPDIR:-} ]] && (($(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1 || true) >= 8)); then
+  TMPDIR=$(mktemp --directory /dev/shm/llmtailor-tests-XXXXXX)
+  export TMPDIR
+  trap 'rm -rf "$TMPDIR"' EXIT
+fi
+pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -9,12 +9,15 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.reflinks import copied, folder, reflinks, small_limits  # noqa: F401
 from partial.runs import LONG_JOBS
 from real import harness
@@ -83,6 +86,16 @@ def names_in(value: object) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from names_in(each)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk, where ``tmp_path`` may be in memory: see scripts/test.sh."""
+    if os.major(tmp_path.stat().st_dev):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

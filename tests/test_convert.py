@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import llmtailor
 import oracle.any
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.cases import examples
 from helpers.checkpoints import SMALL, make
 from helpers.commands import run_here

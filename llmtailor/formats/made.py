@@ -117,12 +117,12 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
     return made, notices
 
 
-def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, str]:
+def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Problem]]:
     """Return the state of a scheduler of torch that has counted the base's steps, for another client.
 
-    If the base holds none, it is made from the rates in the param groups; the text then says why.
+    If the base holds none, it is made from the rates in the param groups, and a notice says so.
     """
-    tree, why = scheduler_tree(base, wanted.from_group), ""
+    tree, notices = scheduler_tree(base, wanted.from_group), []
     if tree is None or not read_scheduler(tree).lengths:
         why = "it holds no scheduler state" if tree is None else "its scheduler's state is not torch's"
         groups, step = wanted.layout.groups, base.global_step
@@ -135,17 +135,18 @@ def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, str]:
             "_last_lr": [group.hyper.get("lr", 0.0) for group in groups],
             "lr_lambdas": [None] * len(groups),
         }
-    return tree, why
+        in_file = wanted.client != DEEPSPEED
+        made = CLIENTS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
+        what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
+        fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
+        notices.append(Problem(base.name, what, fix))
+    return tree, notices
 
 
 def _scheduler(base: CheckpointIndex, wanted: Wanted) -> tuple[FileLayout, list[Problem]]:
     """Return the scheduler's file, and notices."""
-    client, step, notices = CLIENTS[wanted.client], base.global_step, []
-    tree, why = scheduler_for(base, wanted)
-    if why:
-        what = f"{why}; {client.scheduler} is made for step {step}, from the rates in the param groups"
-        fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
-        notices.append(Problem(base.name, what, fix))
+    client, step = CLIENTS[wanted.client], base.global_step
+    tree, notices = scheduler_for(base, wanted)
     if not client.counts_steps and read_scheduler(tree).num_steps is not None:
         count = step * wanted.layout.world_size
         tree = {**tree, "last_epoch": count, "_step_count": count + 1}

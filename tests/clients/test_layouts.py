@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
+from click.testing import CliRunner  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from clients.conftest import Loops  # noqa: E402
@@ -18,6 +19,7 @@ from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
 from clients.spec import Spec  # noqa: E402
 from clients.test_resume import convert, copy_of_partial  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
+from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.containers.safetensors import SINGLE  # noqa: E402
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
@@ -162,3 +164,14 @@ def test_weights_in_several_files_are_refused_where_one_is_read(loops: Loops, tm
     model.save_pretrained(source, max_shard_size="40KB")
     with pytest.raises(UnsupportedCheckpoint, match=f"{SINGLE} only"):
         convert(source, tmp_path / "out", layout="accelerate")
+
+
+def test_a_schedule_that_had_to_be_made_is_told(loops: Loops, tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(loops.checkpoint("accelerate-2"), source)
+    (source / "scheduler.bin").unlink()
+    words = ("convert", source, tmp_path / "out", "--layout", "deepspeed", "--json")
+    result = CliRunner().invoke(cli, [*map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert "lr_scheduler in the model states is made for step 2" in result.output
+    checked(tmp_path / "out", "deepspeed")

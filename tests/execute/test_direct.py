@@ -23,11 +23,11 @@ real_write = streams.write_all
 
 
 @pytest.fixture
-def a_plan(tmp_path, monkeypatch):
+def a_plan(on_disk, monkeypatch):
     """Returns plans for one file of a given length, whose pieces begin and end anywhere."""
     monkeypatch.setattr(streams, "DIRECT_BYTES", BUFFER)
     monkeypatch.setattr(runner, "MIN_DIRECT_BYTES", 100)
-    source = tmp_path / "source"
+    source = on_disk / "source"
     source.mkdir()
     (source / "data").write_bytes(np.random.default_rng(0).bytes(SOURCE_BYTES))
 
@@ -59,34 +59,34 @@ def writes(monkeypatch):
     return seen
 
 
-def check(plan, tmp_path, direct=True):
-    (result,) = execute(plan, tmp_path / "out", Context(inline=True, direct=direct))
-    written = (tmp_path / "out/out").read_bytes()
-    assert written == render(plan.files[0], tmp_path / "source")
+def check(plan, on_disk, direct=True):
+    (result,) = execute(plan, on_disk / "out", Context(inline=True, direct=direct))
+    written = (on_disk / "out/out").read_bytes()
+    assert written == render(plan.files[0], on_disk / "source")
     assert result.crc == zlib.crc32(written) and result.num_bytes == len(written)
 
 
 @pytest.mark.parametrize("num_bytes", [101, BLOCK_BYTES, 3 * BLOCK_BYTES + 1, BUFFER, BUFFER + 1, 3 * BUFFER - 1])
-def test_the_bytes_are_those_of_the_slow_executor(a_plan, tmp_path, writes, num_bytes):
-    check(a_plan(num_bytes), tmp_path)
+def test_the_bytes_are_those_of_the_slow_executor(a_plan, on_disk, writes, num_bytes):
+    check(a_plan(num_bytes), on_disk)
     if not any(direct for _, direct in writes):
-        assert num_bytes < BLOCK_BYTES or not os.major(tmp_path.stat().st_dev), "a disk takes such writes"
+        assert num_bytes < BLOCK_BYTES or not os.major(on_disk.stat().st_dev), "a disk takes such writes"
         pytest.skip("only disks of this machine are written to without the page cache")
     whole = num_bytes // BLOCK_BYTES * BLOCK_BYTES
     assert sum(length for length, direct in writes if direct) == whole, "all but the last, incomplete block"
     assert all(length % BLOCK_BYTES == 0 for length, direct in writes if direct)
 
 
-def test_only_what_asks_for_it_and_is_large_bypasses_the_cache(a_plan, tmp_path, writes, monkeypatch):
-    check(a_plan(2 * BUFFER), tmp_path, direct=False)
-    (tmp_path / "out/out").unlink()
+def test_only_what_asks_for_it_and_is_large_bypasses_the_cache(a_plan, on_disk, writes, monkeypatch):
+    check(a_plan(2 * BUFFER), on_disk, direct=False)
+    (on_disk / "out/out").unlink()
     monkeypatch.setattr(runner, "MIN_DIRECT_BYTES", 2 * BUFFER + 1)
-    check(a_plan(2 * BUFFER), tmp_path)
+    check(a_plan(2 * BUFFER), on_disk)
     assert not any(direct for _, direct in writes)
 
 
 @pytest.mark.parametrize("refused", [0, 1], ids=["at the first write", "later"])
-def test_a_file_system_that_refuses_gets_ordinary_writes(a_plan, tmp_path, monkeypatch, refused):
+def test_a_file_system_that_refuses_gets_ordinary_writes(a_plan, on_disk, monkeypatch, refused):
     direct = []
 
     def write_all(fd, data):
@@ -98,13 +98,13 @@ def test_a_file_system_that_refuses_gets_ordinary_writes(a_plan, tmp_path, monke
         real_write(fd, data)
 
     monkeypatch.setattr(streams, "write_all", write_all)
-    check(a_plan(3 * BUFFER), tmp_path)
+    check(a_plan(3 * BUFFER), on_disk)
     if not direct:
         pytest.skip("only disks of this machine are written to without the page cache")
     assert len(direct) == refused + 1, "once refused, never again"
 
 
-def test_where_the_flag_is_refused_nothing_changes(a_plan, tmp_path, writes, monkeypatch):
+def test_where_the_flag_is_refused_nothing_changes(a_plan, on_disk, writes, monkeypatch):
     real = fcntl.fcntl
 
     def refuse(fd, command, argument=0):
@@ -113,5 +113,5 @@ def test_where_the_flag_is_refused_nothing_changes(a_plan, tmp_path, writes, mon
         return real(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    check(a_plan(2 * BUFFER), tmp_path)
+    check(a_plan(2 * BUFFER), on_disk)
     assert not any(direct for _, direct in writes)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from helpers.asking import answers_from_a_fork, in_a_fresh_process  # noqa: F401
+from helpers.asking import in_a_fresh_process
 from helpers.checkpoints import SMALL, make
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint

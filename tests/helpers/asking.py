@@ -1,6 +1,6 @@
 """Ask transformers about models in a fork of this process, which has imported it: a fresh one takes 3 s for that.
 
-That a process of its own is asked, and what happens when it is killed or slow, is shown where this is not used.
+That a process of its own is asked, and what happens when it is killed or slow, is shown with `in_a_fresh_process`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def _run(command: list[str], *, env: dict[str, str], cwd: str, **_: Any) -> Comp
     return CompletedProcess(command, os.waitstatus_to_exitcode(status), *(path.read_text() for path in paths))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def answers_from_a_fork() -> Iterator[None]:
-    """For the tests of a module that imports this; of a folder whose conftest.py does."""
     stand_in = SimpleNamespace(**{**vars(subprocess), "run": _run})
     with mock.patch.object(model, "subprocess", stand_in):
         yield

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import llmtailor
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.checkpoints import make
 from llmtailor.recipe.recipe import Recipe
 

@@ -55,7 +55,9 @@ def run(words, environ, *program):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("report_to", [[], ["llmtailor"]], ids=["launched", "report_to"])
+@pytest.mark.parametrize(
+    "report_to", [[], pytest.param(["llmtailor"], marks=pytest.mark.long)], ids=["launched", "report_to"]
+)
 def test_a_script_saves_without_knowing_it(tmp_path, script, report_to):
     """It looks for the Trainer before it imports it."""
     path, environ = script

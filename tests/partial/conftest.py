@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from partial.harness import Done, run_jobs
 from partial.runs import jobs_for
 from real.harness import TrainingFailed, compiler

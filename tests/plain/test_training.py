@@ -11,7 +11,6 @@ pytestmark = pytest.mark.real
 from safetensors.torch import load_file  # noqa: E402
 
 import llmtailor  # noqa: E402
-from helpers.asking import answers_from_a_fork  # noqa: E402, F401
 from llmtailor.findings import ERROR  # noqa: E402
 from llmtailor.formats.plain.read import detects  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402

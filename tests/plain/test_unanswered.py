@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
 import llmtailor  # noqa: E402
-from helpers.asking import answers_from_a_fork, in_a_fresh_process  # noqa: E402, F401
+from helpers.asking import in_a_fresh_process  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import Unanswered, UsageError  # noqa: E402
 from llmtailor.formats.plain import ask_transformers as model  # noqa: E402

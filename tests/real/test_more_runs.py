@@ -18,7 +18,6 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import llmtailor
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from llmtailor.compose.report import Report
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint

@@ -13,7 +13,6 @@ pytest.importorskip("deepspeed")
 from transformers import Trainer
 
 import llmtailor
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.training import LayerGroupsMixin
 from plain import training as plain

@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 
 import llmtailor
 from attempts.world import PARTS, World
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.commands import run_here
 from llmtailor.report import pictures
 from llmtailor.runs.newest import compose_newest

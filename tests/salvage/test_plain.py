@@ -13,7 +13,6 @@ pytestmark = pytest.mark.real
 
 from transformers import Trainer  # noqa: E402
 
-from helpers.asking import answers_from_a_fork  # noqa: E402, F401
 from llmtailor.compose.write import write  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import EXP_AVG, State  # noqa: E402

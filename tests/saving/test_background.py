@@ -259,7 +259,7 @@ def test_a_step_waits_only_for_what_it_writes():
 
 
 @pytest.mark.parametrize("arena_bytes", [1 << 20, 1 << 23], ids=["small buffer", "large buffer"])
-def test_the_disk_takes_blocks_from_where_the_copies_lie(tmp_path, monkeypatch, arena_bytes):
+def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, arena_bytes):
     """Whatever the sizes of the tensors; only blocks that hold parts of two of them are put together elsewhere."""
     monkeypatch.setattr("llmtailor.engine.copy.MIN_DIRECT_BYTES", 0)
     live, generator = LiveTensors(), torch.Generator().manual_seed(0)
@@ -282,10 +282,10 @@ def test_the_disk_takes_blocks_from_where_the_copies_lie(tmp_path, monkeypatch, 
         snapshot = Snapshot(live, [file], arena, 60, time.monotonic())
         snapshot.start()
         try:
-            write_share(tmp_path / copy, Share((file,), (), live, lambda: None), None, snapshot)
+            write_share(on_disk / copy, Share((file,), (), live, lambda: None), None, snapshot)
         finally:
             snapshot.close()
-        found = safetensors.torch.load_file(tmp_path / copy / "file")
+        found = safetensors.torch.load_file(on_disk / copy / "file")
         assert all(torch.equal(found[str(number)], one) for number, one in enumerate([*tensors, half]))
     if not straight:
         pytest.skip("only disks of this machine are written to without the page cache")

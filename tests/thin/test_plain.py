@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 import torch
 from safetensors.torch import load_file
 
-from helpers.asking import answers_from_a_fork  # noqa: F401
 from helpers.cases import mostly_long
 from helpers.indexes import make_index
 from llmtailor.errors import UnsupportedCheckpoint

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.real
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from helpers.asking import answers_from_a_fork  # noqa: E402, F401
 from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import SEVERITIES  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402

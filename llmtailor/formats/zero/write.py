@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex, TrainState
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.format import Wanted
@@ -63,19 +63,18 @@ def lay_out_engine(
             id(tree): _with_scheduler(tree, where, old, wanted.from_group) for tree in train.model if tree is not None
         }
         train = replace(train, model=tuple(adapted.get(id(tree)) for tree in train.model))
-    if wanted.client != base.client:  # an engine that has a scheduler can't load None; others don't look
-        scheduler, _ = scheduler_for(base, wanted)
-        given = {
-            id(tree): tree if tree.get("lr_scheduler") else {**tree, "lr_scheduler": scheduler}
-            for tree in train.model
-            if tree is not None
-        }
-        train = replace(train, model=tuple(given.get(id(tree)) for tree in train.model))
+    notices: list[Problem] = []
+    without = {id(tree): tree for tree in train.model if tree is not None and not tree.get("lr_scheduler")}
+    if wanted.client != base.client and without:  # an engine that has a scheduler can't load None; others don't look
+        scheduler, about = scheduler_for(base, wanted)
+        notices += about if wanted.client == DEEPSPEED else []
+        given = {key: {**tree, "lr_scheduler": scheduler} for key, tree in without.items()}
+        train = replace(train, model=tuple(given.get(id(tree), tree) for tree in train.model))
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
-    notices: list[Problem] = []
     if target.client.saves_model or base.is_partial:
-        weights, notices = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+        weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
+        notices += missing
     made, about = made_client_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
     if base.family in (FSDP, DCP) and wanted.dtype is None:
