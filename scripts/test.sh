@@ -30,7 +30,8 @@ echo "== pytest"
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
 # The tests write and sync thousands of small files: in memory, where there is room for them. Those that need a disk
 # find one.
-if [[ -z ${TMPDIR:-} ]] && (($(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1 || true) >= 8)); then
+free_gb=$(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1) || free_gb=0
+if [[ -z ${TMPDIR:-} ]] && ((free_gb >= 8)); then
   TMPDIR=$(mktemp --directory /dev/shm/llmtailor-tests-XXXXXX)
   export TMPDIR
   trap 'rm -rf "$TMPDIR"' EXIT

@@ -94,8 +94,8 @@ def on_disk(tmp_path: Path) -> Iterator[Path]:
     if os.major(tmp_path.stat().st_dev):
         yield tmp_path
         return
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        yield Path(made)
 
 
 @pytest.fixture(scope="session")
