@@ -64,7 +64,7 @@ kill_job() {
 stage "2/6  Train a tiny Llama: the unpatched Trainer, DeepSpeed ZeRO-3, bf16, 2 CPU ranks, 30 steps, a save every 5"
 say "Two lines of the training script, scripts/demo_train.py, are llmtailor's:"
 sed -n '/from llmtailor.saving/p; /attach(trainer/p' scripts/demo_train.py
-train run --output-dir "$made/run" --save parity --save-steps 5
+train run --output-dir "$made/run" --save moments_in_turn:4 --save-steps 5
 until [[ -e $made/run/partial/step-00000015/manifest.json ]]; do
   kill -0 "$job" 2>/dev/null || { job='' && failed; }
   sleep 0.1
@@ -74,7 +74,8 @@ stage "3/6  Kill it in the middle"
 kill_job
 say "kill -9: torchrun and its ranks are gone. What lies in demo-run/run:"
 (cd "$made/run" && du -sh partial/step-*)
-say "The first save is complete. Then come odd layers and even layers in turn, half of the bytes each."
+say "The first save is complete. The others hold all master weights, and the moments of a quarter of the model in turn:"
+say "half of the bytes each. This is what the saver does unless told otherwise."
 
 stage "4/6  Get it back, with one command"
 show llmtailor merge --run demo-run/run
@@ -83,7 +84,7 @@ say ""
 show llmtailor inspect "demo-run/run/$back"
 
 stage "5/6  Resume from it as always, trainer.train(resume_from_checkpoint=True), to step 30"
-train resumed --output-dir "$made/run" --save parity --save-steps 5 --resume
+train resumed --output-dir "$made/run" --save moments_in_turn:4 --save-steps 5 --resume
 finish
 say "Done. For comparison, the same training uninterrupted, with the Trainer's own full checkpoints ..."
 train straight --output-dir "$made/straight" --save-steps 5
@@ -115,7 +116,7 @@ for step in sorted({1, 10, *range(back - 1, 31)}):
     print(f"    {step:4}{straight[step]:16.3f}{told}".rstrip())
 partial, full = num_bytes("run/partial/step-*"), num_bytes("straight/checkpoint-*")
 print(f"""
-Half of the layers were five steps behind when the run resumed.
+The run resumed with the weights of step {back}; the moments of some layers were up to ten steps older.
 Six partial checkpoints, the complete first one among them, have {partial:,} bytes; six full ones have {full:,},
 which is {full / partial:.2f} times as much.""")
 PYTHON

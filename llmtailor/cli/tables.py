@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from llmtailor.compose.report import Report, fold_layers, total_setback
@@ -103,23 +103,29 @@ def inspection_text(content: Inspection) -> str:
         for number, group in enumerate(content["param_groups"])
     ]
     listed = content["parts"]
-    facts = [(part["step"], *part["optimizer_steps"], part["held"], _has_masters(part)) for part in listed]
+    facts = [
+        (part["step"], part["masters_step"], *part["optimizer_steps"], part["held"], _has_masters(part))
+        for part in listed
+    ]
+    has_newer = any(part["masters_step"] for part in listed)
     parts = [
         (
             condense(part["part"] for part in group),
             sum(part["num_tensors"] for part in group),
-            group[0]["step"],
+            group[0]["masters_step"] or group[0]["step"],
+            *((group[0]["step"],) if has_newer else ()),
             ", ".join(f"{step:g}" for step in group[0]["optimizer_steps"]),
             _held(group),
         )
         for at in group_shares([part["part"] for part in listed], facts)
         for group in [[listed[number] for number in at]]
     ]
+    head = ("part", "tensors", "step", *(("moments at",) if has_newer else ()), "Adam step", "bytes")
     lines += [
         "",
         table(("group", "params", "sub-groups", "lr", "weight decay", "betas"), groups, right=(0, 1)),
         "",
-        table(("part", "tensors", "step", "Adam step", "bytes"), parts, right=(1, 2, 3, 4)),
+        table(head, parts, right=range(1, len(head))),
         "",
         f"{len(content['files'])} files, {size(content['num_bytes'])} ({content['num_bytes']:,} bytes)",
     ]
@@ -127,7 +133,7 @@ def inspection_text(content: Inspection) -> str:
     return "\n".join(lines + (findings or ["nothing is missing or unusual"]))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> str:
     """Return rows in columns as wide as their widest cell; columns in ``right`` are right-aligned."""
     cells = [tuple(head), *(tuple(printable(str(cell)) for cell in row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]

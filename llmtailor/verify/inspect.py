@@ -33,6 +33,8 @@ class PartFacts(TypedDict):
     num_tensors: int
     step: int
     """Global step at which it was saved"""
+    masters_step: int | None
+    """That of its masters, if they are newer than its moments"""
     optimizer_steps: list[float]
     num_bytes: int
     num_bytes_by_kind: dict[str, int]
@@ -124,7 +126,8 @@ def describe(index: CheckpointIndex) -> Inspection:
             {
                 "part": part,
                 "num_tensors": len(names),
-                "step": index.step_of(part),
+                "step": (step := index.step_of(part)),
+                "masters_step": newer if (newer := index.master_step_of(part)) > step else None,
                 "optimizer_steps": sorted({steps[name] for name in map(structure.stored_in, names) if name in steps}),
                 "num_bytes": sum(by_kind[part].values()),
                 "num_bytes_by_kind": dict(by_kind[part]),

@@ -22,6 +22,7 @@ from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa:
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
 from llmtailor.runs.retention import find_reachable, needed  # noqa: E402
 from llmtailor.runs.scan import describe_checkpoint, recipe_for_run  # noqa: E402
+from llmtailor.verify.inspect import describe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 from saving.test_experts import saving, train  # noqa: E402
@@ -297,6 +298,14 @@ def test_a_composite_is_not_composed_again(tmp_path):
     composite = index_checkpoint(run / "checkpoint-6")
     masters, moments = newest(run, 6)
     assert dict(composite.part_steps) == moments and dict(composite.master_steps) == masters
+    facts = {part["part"]: part for part in describe(composite)["parts"]}
+    older = {part for part, step in moments.items() if step < masters[part]}
+    assert older and {part: one["masters_step"] for part, one in facts.items()} == {
+        part: masters[part] if part in older else None for part in facts
+    }
+    part = min(older, key=list(facts).index)
+    row = next(row for row in run_here("inspect", run / "checkpoint-6").stdout.splitlines() if row.startswith(part))
+    assert f"{masters[part]}  {moments[part]:>10}  " in row, row
     done = run_here("convert", run / "checkpoint-6", tmp_path / "other", "--groups", "layer")
     assert done.returncode == 0, done.stderr
     other = index_checkpoint(tmp_path / "other")
