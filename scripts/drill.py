@@ -34,6 +34,8 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 import demo_train
 from transformers import Trainer  # noqa: F401  (transformers imports it late, and then in every rank)
 
+from llmtailor.policies import DEFAULT_POLICY
+
 MARK = ".made-by-the-drill"
 TIMEOUT_S = 600
 """For anything that is waited for; only a hang takes so long."""
@@ -337,7 +339,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=5, help="default: 5, of which at least half hit a save")
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at (default: 0)")
-    parser.add_argument("--policy", default="parity", help="what a save holds (default: parity)")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="what a save holds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="of the whole training (default: 100)")
     parser.add_argument("--save-steps", type=int, default=5, help="steps between saves (default: 5)")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="of ZeRO (default: 3)")

@@ -42,7 +42,7 @@ def test_it_goes_on_where_it_was(drill):
     losses, straight = drill["losses"], drill["uninterrupted"]
     assert list(losses) == [str(step) for step in range(1, STEPS + 1)]
     after = str(drill["kills"][0]["back"] + 1)
-    # half of the layers are some steps older; a new model's loss would be farther off
+    # some moments are some steps older; a new model's loss would be farther off
     assert losses[after] == pytest.approx(straight[after], abs=0.1)
     assert losses["1"] > straight[after] + 0.1
 
