@@ -36,6 +36,15 @@ def test_sources_that_agree_need_no_compromise():
     assert (first.step, first.others) == (5.0, ())
 
 
+@pytest.mark.parametrize("steps", [(10.0, 8.0), (8.0, 10.0)])
+def test_params_that_differ_in_the_base_itself_get_its_newest_step(steps):
+    """As when a composite with a step per layer is converted to fewer param groups."""
+    sources = [index(*steps, 3.0, layout=(("a",), ("b",), ("c",)))]
+    first, second = choose_steps(sources, Sources({"a": 0, "b": 0, "c": 0}), base=0, target=TARGET)
+    assert (first.step, first.others) == (10.0, (8.0,))
+    assert (second.step, second.others) == (3.0, ())
+
+
 def test_where_they_differ_the_base_stays_and_it_is_said():
     sources = [index(200.0, 200.0), index(100.0, 100.0)]
     choices = choose_steps(sources, Sources({"a": 1, "b": 0, "c": 0}), base=0, target=TARGET)

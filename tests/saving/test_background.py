@@ -23,7 +23,7 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
 from llmtailor.engine import streams  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, ending  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions, ending, writing  # noqa: E402
 from llmtailor.saving.live import LiveTensors  # noqa: E402
 from llmtailor.saving.plain import PlainTraining  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
@@ -190,6 +190,26 @@ def test_without_background_saves_training_stops(tmp_path, monkeypatch, caplog, 
     run.check(1, tmp_path / "out")
 
 
+def test_everything_is_durable_before_the_manifest_names_it(tmp_path, monkeypatch, loop):
+    done = []
+
+    def recorded(real):
+        def record(path, *content):
+            real(path, *content)
+            done.append(path)
+
+        return record
+
+    for name in ("fsync_folder", "replace_durably"):
+        monkeypatch.setattr(writing, name, recorded(getattr(writing, name)))
+    run = loop()
+    run.train()
+    run.save().wait(60)
+    (manifest,) = (tmp_path / "run").glob("partial/step-*/manifest.json")
+    at = done.index(manifest)
+    assert done[at - 1 : at + 3] == [manifest.parent, manifest, manifest.parent, manifest.parent.parent]
+
+
 def test_a_policy_that_is_not_deterministic_is_found_out():
     from llmtailor.saving.pending import check_same
 
@@ -221,7 +241,8 @@ def test_a_save_of_which_a_rank_has_died_is_removed(ended):
     assert "the save at step 2 failed" in said and "another rank's share was not complete" in said
 
 
-def test_a_step_waits_only_for_what_it_writes():
+@pytest.mark.parametrize("num_known", [4, 3], ids=["ours", "another that writes the same"])
+def test_a_step_waits_only_for_what_it_writes(num_known):
     """As under ZeRO-3, where each sub-group has a storage of its own, and a step."""
     live, masters = LiveTensors(), [torch.full((1 << 17,), float(number)) for number in range(4)]
     entries = [live.entry(f"master/{number}", one, None, storage_of(one)) for number, one in enumerate(masters)]
@@ -231,7 +252,7 @@ def test_a_step_waits_only_for_what_it_writes():
     barrier = StepBarrier()
     optimizers = [torch.optim.SGD([torch.nn.Parameter(one)], lr=1.0) for one in masters]
     try:
-        barrier.arm(snapshot, optimizers, frozenset(map(storage_of, masters)))
+        barrier.arm(snapshot, optimizers[:num_known], frozenset(map(storage_of, masters)))
         for optimizer in optimizers:
             optimizer.param_groups[0]["params"][0].grad = torch.ones(1 << 17)
         optimizers[0].step()  # two of four fit into the buffer
