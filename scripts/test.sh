@@ -28,10 +28,10 @@ fi
 # more than four would only import the same libraries again.
 echo "== pytest"
 export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
-# The tests write and sync thousands of small files: in memory, where there is room for them. Those that need a disk
-# find one.
+# The short suite writes and syncs thousands of small files: in memory, where there is room for them. What needs a disk
+# finds one; --all writes too much for that.
 free_gb=$(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1) || free_gb=0
-if [[ -z ${TMPDIR:-} ]] && ((free_gb >= 8)); then
+if [[ -z ${TMPDIR:-} && " $* " != *" --all "* ]] && ((free_gb >= 8)); then
   TMPDIR=$(mktemp --directory /dev/shm/llmtailor-tests-XXXXXX)
   export TMPDIR
   trap 'rm -rf "$TMPDIR"' EXIT

@@ -252,19 +252,6 @@ def _why_not(step: int, index: CheckpointIndex, newest: CheckpointIndex | None) 
     return unlike[0] if unlike else None
 
 
-def recipe_for_run(
-    run: Path,
-    at: int | None,
-    how: StrategyOptions | UpdateLog,
-    folder: Path | None = None,
-    *,
-    also: Sequence[Path] = (),
-    trust_unrecorded: bool = False,
-) -> Recipe:
-    """Return the recipe of `choose_for_run`."""
-    return choose_for_run(run, at, how, folder, also=also, trust_unrecorded=trust_unrecorded)[0]
-
-
 def choose_for_run(
     run: Path,
     at: int | None,

@@ -32,7 +32,7 @@ class PartFacts(TypedDict):
     part: str
     num_tensors: int
     step: int
-    """Global step at which it was saved"""
+    """Global step at which it was saved; of a part whose states are of several steps the oldest"""
     masters_step: int | None
     """That of its masters, if they are newer than its moments"""
     optimizer_steps: list[float]

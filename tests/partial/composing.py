@@ -7,9 +7,9 @@ from pathlib import Path
 import llmtailor
 from llmtailor.compose.report import Report
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.scan import recipe_for_run
+from llmtailor.runs.scan import choose_for_run
 
 
 def compose(run: Path, at: int, ranks: int | None = None, out: Path | None = None) -> Report:
-    recipe = recipe_for_run(run, at, StrategyOptions("latest"))
+    recipe = choose_for_run(run, at, StrategyOptions("latest"))[0]
     return llmtailor.merge(recipe, out, llmtailor.Options(world_size=ranks))

@@ -22,7 +22,7 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
-from llmtailor.runs.scan import recipe_for_run  # noqa: E402
+from llmtailor.runs.scan import choose_for_run  # noqa: E402
 from partial.checking import check_composite, newest  # noqa: E402
 from partial.runs import CHECKED_2, CHECKED_3, LIVELY  # noqa: E402
 from plain.composing import read  # noqa: E402
@@ -355,7 +355,7 @@ def test_without_deepspeed_the_weights_are_the_masters_by_the_params_own_names(t
     done = trained[name]
     made = {}
     for form, stage in (("zero", None), ("plain", 0)):
-        recipe = recipe_for_run(done.folder, done.saves[-1], StrategyOptions("latest"))
+        recipe = choose_for_run(done.folder, done.saves[-1], StrategyOptions("latest"))[0]
         llmtailor.merge(recipe, tmp_path / form, llmtailor.Options(stage=stage))
         made[form] = index_checkpoint(tmp_path / form)
     states = [state for state in made["zero"].held if state.kind in (MASTER, EXP_AVG, EXP_AVG_SQ)]

@@ -19,7 +19,7 @@ from llmtailor.errors import SourceError, UsageError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe.recipe import Recipe  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
-from llmtailor.runs.scan import recipe_for_run  # noqa: E402
+from llmtailor.runs.scan import choose_for_run  # noqa: E402
 from llmtailor.saving import saver_for  # noqa: E402
 from llmtailor.saving.options import SavingOptions  # noqa: E402
 from saving.loop import Loop  # noqa: E402
@@ -87,7 +87,7 @@ def check(loop: Loop, at: int, out: Path, held: Callable[[str], int] | None = No
 
 
 def compose(loop: Loop, at: int, out: Path, **options: object) -> Path:
-    llmtailor.merge(recipe_for_run(loop.run, at, StrategyOptions("latest")), out, llmtailor.Options(**options))
+    llmtailor.merge(choose_for_run(loop.run, at, StrategyOptions("latest"))[0], out, llmtailor.Options(**options))
     return out
 
 

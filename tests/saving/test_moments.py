@@ -21,7 +21,7 @@ from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
 from llmtailor.runs.retention import find_reachable, needed  # noqa: E402
-from llmtailor.runs.scan import describe_checkpoint, recipe_for_run  # noqa: E402
+from llmtailor.runs.scan import choose_for_run, describe_checkpoint  # noqa: E402
 from llmtailor.verify.inspect import describe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from saving.loop import Loop  # noqa: E402
@@ -281,7 +281,7 @@ def test_composites_can_share_blocks_with_saves(policy, tmp_path):
     loop = Loop(tmp_path, hidden=512, layers=2, policy=policy, background=False).start()
     train(loop, 2)
     loop.saver.close()
-    plan = plan_merge(recipe_for_run(tmp_path, 4, StrategyOptions("latest")), tmp_path / "out").plan
+    plan = plan_merge(choose_for_run(tmp_path, 4, StrategyOptions("latest"))[0], tmp_path / "out").plan
     large = sum(4 * one.numel() for one in loop.model.parameters() if 4 * one.numel() > 1 << 18)
     assert plan.shareable_bytes > 0.95 * 2 * large  # of moments; the weights are in one file, one after another
 

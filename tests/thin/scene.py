@@ -19,7 +19,7 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.scan import find_structure, recipe_for_run
+from llmtailor.runs.scan import choose_for_run, find_structure
 from llmtailor.runs.to_partial import plan_conversion, write_conversion
 
 
@@ -64,7 +64,7 @@ def save_partial(run: Path, full: Path, parts: Iterable[str], ledger: Ledger) ->
 
 def compose(run: Path, step: int, out: Path) -> Path:
     """Do what ``llmtailor merge --run RUN --at STEP OUT`` does."""
-    llmtailor.merge(recipe_for_run(run, step, StrategyOptions("latest")), out)
+    llmtailor.merge(choose_for_run(run, step, StrategyOptions("latest"))[0], out)
     return out
 
 
