@@ -268,9 +268,10 @@ def slow_down(speed: Callable[[], float]) -> None:
     write_all = streams.write_all
 
     def write_slowly(fd: int, data: Any) -> None:
-        if speed():
-            time.sleep(len(data) / speed())
+        began = time.perf_counter()
         write_all(fd, data)
+        if speed():
+            time.sleep(max(0.0, began + len(data) / speed() - time.perf_counter()))
 
     streams.write_all = write_slowly
 
