@@ -17,12 +17,17 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check mypy
 check shellcheck --external-sources scripts/*.sh .ci/run
 if ((${#failed[@]})); then
   printf 'error: this failed, so the tests were not run: %s\n' "${failed[@]}" >&2
   exit 1
 fi
+
+made=$(mktemp --directory)
+trap 'kill "$types" 2>/dev/null || true; rm -rf "$made" "$shared"' EXIT
+echo "== mypy, beside the tests"
+mypy >"$made/mypy.log" 2>&1 &
+types=$! shared=$made
 
 # Last, so that the closing line is pytest's summary. Whole files are dealt out to as many processes as there are cores;
 # more than four would only import the same libraries again.
@@ -32,8 +37,13 @@ export DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
 # finds one; --all writes too much for that.
 free_gb=$(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1) || free_gb=0
 if [[ -z ${TMPDIR:-} && " $* " != *" --all "* ]] && ((free_gb >= 8)); then
-  TMPDIR=$(mktemp --directory /dev/shm/llmtailor-tests-XXXXXX)
-  export TMPDIR
-  trap 'rm -rf "$TMPDIR"' EXIT
+  shared=$(mktemp --directory /dev/shm/llmtailor-tests-XXXXXX)
+  export TMPDIR=$shared
 fi
-pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+result=0
+pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" || result=$?
+if ! wait "$types"; then
+  cat "$made/mypy.log"
+  exit 1
+fi
+exit "$result"

@@ -23,7 +23,7 @@ TRAINER_BYTES = 14
 """Per param of a full checkpoint of the Trainer with DeepSpeed: these, and the bf16 weight"""
 NUM_SAVES = 600
 """Simulated saves behind the base, a multiple of the periods of usual policies"""
-_DISK_SAVES = 60
+_DISK_SAVES = 24
 """Of these, the saves over which retention is simulated; a part is rarely older"""
 
 

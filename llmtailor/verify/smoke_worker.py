@@ -199,8 +199,8 @@ def try_step(scheduler: Any) -> str | None:
     return None
 
 
-def main() -> None:
-    task = json.loads(Path(sys.argv[1]).read_text())
+def main(task_file: Path, folder: Path) -> None:
+    task = json.loads(task_file.read_text())
     rank = int(os.environ.get("RANK", "0"))
     result: dict[str, Any] = {"problem": None, "refusal": None}
     try:
@@ -210,7 +210,7 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         result["problem"] = f"{type(error).__name__}: {error}"
-    Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(result))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
     if result["problem"] is None and torch.distributed.is_initialized():
         torch.distributed.barrier()
     sys.stdout.flush()
@@ -221,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))

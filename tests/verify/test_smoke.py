@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +22,50 @@ from llmtailor.verify import smoke, smoke_worker  # noqa: E402
 from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.training import train  # noqa: E402
+from real.harness import start_ranks  # noqa: E402
 from verify.damages import edit, inner, masters, optim  # noqa: E402
 
 
-def test_a_missing_state_id_and_another_master_are_caught(runs, tmp_path, monkeypatch):
+class Forked:
+    """What `Popen` makes of the workers: forks of processes that have imported the libraries, which takes seconds."""
+
+    def __init__(self, command: list[str], cwd: Path, stdout: Any, **_: object) -> None:
+        *launcher, flag, module, task_file, folder = command[1:]
+        assert (flag, module) == ("-m", smoke_worker.__name__)
+        self.arguments = Path(task_file), Path(folder)
+        if launcher:
+            assert launcher[:-1] == ["-m", "torch.distributed.run", "--standalone"]
+            ranks = int(launcher[-1].removeprefix("--nproc-per-node="))
+            start_ranks(module, self.arguments, ranks, cwd)
+            self.returncode = 0
+        else:
+            self.returncode = self.fork(cwd, stdout)
+
+    def fork(self, cwd: Path, stdout: Any) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for number in (1, 2):
+                os.dup2(stdout.fileno(), number)
+            os.chdir(cwd)
+            try:
+                smoke_worker.main(*self.arguments)
+            finally:
+                os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert timeout
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    monkeypatch.setattr(smoke, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+
+
+def test_a_missing_state_id_and_another_master_are_caught(runs, tmp_path, forks, monkeypatch):
     """Stock loads both without a word. What it then holds is compared with what the files said before."""
     before = index_checkpoint(runs["zero2"].checkpoint(4))
     root = tmp_path / "checkpoint-4"
@@ -54,35 +93,7 @@ def test_what_deepspeed_saved_it_resumes_to(runs):
     assert verdict.level == RESUMABLE and not verdict.findings
 
 
-class Forked:
-    """What `Popen` makes of the worker, in a fork of this process, which has imported the libraries."""
-
-    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], stdout: Any, **_: object) -> None:
-        flag, module, *arguments = command[1:]
-        assert (flag, module) == ("-m", "llmtailor.verify.smoke_worker")
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            for number in (1, 2):
-                os.dup2(stdout.fileno(), number)
-            os.chdir(cwd)
-            os.environ.update(env)
-            sys.argv = [module, *arguments]
-            try:
-                smoke_worker.main()
-            finally:
-                os._exit(2)
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-
-def test_what_the_trainer_saved_it_resumes_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(smoke, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+def test_what_the_trainer_saved_it_resumes_to(tmp_path, forks):
     run = train(tmp_path / "run", arch="qwen2", tied=True, steps=2)
     verdict = smoke.try_resume(verify_checkpoint(run.checkpoint(2)))
     assert verdict.level == RESUMABLE and not verdict.findings
