@@ -299,12 +299,17 @@ def unguarded(*_: object) -> None:
     """The optimizer does not wait."""
 
 
+SLOW_TENSORS = 10
+"""The first of a save, which are copied slowly; the others have to wait for them."""
+
+
 def slow_down_copies() -> None:
     """Copy so slowly that training would overwrite states before they are copied, if it did not wait."""
     copy = Snapshot._copy
 
     def slowly(snapshot: Snapshot, number: int) -> None:
-        time.sleep(0.03 if StepBarrier._before_step is unguarded else 0.005)
+        if number in snapshot._order[:SLOW_TENSORS]:
+            time.sleep(0.05 if StepBarrier._before_step is unguarded else 0.01)
         copy(snapshot, number)
 
     Snapshot._copy = slowly  # type: ignore[method-assign]

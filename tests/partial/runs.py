@@ -101,6 +101,7 @@ SLOW = [
         dtype="fp32",
         policy="full",
         every=1,
+        steps=4,
         options={"when_busy": "wait", "host_buffer": 1 << 20},
         disturb={"what": "slow"},
     ),
