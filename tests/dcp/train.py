@@ -75,18 +75,25 @@ def held(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """Keeps the losses, and what the training holds before its first step and at each save."""
+    """Keeps the losses, and what the training holds at each save and when it goes on from a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int, resumes: bool = False) -> None:
+        self.every = every
+        self.resumes = resumes
         self.losses: dict[int, float] = {}
         self.held: dict[int, Any] = {}
+
+    def wants(self, step: int) -> bool:
+        """Whether to keep what the training holds: gathering it takes longer than a step."""
+        is_first = self.resumes and not self.held
+        return step not in self.held and (is_first or step > 0 == step % self.every)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             self.losses[state.global_step] = logs["loss"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step not in self.held:
+        if self.wants(state.global_step):
             self.held[state.global_step] = held(kwargs["model"], kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,7 +141,7 @@ def run_trainer(spec: Spec, folder: Path) -> Watch:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    watch = Watch()
+    watch = Watch(spec.save_steps, spec.resume_from is not None)
     kind = CpuTrainer if spec.kind in FORMS else Trainer
     trainer = kind(
         model=new_model(spec),
@@ -175,7 +182,7 @@ class Loop:
         ranks, rank, size = dist.get_world_size(), dist.get_rank(), self.spec.per_device_batch
         data = Tokens(256)
         while self.step < until:
-            if self.step not in watch.held:
+            if watch.wants(self.step):
                 watch.held[self.step] = self.held()
             first = self.step * ranks * size + rank * size
             rows = default_data_collator([data[first + at] for at in range(size)])
@@ -336,7 +343,7 @@ KINDS = {
 
 def run_loop(spec: Spec, folder: Path) -> Watch:
     save, load = KINDS[spec.kind]
-    loop, watch = Loop(spec), Watch()
+    loop, watch = Loop(spec), Watch(spec.save_steps, spec.resume_from is not None)
     if spec.resume_from:
         load(loop, folder / spec.resume_from)
     loop.train(spec.steps, watch, lambda loop: save(loop, folder / spec.name))

@@ -132,7 +132,7 @@ def train_with_trainer(folder: Path) -> None:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    watch = Watch()
+    watch = Watch(2)
     trainer = CpuTrainer(
         model=build("trainer"),
         args=args,
@@ -146,7 +146,6 @@ def train_with_trainer(folder: Path) -> None:
         truth = {
             step: {name: {"master": weight, **held["states"][name]} for name, weight in held["weights"].items()}
             for step, held in watch.held.items()
-            if step in (2, 4, 6)
         }
         torch.save((truth, watch.losses), folder / "truth.pt")
 
