@@ -73,8 +73,8 @@ def pytest_collection_finish() -> None:
     """Leave the libraries and the tests out of garbage collections, which trainings ask for all the time."""
     gc.freeze()
     gc.enable()
-    if memory := sys.modules.get("llmtailor.saving.memory"):
-        memory.MIN_BYTES = MIN_HOST_BUFFER  # type: ignore[attr-defined]
+    if background := sys.modules.get("llmtailor.saving.background"):
+        background.MIN_HOST_BUFFER = MIN_HOST_BUFFER  # type: ignore[attr-defined]
 
 
 def names_in(value: object) -> Iterator[str]:

@@ -43,10 +43,19 @@ def scene(made):
     (made.root / "recipe.yaml").write_text(RECIPE)
 
 
+def interrupt(scene: Scene, at: int) -> None:
+    """Leave what a merge leaves that is interrupted at an operation; only the first time one is."""
+    kept = scene.root / f"left-at-{at}"
+    if not kept.exists():
+        assert scene.run(fault="SIGTERM", at=at) == 130
+        scene.staging.rename(kept)
+    shutil.copytree(kept, scene.staging)
+
+
 @pytest.fixture
 def left(scene):
     """A merge was interrupted when about half of it was written."""
-    assert scene.run(fault="SIGTERM", at=100) == 130
+    interrupt(scene, 100)
     assert 0 < peek(scene.out).num_bytes < sum(path.stat().st_size for path in scene.staging.rglob("*"))
     return scene
 
@@ -177,7 +186,7 @@ def test_a_source_that_has_changed_since_begins_anew(left):
 def taken(left):
     """A source file, and where in it something begins that is already in a file that is kept."""
     left.reset()
-    assert left.run(fault="SIGTERM", at=150) == 130
+    interrupt(left, 150)
     plan = plan_merge(left.root / "recipe.yaml", left.out).plan
     marks = peek(left.out).marks
     source, extent = next(

@@ -120,7 +120,7 @@ def test_a_runs_partial_checkpoints(partial_run, tmp_path):
         ({"CONFIG_YML": "x", "COPY_TOKENIZER": "maybe"}, 2, "COPY_TOKENIZER"),
         ({"CONFIG_YML": "x", "LLMTAILOR": "/nowhere/llmtailor"}, 2, "not installed"),
         ({"CONFIG_YML": "/nowhere.yaml"}, 3, "nowhere.yaml"),
-        ({"CHECKPOINT_PATH": "/nowhere"}, 4, "the folder does not exist"),
+        pytest.param({"CHECKPOINT_PATH": "/nowhere"}, 4, "the folder does not exist", marks=pytest.mark.long),
     ],
 )
 def test_exit_codes(tmp_path, variables, code, told):
@@ -204,10 +204,14 @@ SRUN = """
 import os, subprocess, sys
 from pathlib import Path
 
-def start(rank):
-    return subprocess.Popen(sys.argv[1:], env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"})
+first = Path("attempted")
+limit = "60" if first.exists() else "0.5"
 
-ranks, first = [start(0), start(1)], Path("attempted")
+def start(rank):
+    variables = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "LLMTAILOR_TIMEOUT": limit}
+    return subprocess.Popen(sys.argv[1:], env={**os.environ, **variables})
+
+ranks = [start(0), start(1)]
 if not first.exists():
     first.touch()
     ranks[1].kill()
@@ -221,7 +225,7 @@ def test_a_job_merges_on_two_nodes_of_which_one_dies(run, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "srun.py").write_text(SRUN)
     words = ["convert", run / "checkpoint-30", tmp_path / "out", "--num-gpu", "3"]
-    variables = {"LAUNCH": f"{sys.executable} srun.py", "LLMTAILOR_TIMEOUT": "3", "ATTEMPTS": "2"}
+    variables = {"LAUNCH": f"{sys.executable} srun.py", "ATTEMPTS": "2"}
     result = start("slurm_merge.sh", *map(str, words), **variables)
     assert result.returncode == 0, result.stderr
     assert "rank 1: no sign of it" in result.stderr

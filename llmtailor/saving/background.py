@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
 
 from llmtailor.errors import UsageError
 from llmtailor.saving.board import Board
-from llmtailor.saving.memory import auto_bytes
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import BackgroundSave, Work
 from llmtailor.saving.ranks import Ranks
@@ -14,6 +18,8 @@ from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.training import Training
 
 logger = logging.getLogger("llmtailor.saving")
+MIN_HOST_BUFFER = 64 << 20
+"""Less would make the copying wait for the disk without need."""
 
 
 class Background:
@@ -71,3 +77,30 @@ def open_background(training: Training, options: SavingOptions, ranks: Ranks, bo
     except UsageError as error:
         logger.warning("saves stop training until they are complete: %s", error)
         return None
+
+
+def auto_bytes(masters: Iterable[torch.Tensor], moments: str | None) -> int:
+    """Return the size of a rank's host buffer in bytes: its masters and two moments, if there is enough memory."""
+    per_element = 4 + 2 * (2 if moments == "bf16" else 4)
+    states = sum(master.numel() for master in masters) * per_element
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    return max(MIN_HOST_BUFFER, min(states, available_bytes() // 4 // ranks))
+
+
+def available_bytes() -> int:
+    """Return the memory that this process and the others of its container can still get, in bytes."""
+    amounts = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            amounts.append(int(line.split()[1]) << 10)
+    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit and used and limit[0].isdecimal():
+        amounts.append(max(0, int(limit[0]) - int(used[0])))
+    return min(amounts)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

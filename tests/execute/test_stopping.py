@@ -85,7 +85,7 @@ def test_a_signal_that_the_kernel_gives_to_a_worker_is_seen(number):
 
     def work():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        time.sleep(0.3)  # until the main thread waits
+        time.sleep(0.1)  # until the main thread waits
         os.kill(os.getpid(), number)
         while True:
             stop.check()

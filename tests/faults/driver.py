@@ -1,14 +1,16 @@
 """Runs llmtailor in processes that fail on demand: a server that forks, so that a trial takes milliseconds.
 
-    python driver.py          reads a request per line (JSON), answers with an exit code per line
+    python driver.py          reads requests per line (JSON), runs them at once, answers with a list of exit codes
 
 The child's ``os`` functions are wrapped; the package itself knows nothing of this. A request is a `Request`.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
+import gc
 import importlib
 import json
 import os
@@ -19,7 +21,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ NAMES = ("mkdir", "rmdir", "unlink", "link", "rename", "renameat2")
 CHANGES = ("open", "write", "ftruncate", "fsync", "fdatasync", *NAMES)
 """What changes the disk; ``open`` counts if it makes a file."""
 READS = ("preadv", "readv")
+POLL_S = 0.05
+"""How often ranks of a shared merge speak and look"""
 
 
 @dataclass(frozen=True)
@@ -258,37 +264,86 @@ def load() -> None:
 
 def serve() -> None:
     load()
+    gc.freeze()  # children share these pages as long as nothing is written to them
     for line in sys.stdin:
-        request = Request(**json.loads(line))
+        environment, requests = json.loads(line)
+        print(json.dumps(run_all(environment, [Request(**request) for request in requests])), flush=True)
+
+
+def run_all(environment: Mapping[str, str], requests: Sequence[Request]) -> list[int]:
+    """Run each request in a child, at once; return exit codes: -9 if killed, -19 if stopped, and killed then."""
+    numbers = {}
+    for number, request in enumerate(requests):
         child = os.fork()
         if child == 0:
+            if environment:
+                os.environ.update(environment, RANK=str(number), WORLD_SIZE=str(len(requests)))
+                speak_often()
             run(request)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        numbers[child] = number
+    codes, stopped = [0] * len(requests), set()
+    while len(numbers) > len(stopped):
+        child, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped.add(child)
+        else:
+            codes[numbers.pop(child)] = os.waitstatus_to_exitcode(status)
+    for child in stopped:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        codes[numbers[child]] = -signal.SIGSTOP
+    return codes
+
+
+def speak_often() -> None:
+    """Let a rank speak and look more often than is good for many of them on a network's file system."""
+    from llmtailor.engine import job, sharing
+
+    class Quick(job.Job):
+        def __enter__(self) -> job.Job:
+            self._poll_s = POLL_S
+            return super().__enter__()
+
+    job._BEAT_S = sharing._POLL_S = POLL_S
+    vars(job)["Job"] = Quick
+
+
+@cache
+def started() -> subprocess.Popen[str]:
+    """Start the server; one is enough for all tests of this process."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdin is not None
+    atexit.register(process.wait)
+    atexit.register(process.stdin.close)  # which ends it; these are called in reverse
+    return process
 
 
 class Server:
-    """The other end: starts the server and asks it."""
+    """The other end: asks the server."""
 
     def __enter__(self) -> Server:
-        root = Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        started()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        """Leave it to those who come next."""
 
     def run(self, request: Request) -> int:
         """Return the exit code; -9 if it was killed."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(asdict(request)) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        (code,) = self.run_all({}, [request])
+        return code
+
+    def run_all(self, environment: Mapping[str, str], requests: Sequence[Request]) -> list[int]:
+        """Return the exit codes of all; with an environment they are ranks of one launch."""
+        process = started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([dict(environment), list(map(asdict, requests))]) + "\n")
+        process.stdin.flush()
+        return list(json.loads(process.stdout.readline()))
 
 
 if __name__ == "__main__":

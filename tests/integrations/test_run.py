@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.abc
+import importlib.util
 import json
 import os
 import runpy
@@ -55,19 +56,71 @@ def run(words, environ, *program):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize(
-    "report_to", [[], pytest.param(["llmtailor"], marks=pytest.mark.long)], ids=["launched", "report_to"]
-)
+SAVES = ["--policy", "full", "--save-steps", 4]
+
+
+def saves(tmp_path):
+    return [one.name for one in sorted((tmp_path / "run" / "partial").glob("step-*"))]
+
+
+@pytest.mark.long  # it imports transformers anew
+@pytest.mark.parametrize("report_to", [[], ["llmtailor"]], ids=["launched", "report_to"])
 def test_a_script_saves_without_knowing_it(tmp_path, script, report_to):
-    """It looks for the Trainer before it imports it."""
     path, environ = script
-    done = run(["--policy", "full", "--save-steps", 4], environ, sys.executable, path, tmp_path / "run", *report_to)
+    done = run(SAVES, environ, sys.executable, path, tmp_path / "run", *report_to)
     assert done.returncode == 7, done.stderr
     assert done.stderr.count("llmtailor: saving parts (full, save_steps: 4) in") == 1
-    assert [one.name for one in sorted((tmp_path / "run" / "partial").glob("step-*"))] == [
-        "step-00000004",
-        "step-00000006",
-    ]
+    assert saves(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_the_program_starts_prepared(tmp_path, script):
+    """Python has imported what is added to the script's process, and what that hides."""
+    _, environ = script
+    program = "import os, sys, hidden; print(os.environ['LLMTAILOR_POLICY'], sys.meta_path[0]); sys.exit(7)"
+    done = run(SAVES, environ, sys.executable, "-c", program)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.startswith("full <sitecustomize._Finder")
+
+
+class Known(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the Trainer's module as it is, since its import takes seconds."""
+
+    def find_spec(self, fullname, path, target=None):
+        return importlib.util.spec_from_loader(fullname, self) if fullname == "transformers.trainer" else None
+
+    def create_module(self, spec):
+        return transformers.trainer
+
+    def exec_module(self, module):
+        pass
+
+
+def test_the_saver_is_added_when_a_script_imports_the_trainer(tmp_path, script, monkeypatch, capfd):
+    """The script runs in this process. It looks for the module before it imports it."""
+    path, environ = script
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    words = [sys.executable, path, tmp_path / "run"]
+    assert run_here("run", *SAVES, "--", *words, env=environ).returncode == 0
+    [(_, arguments, prepared)] = started
+    for name, text in prepared.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(sys, "argv", arguments[1:])
+    monkeypatch.setattr(sys, "path", [*prepared["PYTHONPATH"].split(os.pathsep), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [Known(), *sys.meta_path])
+    trainer = transformers.trainer
+    monkeypatch.setattr(trainer, "__spec__", trainer.__spec__)  # to be put back
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS])
+    monkeypatch.delitem(vars(transformers), "Trainer")
+    monkeypatch.setitem(sys.modules, "hidden", None)
+    for name in ("sitecustomize", "transformers.trainer", "partial.alone"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module("sitecustomize")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 7
+    assert capfd.readouterr().err.count("llmtailor: saving parts (full, save_steps: 4) in") == 1
+    assert saves(tmp_path) == ["step-00000004", "step-00000006"]
 
 
 @pytest.mark.long

@@ -112,8 +112,9 @@ def test_marks_of_other_ranks_continue_the_own_ones():
 def two(tmp_path):
     """The jobs of two ranks that have found each other, in one process."""
     jobs = [Job(Member(rank, 2, "test"), tmp_path / "out") for rank in range(2)]
-    jobs[0].__enter__()
-    jobs[1].__enter__()
+    for job in jobs:
+        job._poll_s = 0.02
+        job.__enter__()
     jobs[1].say(READY)
     jobs[0].wait(READY)
     jobs[0].say(WRITING)
@@ -129,7 +130,7 @@ def test_a_rank_that_was_stopped_meanwhile_leaves_the_next_merge_alone(two, tmp_
     first.lock.release()
     stop = Stop()
     second.attach(stop)
-    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "1")
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0.3")
     with Job(Member(0, 2, "test"), tmp_path / "out"):
         wait_until(lambda: stop.failed)
         with pytest.raises(Unanswered, match="another merge has taken its place"):
@@ -186,21 +187,21 @@ def test_files_of_other_nodes_that_appear_late(tmp_path):
     job = SimpleNamespace(limit_s=10.0, check=lambda: None, out=tmp_path / "out")
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
-    timers = [threading.Timer(0.2, path.write_bytes, [b"a"]), threading.Timer(0.5, path.write_bytes, [b"abc"])]
+    timers = [threading.Timer(0.05, path.write_bytes, [b"a"]), threading.Timer(0.25, path.write_bytes, [b"abc"])]
     for timer in timers:
         timer.start()
     wait_for_files(job, tmp_path, {"folder/file": 3})
     assert path.read_bytes() == b"abc"
     assert [*path.parent.iterdir()] == [path]
     path.unlink()
-    job.limit_s = 0.2
+    job.limit_s = 0.1
     with pytest.raises(StorageError, match="this node does not see it"):
         wait_for_files(job, tmp_path, {"folder/file": 3})
 
 
 def wait_until(is_true) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         if is_true():
             return
-        time.sleep(0.05)
+        time.sleep(0.01)
     raise AssertionError("it never was")

@@ -19,7 +19,7 @@ from faults.scene import RECIPE, Scene, contents
 from helpers.commands import run_here
 from llmtailor.engine.staging import acquire, lock_of, release
 from llmtailor.storage.lock import Lock
-from nodes.ranks import Ranks
+from nodes.ranks import SILENT_S, Ranks
 
 MERGE = ["merge", "recipe.yaml", "out", "--quiet", "--distributed"]
 DEAD = -signal.SIGKILL
@@ -33,8 +33,7 @@ def scene(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    with Ranks() as server:
-        yield server
+    return Ranks()
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +90,7 @@ def test_one_is_killed_while_sources_are_read_again(scene, ranks, rank):
     assert ranks.run(scene.root, command, 2, {rank: fault}) == [0, 0]
     at = pickle.loads((scene.root / f"record-{rank}").read_bytes()) - 3
     scene.reset()
-    codes = ranks.run(scene.root, command, 2, {rank: {**fault, "fault": "kill", "at": at}}, limit_s=2.5)
+    codes = ranks.run(scene.root, command, 2, {rank: {**fault, "fault": "kill", "at": at}}, limit_s=SILENT_S)
     assert (codes[rank], codes[1 - rank]) == (DEAD, 9)
     assert ranks.run(scene.root, command, 3) == [0, 0, 0]
     assert "resuming the merge" in said(scene)
@@ -107,7 +106,7 @@ def operations(scene: Scene, ranks: Ranks, world_size: int) -> list[int]:
 
 def kill_one(scene: Scene, ranks: Ranks, world_size: int, rank: int, at: int, next_size: int) -> str:
     """Kill a rank at an operation, and run the command again on another number of ranks."""
-    codes = ranks.run(scene.root, MERGE, world_size, {rank: {"fault": "kill", "at": at}}, limit_s=2.5)
+    codes = ranks.run(scene.root, MERGE, world_size, {rank: {"fault": "kill", "at": at}}, limit_s=SILENT_S)
     state, others = scene.state(), {code for number, code in enumerate(codes) if number != rank}
     if codes[rank] == 0:  # it had less to do this time
         assert codes == [0] * world_size
@@ -157,7 +156,7 @@ def test_kills_at_any_moment(scene, ranks):
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_hangs(scene, ranks, rank):
     at = operations(scene, ranks, 2)[rank] // 2
-    codes = ranks.run(scene.root, MERGE, 2, {rank: {"fault": "SIGSTOP", "at": at}}, limit_s=2.5)
+    codes = ranks.run(scene.root, MERGE, 2, {rank: {"fault": "SIGSTOP", "at": at}}, limit_s=SILENT_S)
     assert codes[rank] == -signal.SIGSTOP
     assert codes[1 - rank] == 9
     assert f"rank {rank} (process " in said(scene, 1 - rank)
@@ -167,14 +166,14 @@ def test_one_hangs(scene, ranks, rank):
 
 
 def test_one_never_comes(scene, ranks):
-    codes = ranks.run(scene.root, MERGE, 3, others={2: ["--version"]}, limit_s=2.0)
+    codes = ranks.run(scene.root, MERGE, 3, others={2: ["--version"]}, limit_s=SILENT_S)
     assert codes == [9, 9, 0]
     assert "rank 2: no sign of it in" in said(scene)
     assert nothing_is_left(scene)
 
 
 def test_rank_0_never_comes(scene, ranks):
-    assert ranks.run(scene.root, MERGE, 2, others={0: ["--version"]}, limit_s=1.0) == [0, 9]
+    assert ranks.run(scene.root, MERGE, 2, others={0: ["--version"]}, limit_s=0.3) == [0, 9]
     assert "rank 0: no sign of it in" in said(scene, 1)
     assert nothing_is_left(scene)
 
@@ -252,7 +251,7 @@ def test_another_merge_into_the_same_output(scene, ranks):
     """Its ranks are refused without disturbing the one that has the output."""
     lock = lock_of(scene.out)
     acquire(lock, scene.out)
-    assert ranks.run(scene.root, MERGE, 2, limit_s=1.0) == [6, 9]
+    assert ranks.run(scene.root, MERGE, 2, limit_s=0.3) == [6, 9]
     assert "another llmtailor is writing this output" in said(scene)
     release(lock, scene.out)
     assert nothing_is_left(scene)

@@ -19,7 +19,7 @@ from helpers.checkpoints import edit, optim_states
 from llmtailor.checkpoint.lineage import composable_steps
 from llmtailor.model.states import EXP_AVG, WEIGHT, State
 from llmtailor.runs.scan import scan_run
-from nodes.ranks import Ranks
+from nodes.ranks import SILENT_S, Ranks
 from salvage.damage import flip
 from thin.scene import compose, contents, folders, make_run
 
@@ -32,8 +32,7 @@ READS = ("preadv", "readv")
 
 @pytest.fixture(scope="module")
 def ranks():
-    with Ranks() as server:
-        yield server
+    return Ranks()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_one_is_killed_while_it_reads(root, ranks, rank):
     command = [*VERIFY, "--distributed"]
     at = count(root, ranks, command, rank, READS) - 2
     fault = {"fault": "kill", "only": READS, "at": at}
-    codes = ranks.run(root, command, 3, {rank: fault}, limit_s=2.5)
+    codes = ranks.run(root, command, 3, {rank: fault}, limit_s=SILENT_S)
     assert codes.pop(rank) == DEAD and codes == [9, 9]
     witness = (root / f"said-{1 if rank == 0 else 0}").read_text()
     assert f"rank {rank}" in witness and "Traceback" not in witness
@@ -161,7 +160,7 @@ def kill_one(root: Path, run: Path, ranks: Ranks, rank: int, at: int) -> str:
     """Kill a rank of three at a change of the disk, and carry on with two; return how far it had come."""
     shutil.rmtree(root / "run")
     shutil.copytree(run, root / "run")
-    codes = ranks.run(root, [*THIN, "--distributed"], 3, {rank: {"fault": "kill", "at": at}}, limit_s=2.5)
+    codes = ranks.run(root, [*THIN, "--distributed"], 3, {rank: {"fault": "kill", "at": at}}, limit_s=SILENT_S)
     scan = scan_run(root / "run", every_chain=True)
     assert composable_steps(scan.usable, scan.structure.parts) == list(STEPS), (rank, at)
     if codes[rank] == 0:  # it had less to do this time

@@ -1,16 +1,17 @@
-"""The same with a real S3 server and s3fs, mostly in processes of their own; and with a network that fails."""
+"""The same with a real S3 server and s3fs, also in processes of their own; and with a network that fails."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from helpers.checkpoints import make
-from helpers.commands import run_here
+from helpers.commands import forget_urls, run_here
 from helpers.s3 import Proxy, environment, s3_server, settings
 
 RECIPE = """\
@@ -48,9 +49,10 @@ def call(port: int, *words: object, code: int = 0) -> str:
     return done.stdout
 
 
-def here(*words: object) -> None:
-    done = run_here(*words)
+def here(*words: object, env: Mapping[str, str] | None = None) -> str:
+    done = run_here(*words, env=env)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
@@ -65,9 +67,11 @@ def test_a_composite_from_s3_to_s3(served, tmp_path):
     local.write_text(RECIPE.replace("s3://bucket/run", str(run)))
     call(port, "merge", recipe, "s3://bucket/out/checkpoint-100", "--checksum")
     here("merge", local, tmp_path / "local")
-    call(port, "convert", "s3://bucket/out/checkpoint-100", tmp_path / "again")
+    here("convert", "s3://bucket/out/checkpoint-100", tmp_path / "again", env=settings(port))
     assert tensors(tmp_path / "again") == tensors(tmp_path / "local")
-    assert call(port, "latest", "s3://bucket/out", "--deep") == "s3://bucket/out/checkpoint-100\n"
+    forget_urls()
+    assert here("latest", "s3://bucket/out", env=settings(port)) == "s3://bucket/out/checkpoint-100\n"
+    forget_urls()
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from faults.driver import Request, Server
 from helpers.cases import diagonal, examples
 from helpers.checkpoints import make, optim_states
 from salvage.damage import truncate
-from thin.scene import contents, folders
+from thin.scene import SHORT, contents, folders
 
 COMMAND = ["salvage", "run", "--fragments", "--replace"]
 CHANGES = ("open", "mkdir", "unlink", "rename", "renameat2")
@@ -31,7 +31,7 @@ LAST = examples(5, 12)
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("whole")
     for step in (100, 200, 300):
-        make(root, step)
+        make(root, step, shape=SHORT)
     return root
 
 

@@ -126,6 +126,6 @@ def campaign(folder: Path, kills: int, seed: int) -> list[int]:
 
 
 def main(folder: Path) -> None:
-    """The folder's name says how many kills, and from which seed: ``8-1``."""
+    """The folder's name says how many kills, and from which seed: ``6-1``."""
     kills, seed = map(int, folder.name.split("-"))
     (folder / "steps.json").write_text(json.dumps(campaign(folder, kills, seed)))

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from real.harness import start_ranks
 
 
-@pytest.mark.parametrize("campaign", ["8-1", pytest.param("200-2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("campaign", ["6-1", pytest.param("200-2", marks=pytest.mark.long)])
 @pytest.mark.timeout(1800)
 def test_the_newest_published_save_survives_a_kill(tmp_path, campaign):
     (folder := tmp_path / campaign).mkdir()

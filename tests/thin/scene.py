@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
 import llmtailor
-from helpers.checkpoints import make
+from helpers.checkpoints import SMALL, make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.engine.pool import Stop
@@ -21,6 +22,9 @@ from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import choose_for_run, find_structure
 from llmtailor.runs.to_partial import plan_conversion, write_conversion
+
+SHORT = replace(SMALL, num_layers=2)
+"""As much takes half as long, for tests that do it again and again."""
 
 
 def call(*words: object) -> dict[str, Any]:

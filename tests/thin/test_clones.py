@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from scripts.synthetic import SHAPES
 from thin.scene import call, compose, contents, make_run
 
 STEPS = (100, 200, 300)
+SHAPE = replace(SHAPES["tiny"], num_layers=2)
 OPTIONS = service.ThinOptions(1, "parity")
 
 
 def a_run(root: Path, form: str | None = None) -> Path:
-    return make_run(root, STEPS, form, shape=SHAPES["tiny"])
+    return make_run(root, STEPS, form, shape=SHAPE)
 
 
 @pytest.mark.parametrize("form", [None, "fsdp"])
@@ -89,7 +91,7 @@ def test_where_nothing_can_be_shared(tmp_path, small_limits):
     """As on the ext4 of most machines: --clone require fails and changes nothing, never copies."""
     run = tmp_path / "run"
     for step in STEPS:
-        make(run, step, shape=SHAPES["tiny"])
+        make(run, step, shape=SHAPE)
     done = run_here("thin", run, "--strategy", "full", "--clone", "require", "--yes")
     if done.returncode == 0:
         pytest.skip("the file system here has reflinks")

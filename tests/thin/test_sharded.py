@@ -29,7 +29,7 @@ from llmtailor.runs import to_weights  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from real.harness import Runs  # noqa: E402
-from thin.scene import call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
+from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
 from universal.converting import by_deepspeed, convert  # noqa: E402
 
 STEPS = (100, 200, 300)
@@ -61,7 +61,7 @@ def value_of(index: CheckpointIndex, key: str) -> Any:
 
 @pytest.mark.parametrize("to", mostly_long(["fsdp", "dcp", "universal"], "fsdp"))
 def test_every_step_is_composed_as_from_full_checkpoints(to: str, tmp_path: Path) -> None:
-    originals = make_run(tmp_path / "originals", STEPS, to, world_size=3)
+    originals = make_run(tmp_path / "originals", STEPS, to, shape=SHORT, world_size=3)
     run = copy_of(originals, tmp_path / "run", STEPS)
     before = taken(run)
     told = call("thin", run, "--strategy", "parity", "--yes")

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 pytest.importorskip("torch")
 
 from helpers.checkpoints import SMALL, edit, make, optim_states
+from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError, TailorError, TargetError, UsageError, VerificationError
@@ -171,8 +172,7 @@ def test_work_that_was_done_in_part_is_not_called_nothing(tmp_path):
         other = make(tmp_path / "other", step)
         edit(optim_states(other), lambda tree: tree["optimizer_state_dict"]["fp32_flat_groups"][0].data.add_(1))
         ledger = save_partial(run, other, ODD | EVEN, ledger)
-    command = [sys.executable, "-m", "llmtailor", "thin", str(run), "--strategy", "parity", "--yes"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_here("thin", run, "--strategy", "parity", "--yes")
     assert done.returncode == 7, done.stderr
     assert "checkpoint-150: done" in done.stderr
     assert done.stderr.endswith("\n2 problems\n")
