@@ -98,9 +98,10 @@ def test_clones_take_no_space(folder):
     """With 320 MB, only one copy of 200 MB fits; the merge knows before it starts."""
     source = folder / "source"
     source.mkdir()
+    some = os.urandom(2 << 20)
     with (source / "data").open("wb") as file:
         for _ in range(100):
-            file.write(os.urandom(1 << 20) * 2)
+            file.write(some)
         os.fsync(file.fileno())
     num_bytes = 200 << 20
     plan = Plan((str(source),), (FileLayout("out", (Copy(Extent("data", 0, num_bytes), 0),)),))

