@@ -30,6 +30,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for DeepSpeed's own tools, whi
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and threads that wait for work take the other core
 
 TRAINING = {"runs", "train", "trained"}
+FIRST = ("partial/test_real.py", "real/test_merge.py")
+TESTS = Path(__file__).parent
 
 # The same examples every time; LLMTAILOR_HYPOTHESIS=random looks for new ones. A busy machine is no failure.
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -64,9 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    # Files that train go first, so that no worker of pytest-xdist waits for another at the end.
+    # Files that train go first, so that no worker of pytest-xdist waits for another at the end; of these first two that
+    # train longest, each something else, because others wait until what they share with them is trained.
     training = {item.path for item in items if TRAINING & set(getattr(item, "fixturenames", ()))}
-    items.sort(key=lambda item: item.path not in training)
+    items.sort(key=lambda item: (item.path not in training, item.path.relative_to(TESTS).as_posix() not in FIRST))
 
 
 def pytest_collection_finish() -> None:

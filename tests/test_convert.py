@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import llmtailor
 import oracle.any
-from helpers.cases import examples
+from helpers.cases import every, examples
 from helpers.checkpoints import SMALL, make
 from helpers.commands import run_here
 from helpers.strategies import shapes
@@ -33,7 +33,7 @@ def convert(source: Path, out: Path, **options) -> Path:
     return out
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", every(2, [1, 2, 3]))
 def test_weights_of_another_dtype_are_rounded_once_from_the_masters(tmp_path, stage):
     """Also those of a composite whose weights are in a third dtype."""
     at = convert(make(tmp_path / "run", 100, shape=SMALL), tmp_path / "source", stage=stage)
@@ -71,7 +71,7 @@ def chains(draw):
 
 
 @given(chains())
-@settings(max_examples=examples(6, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_chain_of_stages_world_sizes_and_groups_leads_back(tmp_path_factory, case):
     layout, hops = case
     root = tmp_path_factory.mktemp("chain")

@@ -46,7 +46,7 @@ def part_of(name: str) -> str | int:
 
 
 @given(cases())
-@settings(max_examples=examples(6, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4, 25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_byte_is_where_the_oracle_says(tmp_path_factory, case):
     layout, cuts, choice, base, num_ranks = case
     root = tmp_path_factory.mktemp("run")

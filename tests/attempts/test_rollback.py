@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from attempts.world import PARTS, World, call, read_full, step_of
+from helpers.cases import diagonal
 from llmtailor.saving import SaveFailed
 
 
@@ -37,8 +38,7 @@ def lines(world, name="saves.jsonl"):
     return [json.loads(line) for line in (world.run / "partial" / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("at", [3, 6])
-@pytest.mark.parametrize("steps", [(9,), (8, 10)])
+@pytest.mark.parametrize(("at", "steps"), diagonal([3, 6], [(9,), (8, 10)]))
 def test_a_composite_of_the_attempt_that_was_given_up_is_not_used(world, at, steps, caplog):
     with caplog.at_level(logging.WARNING, "llmtailor.saving"):
         roll_back(world, at)

@@ -72,8 +72,8 @@ def test_a_composite_holds_the_states_of_its_sources(name: str, ranks: int, loop
 
 
 SHORT = [
-    *("engine-2 trainer", "engine-3 dcp", "engine-2 universal", "accelerate-2 trainer", "accelerate-2 universal"),
-    *("accelerate-2 fsdp", "accelerate-ddp deepspeed", "accelerate-ddp trainer", "accelerate-fsdp deepspeed"),
+    *("engine-2 trainer", "engine-3 dcp", "engine-2 universal"),
+    *("accelerate-2 fsdp", "accelerate-ddp deepspeed", "accelerate-fsdp deepspeed"),
 ]
 LONG = [
     f"{name} {to}"
@@ -82,8 +82,7 @@ LONG = [
 ]
 PAIRS = [*SHORT, *(pytest.param(pair, marks=pytest.mark.long) for pair in LONG if pair not in SHORT)]
 THINNED = [
-    pytest.param(name, marks=() if name in ("engine-2", "accelerate-2", "accelerate-ddp") else pytest.mark.long)
-    for name in TWO_RANKS
+    pytest.param(name, marks=() if name in ("engine-2", "accelerate-ddp") else pytest.mark.long) for name in TWO_RANKS
 ]
 
 

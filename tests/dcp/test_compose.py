@@ -15,6 +15,7 @@ import llmtailor  # noqa: E402
 import oracle.any  # noqa: E402
 from dcp.holding import assert_holds, assert_same_held  # noqa: E402
 from dcp.test_pairs import of_snapshot  # noqa: E402
+from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E402
 from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
@@ -157,7 +158,7 @@ def test_buffers_are_known_from_the_other_source(runs, tmp_path):
         assert index_checkpoint(out).params == index_checkpoint(source).params
 
 
-@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+@pytest.mark.parametrize("to", mostly_long(["dcp", "fsdp"], "fsdp"))
 def test_buffers_and_frozen_params_survive_the_way_through(runs, tmp_path, to):
     """A DCP folder does not tell them from each other; llmtailor's own lists the buffers."""
     source, there, back = runs["llama-extras-layer"].checkpoint(4), tmp_path / "there", tmp_path / "back"

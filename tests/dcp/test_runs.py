@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import llmtailor  # noqa: E402
 from dcp.holding import read  # noqa: E402
+from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import State  # noqa: E402
@@ -64,7 +65,7 @@ def test_what_a_lost_file_held_comes_from_an_older_step(run, trained):
     assert torch.equal(moment, torch.cat([old[:rows], new[rows:]]))
 
 
-@pytest.mark.parametrize("name", ["trainer", "titan", "hf", "full"])
+@pytest.mark.parametrize("name", mostly_long(["trainer", "titan", "hf", "full"], "trainer", "hf"))
 def test_an_output_is_replaced(trained, tmp_path, name):
     """Only by --force, and only if it holds nothing else"""
     recipe = Recipe("x", "", trained.checkpoint(name), (), None, None)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import MAX_DEPTH, read_pickle
@@ -33,7 +34,7 @@ trees = st.recursive(
 
 
 @given(trees, st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=200)
+@settings(max_examples=examples(80, 200))
 def test_what_pickle_wrote_comes_back_through_reader_and_writer(tree, protocol):
     decoded = read_pickle(pickle.dumps(tree, protocol), "x")
     data, storages = write_pickle(decoded)
@@ -134,7 +135,7 @@ def test_damaged_pickles_are_refused(data):
 
 
 @given(st.binary(max_size=60), st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(150, 300))
 def test_mutated_pickles_end_in_a_tree_or_a_refusal(noise, data):
     original = pickle.dumps({"a": [1, 2.5, "x" * 20, (None, True)], "b": collections.OrderedDict(c=1)}, 2)
     at = data.draw(st.integers(0, len(original)))

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.asking import in_a_fresh_process
+from helpers.cases import diagonal
 from helpers.checkpoints import SMALL, make
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
@@ -324,9 +325,8 @@ def test_a_base_without_scheduler_cannot_become_plain(tmp_path):
         to_plain(index_checkpoint(source), tmp_path / "plain")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("precision", ["BF16", "F32"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("tied", "precision"), diagonal([False, True], ["BF16", "F32"]))
 def test_zero_to_plain_to_zero_is_the_same_again(tmp_path, stage, precision, tied):
     source = make(tmp_path, 7, shape=replace(SMALL, head_dim=4, tied=tied), groups="layer")
     there = index_checkpoint(to_plain(index_checkpoint(source), tmp_path / "plain"), "plain")

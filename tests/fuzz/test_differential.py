@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from helpers.cases import examples
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, Storage, as_tensor
 from llmtailor.containers.safetensors import read_header
 from llmtailor.containers.torch_zip import read_torch_file
@@ -194,7 +195,7 @@ def tiled(draw: st.DrawFn) -> dict[str, Any]:
 @given(
     tiled() | st.dictionaries(st.text("ab", max_size=2), entries, max_size=2), st.integers(0, 80), st.integers(-2, 2)
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(100, 300))
 def test_what_is_accepted_the_safetensors_library_accepts(tmp_path_factory, header, size, lie):
     folder = tmp_path_factory.getbasetemp()
     text = json.dumps(header).encode()

@@ -15,14 +15,16 @@ from scripts import fuzz
 
 INPUTS = {
     "checkpoint": examples(40, 60),
-    "partial checkpoint": examples(28, 70),
-    "universal": examples(21, 30),
-    "dcp": examples(28, 60),
+    "partial checkpoint": 70,
+    "universal": 30,
+    "dcp": 60,
     "trainer_state.json": examples(50, 70),
     "latest": examples(50, 150),
     "recipe": examples(200, 1000),
 }
 """Per parser; those that read a whole checkpoint are slower, and have many seeds, which come first."""
+LONG = ("partial checkpoint", "universal", "dcp")
+"""The short suite damages these on purpose, not at random: test_tampered.py, test_damages.py and test_hostile.py."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,9 @@ def sound(tmp_path_factory):
     return fuzz.make_sound(tmp_path_factory.mktemp("sound"))
 
 
-@pytest.mark.parametrize("parser", fuzz.PARSERS)
+@pytest.mark.parametrize(
+    "parser", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in fuzz.PARSERS]
+)
 def test_damaged_input_is_parsed_or_refused(sound, parser):
     wanted = INPUTS.get(parser, examples(120, 600))
     tally = fuzz.fuzz(parser, sound, random.Random(parser), lambda count: count < wanted)

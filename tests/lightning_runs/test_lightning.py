@@ -356,5 +356,6 @@ def test_a_folder_of_lightning_is_a_run(lightnings: Lightnings, tmp_path: Path) 
         made = compose(run, 2, tmp_path / f"{name}-2")
         wanted = index_checkpoint(lightnings.checkpoint(name))
         assert findings_of(made, deep=True) == []
+        found = index_checkpoint(made)
         for state, held in wanted.held.items():
-            assert same(read(made, index_checkpoint(made).held[state]), read(wanted.root, held)), state
+            assert same(read(made, found.held[state]), read(wanted.root, held)), state

@@ -185,13 +185,13 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
 
 
 SHORT = {
-    *("z3", "z3-fp16", "z2-rr", "z2-lora", "z1", "z1-bf16opt", "z1-extras"),
-    *("z3-experts", "ddp-experts"),
+    *("z3", "z2-fp16", "z2-rr", "z2-lora", "z1", "z1-bf16opt", "z1-extras"),
+    *("z2-experts", "ddp-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
     *("lively-2", "lively-2-alone", "z3-again"),
-    *("full-1", "frozen-3", "locked", "anew", "sgd-2", "adafactor-3"),
+    *("full-1", "frozen-2", "locked", "anew", "sgd-2", "adafactor-3"),
     *("nodes", "slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
-    *("z3@2", "z3-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-2@2", "z3-extras-w3@2"),
+    *("z3@2", "z2-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-2@2"),
 }
 """What is trained without --all"""
 LONG_JOBS = {job.name for ranks in (2, 3) for job in jobs_for(ranks)} - SHORT

@@ -48,10 +48,10 @@ def check(run, at, out, held=None):
 @pytest.mark.parametrize(
     ("arguments", "save_steps", "saves"),
     [
-        ({"save_strategy": "steps", "save_steps": 4}, None, [4, 6]),
+        pytest.param({"save_strategy": "steps", "save_steps": 4}, None, [4, 6], marks=pytest.mark.long),
         ({"save_strategy": "steps", "save_steps": 4}, 3, [3, 6]),
         ({"save_strategy": "no"}, 4, [4, 6]),
-        ({"save_strategy": "epoch"}, None, [4, 6]),
+        pytest.param({"save_strategy": "epoch"}, None, [4, 6], marks=pytest.mark.long),
         ({"save_strategy": "epoch"}, 5, [5, 6]),
         ({"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}, None, [4, 8]),
         ({"save_strategy": "steps", "save_steps": 4, "logging_strategy": "no"}, None, [4, 6]),

@@ -264,7 +264,7 @@ def assignments(draw: st.DrawFn) -> tuple[ModelStructure, Assignment]:
     return structure, Assignment(draw(st.sampled_from(run)), source_of, reason, draw(st.text()))
 
 
-@settings(max_examples=examples(100, 300))
+@settings(max_examples=examples(60, 300))
 @given(case=assignments(), folder=st.sampled_from([None, "/w", "/w/a", "/w/b/c", "/far/away/from"]))
 def test_the_recipe_of_an_assignment_and_its_text_mean_the_same(case, folder):
     structure, assignment = case

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
+from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, newer_masters, sources_at, usable_at  # noqa: E402
 from llmtailor.compose.plan import explain_recipe, plan_merge  # noqa: E402
@@ -69,7 +70,7 @@ def check(loop: Loop, at: int, out: Path) -> None:
             assert torch.equal(found[kind].reshape(-1)[begin:end], truth.reshape(-1)[begin:end]), (at, part, name, kind)
 
 
-@pytest.mark.parametrize("num_experts", [0, 4])
+@pytest.mark.parametrize("num_experts", mostly_long([0, 4], 4))
 def test_a_composite_has_the_newest_masters_and_the_newest_moments(num_experts, tmp_path):
     options = {"experts": "parts"} if num_experts else {}
     run = tmp_path / "run"
@@ -275,7 +276,7 @@ def test_inspect_tells_what_is_without_moments(tmp_path):
     assert done.stdout.count("without moments") == 4 and "not held" not in done.stdout
 
 
-@pytest.mark.parametrize("policy", ["parity", "moments_in_turn:2"])
+@pytest.mark.parametrize("policy", mostly_long(["parity", "moments_in_turn:2"], "moments_in_turn:2"))
 def test_composites_can_share_blocks_with_saves(policy, tmp_path):
     """Tensors lie in a save as the optimizer has them, at the same place in a block: all but weight files' heads."""
     loop = Loop(tmp_path, hidden=512, layers=2, policy=policy, background=False).start()

@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn) -> list[tuple[str, str, int]]:
     return events
 
 
-@settings(max_examples=examples(25, 100))  # checking a policy takes a while, the first time
+@settings(max_examples=examples(15, 100))  # checking a policy takes a while, the first time
 @given(plans(), st.integers(1, 6), st.integers(1, 3), st.sampled_from([None, 9, 30]), st.integers(0, 2**32))
 def test_every_step_can_be_composed_and_no_part_is_too_old(plan, num_layers, keep, given_staleness, seed):
     structure = llama(num_layers)

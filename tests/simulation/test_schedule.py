@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.cases import every
 from llmtailor.errors import UsageError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.model.parts import EMBED, HEAD, NORM
@@ -63,7 +64,7 @@ def test_the_default_of_filter_comes_nearest_to_the_paper(model):
     assert min(range(2, 5), key=distance) == make_policy("filter").settings()["aux_every"]
 
 
-@pytest.mark.parametrize("spec", ["parity", "round_robin:3", "filter:first=1,last=1,every=2"])
+@pytest.mark.parametrize("spec", every(2, ["round_robin:3", "parity", "filter:first=1,last=1,every=2"]))
 def test_a_saver_does_the_same(spec, tmp_path):
     """What each save holds, and what is on disk at once with ``keep_composable``."""
     loop = Loop(tmp_path / "run", policy=spec, keep_composable=2, background=False).start()

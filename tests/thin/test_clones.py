@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 
+from helpers.cases import mostly_long
 from helpers.checkpoints import make
 from helpers.commands import run_here
 from llmtailor.checkpoint import layout
@@ -32,7 +33,7 @@ def a_run(root: Path, form: str | None = None) -> Path:
     return make_run(root, STEPS, form, shape=SHAPE)
 
 
-@pytest.mark.parametrize("form", [None, "fsdp"])
+@pytest.mark.parametrize("form", mostly_long([None, "fsdp"], "fsdp"))
 def test_nearly_all_is_shared_and_every_reader_sees_the_same(form, tmp_path, monkeypatch, copied, small_limits):
     original = a_run(tmp_path / "original", form)
     runs = {}

@@ -68,9 +68,8 @@ def test_thin(tmp_path, form):
 @pytest.mark.parametrize(
     ("can_exchange", "form"),
     [
-        (False, None),
         (True, "dcp"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((True, None), (False, "fsdp"))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((False, None), (True, None), (False, "fsdp"))),
     ],
 )
 def test_thin_to_weights(tmp_path, can_exchange, form, monkeypatch):

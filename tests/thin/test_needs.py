@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint
 from llmtailor.errors import SourceError
 from llmtailor.runs.pruning import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
@@ -121,7 +122,7 @@ def outcomes(disk: Disk, left: Sequence[RunCheckpoint], keep: int | None) -> lis
 
 
 @given(disks(), st.none() | st.integers(1, 3))
-@settings(max_examples=150)
+@settings(max_examples=examples(60, 150))
 def test_needed_is_exactly_what_would_be_missed(disk: Disk, keep: int | None) -> None:
     everything = disk.checkpoints
     reachable = find_reachable(everything, PARTS, keep)
@@ -144,7 +145,7 @@ def test_full_checkpoints_never_justify_a_removal(disk: Disk, keep: int) -> None
 
 
 @given(disks(), st.integers(1, 2), st.sampled_from(["parity", "full", "round_robin:3", "select", None]), st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(60, 150))
 def test_thinning_keeps_every_step_that_it_promises(
     disk: Disk, keep_full: int, strategy: str | None, data: st.DataObject
 ) -> None:

@@ -81,7 +81,6 @@ def test_every_step_is_composed_as_from_full_checkpoints(to: str, tmp_path: Path
     "name",
     mostly_long(
         ["trainer", "loop", "full", "fsdp1", "columns", "titan", "hf", "loop-tied", "loop-frozen", "titan-bf16"],
-        "trainer",
         "full",
         "titan",
     ),
