@@ -21,6 +21,7 @@ from faults.driver import Server
 from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
 from helpers.cases import diagonal, mostly_long
+from llmtailor.engine.staging import JOURNAL
 from scripts.faults import ERRORS, errors, kills, large_scene, power, races, steps
 
 COMMANDS_TO_TRY = sorted(COMMANDS)
@@ -101,7 +102,7 @@ def test_the_power_is_cut(scenes, kind, no_exchange):
 
 @pytest.mark.parametrize(("no_exchange", "kind"), diagonal([False, True], COMMANDS_TO_TRY))
 def test_everything_is_durable_before_the_rename_and_the_rename_afterwards(scenes, kind, no_exchange):
-    """Every file and folder of the output, and before that all that the journal vouches for."""
+    """Every file and folder of the output, and before that all that the journal vouches for, and each of its lines."""
     scene = scenes(kind)
     disk = Disk(scene.root, read_tree(scene.root, (scene.out.name,)))
     assert scene.run(fault="trace", no_exchange=no_exchange) == 0
@@ -112,6 +113,8 @@ def test_everything_is_durable_before_the_rename_and_the_rename_afterwards(scene
             shown.append(disk.at(event[1]))
         if event[0] == "write" and event[3].startswith(b'\n{"path"'):
             journaled += 1
+            own = disk.at(str(scene.staging / JOURNAL))
+            assert isinstance(own, File) and own.lasts()  # the lines before this one
             mark = json.loads(event[3])
             file = disk.at(str(scene.staging / "out" / mark["path"]))
             assert isinstance(file, File)

@@ -76,6 +76,7 @@ def test_replace(
     shutil.copytree(original, run)
     assert salvage(fault="count", record=str(record)) == 0
     wanted = {path.name: contents(path) for path in run.iterdir()}
+    stays = wanted.keys() & {path.name for path in original.iterdir()}
     count = pickle.loads(record.read_bytes())
     moments = {1 + number * (count - 1) // (MOMENTS - 1) for number in range(MOMENTS)}
     for moment in sorted(moments | set(range(max(1, count - LAST + 1), count + 1))):
@@ -84,6 +85,8 @@ def test_replace(
         assert salvage(fault="kill", at=moment) == -signal.SIGKILL
         there = {tuple(contents(path).items()) for path in run.iterdir() if path.is_dir()}
         assert before <= there, f"killed at {moment}: {folders(run)}"
+        if can_exchange:  # a trainer that starts meanwhile finds each where it was
+            assert stays <= {path.name for path in run.iterdir()}, f"killed at {moment}: {folders(run)}"
         for _ in range(2 if moment == count else 1):
             assert salvage() == 0, f"killed at {moment}: {(tmp_path / 'said').read_text()}"
             assert {path.name: contents(path) for path in run.iterdir()} == wanted, f"killed at {moment}"
