@@ -234,21 +234,20 @@ def main() -> None:
     total: Counter[str] = Counter()
     try:
         for command in options.commands:
-            with Server() as server:
-                small, large = (_folder(work, f"{command}-{size}") for size in ("small", "large"))
-                for kind in options.only:
-                    scene = (
-                        large_scene(server, large, command, options.hidden_size)
-                        if kind in ("kills", "races")
-                        else Scene(server, small, command)
-                    )
-                    began = time.monotonic()
-                    for title, counts in _trials(kind, scene, options, every, chance):
-                        total[kind] += counts.total()
-                        print(f"\n{command}, {title}: {counts.total()} trials", flush=True)
-                        for outcome, count in sorted(counts.items()):
-                            print(f"  {count:6}  {outcome}")
-                    print(f"  ({time.monotonic() - began:.0f} s)", flush=True)
+            small, large = (_folder(work, f"{command}-{size}") for size in ("small", "large"))
+            for kind in options.only:
+                scene = (
+                    large_scene(Server(), large, command, options.hidden_size)
+                    if kind in ("kills", "races")
+                    else Scene(Server(), small, command)
+                )
+                began = time.monotonic()
+                for title, counts in _trials(kind, scene, options, every, chance):
+                    total[kind] += counts.total()
+                    print(f"\n{command}, {title}: {counts.total()} trials", flush=True)
+                    for outcome, count in sorted(counts.items()):
+                        print(f"  {count:6}  {outcome}")
+                print(f"  ({time.monotonic() - began:.0f} s)", flush=True)
             shutil.rmtree(large)
     finally:
         shutil.rmtree(work)

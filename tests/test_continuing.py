@@ -27,8 +27,7 @@ from llmtailor.errors import Interrupted, SourceError, StorageError
 
 @pytest.fixture(scope="module")
 def server():
-    with Server() as server:
-        yield server
+    return Server()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ TRAINER_BYTES = 14
 NUM_SAVES = 600
 """Simulated saves behind the base, a multiple of the periods of usual policies"""
 _DISK_SAVES = 24
-"""Of these, the saves over which retention is simulated; a part is rarely older"""
+"""Of these, retention is simulated over so many, or over three times the age that a part may reach, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)

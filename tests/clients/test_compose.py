@@ -21,6 +21,7 @@ from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
 from clients.test_resume import convert  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
+from helpers.cases import mostly_long  # noqa: E402
 from helpers.recipes import odd_layers_from  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
@@ -75,15 +76,13 @@ SHORT = [
     *("engine-2 trainer", "engine-3 dcp", "engine-2 universal"),
     *("accelerate-2 fsdp", "accelerate-ddp deepspeed", "accelerate-fsdp deepspeed"),
 ]
-LONG = [
+ALL = [
     f"{name} {to}"
     for name in ("engine-2", "engine-3", "accelerate-2", "accelerate-ddp", "accelerate-fsdp")
     for to in ("trainer", "fsdp", "dcp", "universal", "deepspeed")
 ]
-PAIRS = [*SHORT, *(pytest.param(pair, marks=pytest.mark.long) for pair in LONG if pair not in SHORT)]
-THINNED = [
-    pytest.param(name, marks=() if name in ("engine-2", "accelerate-ddp") else pytest.mark.long) for name in TWO_RANKS
-]
+PAIRS = mostly_long(ALL, *SHORT)
+THINNED = mostly_long(TWO_RANKS, "engine-2", "accelerate-ddp")
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -325,13 +325,6 @@ def started() -> subprocess.Popen[str]:
 class Server:
     """The other end: asks the server."""
 
-    def __enter__(self) -> Server:
-        started()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave it to those who come next."""
-
     def run(self, request: Request) -> int:
         """Return the exit code; -9 if it was killed."""
         (code,) = self.run_all({}, [request])

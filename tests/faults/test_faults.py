@@ -30,8 +30,7 @@ SHORT_ERRORS = [fault for fault in ERRORS if fault["fault"] in ("ENOSPC", "SIGTE
 
 @pytest.fixture(scope="module")
 def server():
-    with Server() as server:
-        yield server
+    return Server()
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,7 @@ def in_a_small_file_system(script: str, size: int, place: Path, root: Path) -> s
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
-    with Server() as server:
-        yield large_scene(server, tmp_path_factory.mktemp("run"), "merge", 64)
+    return large_scene(Server(), tmp_path_factory.mktemp("run"), "merge", 64)
 
 
 @pytest.fixture

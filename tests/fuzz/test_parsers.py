@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cases import examples
+from helpers.cases import examples, mostly_long
 from llmtailor.errors import SourceError
 from scripts import fuzz
 
@@ -32,9 +32,7 @@ def sound(tmp_path_factory):
     return fuzz.make_sound(tmp_path_factory.mktemp("sound"))
 
 
-@pytest.mark.parametrize(
-    "parser", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in fuzz.PARSERS]
-)
+@pytest.mark.parametrize("parser", mostly_long(fuzz.PARSERS, *(one for one in fuzz.PARSERS if one not in LONG)))
 def test_damaged_input_is_parsed_or_refused(sound, parser):
     wanted = INPUTS.get(parser, examples(120, 600))
     tally = fuzz.fuzz(parser, sound, random.Random(parser), lambda count: count < wanted)

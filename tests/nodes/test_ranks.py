@@ -27,8 +27,7 @@ DEAD = -signal.SIGKILL
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
-    with Server() as server:
-        yield Scene(server, tmp_path_factory.mktemp("run"), "merge")
+    return Scene(Server(), tmp_path_factory.mktemp("run"), "merge")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 import pickle
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,9 +52,8 @@ def lose_two(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as server:
-        yield server
+def server() -> Server:
+    return Server()
 
 
 @pytest.mark.parametrize(
