@@ -1,6 +1,6 @@
 """Stable codes for every kind of finding, for programs. Texts may change, codes don't.
 
-docs/findings.md lists them; scripts/make_docs.py generates that list from here.
+docs/findings.md lists them; docs/make/pages.py generates that list from here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # Run every check, on a fresh machine too: formatting, lint, types, shell scripts, tests.
 #
 #   ./scripts/test.sh                  every feature once, some minutes on two cores: what CI runs
-#   ./scripts/test.sh --all            everything: every combination, and the campaigns of scripts/; hours
+#   ./scripts/test.sh --all            everything: every combination, and the campaigns of tests/campaigns; hours
 #   ./scripts/test.sh -m 'not real'    arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +17,7 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check shellcheck --external-sources scripts/*.sh .ci/run
+check shellcheck --external-sources scripts/*.sh benchmarks/*.sh tests/client_programs/*.sh .ci/run
 if ((${#failed[@]})); then
   printf 'error: this failed, so the tests were not run: %s\n' "${failed[@]}" >&2
   exit 1

@@ -23,7 +23,7 @@ from helpers.strategies import shapes
 from llmtailor.model.states import MASTER
 from llmtailor.recipe.recipe import Recipe
 from oracle import zero3
-from scripts.synthetic import pickled_as_deepspeed
+from synthetic import pickled_as_deepspeed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

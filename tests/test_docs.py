@@ -14,37 +14,34 @@ import click
 from click.testing import CliRunner
 
 import llmtailor
+from docs.make.pages import PAGES, error_tree
+from docs.make.rooms import PICTURE as ROOMS
+from docs.make.rooms import draw as draw_rooms
+from docs.make.save_and_compose import PICTURE, draw
+from docs.make.timeline import PICTURE as TIMELINE
+from docs.make.timeline import draw as draw_timeline
 from llmtailor import errors
 from llmtailor.cli.main import EXIT_CODES, cli
-from scripts.make_docs import PAGES, error_tree
-from scripts.make_picture import PICTURE, draw
-from scripts.make_rooms import PICTURE as ROOMS
-from scripts.make_rooms import draw as draw_rooms
-from scripts.make_timeline import PICTURE as TIMELINE
-from scripts.make_timeline import draw as draw_timeline
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "make_docs.py"
+SCRIPT = ROOT / "docs" / "make" / "pages.py"
 
 
 def test_the_pages_are_current():
     stale = [name for name, make in PAGES.items() if (ROOT / name).read_text(encoding="utf-8") != make()]
-    assert not stale, "run scripts/make_docs.py"
+    assert not stale, "run docs/make/pages.py"
 
 
 def test_the_check_of_a_page_that_is_not(tmp_path):
-    for name in ("llmtailor", "scripts", "docs", "README.md"):
+    for name in ("llmtailor", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "scripts").unlink()
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / SCRIPT.name).write_text(SCRIPT.read_text())
-    command = [sys.executable, str(tmp_path / "scripts" / SCRIPT.name), "--check"]
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    command = [sys.executable, str(tmp_path / "docs" / "make" / SCRIPT.name), "--check"]
     assert subprocess.run(command).returncode == 0
-    (tmp_path / "docs").unlink()
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("errors.md"))
+    (tmp_path / "docs" / "errors.md").unlink()
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: out of date: docs/errors.md\n  fix: run scripts/make_docs.py\n"
+    assert done.stderr == "error: out of date: docs/errors.md\n  fix: run docs/make/pages.py\n"
     assert not (tmp_path / "docs" / "errors.md").exists()
     assert subprocess.run(command[:-1]).returncode == 0
     assert subprocess.run(command).returncode == 0
@@ -113,15 +110,15 @@ def test_the_index_has_every_page():
 
 
 def test_the_picture_is_what_the_policy_does():
-    assert PICTURE.read_text(encoding="utf-8") == draw(), "run scripts/make_picture.py"
+    assert PICTURE.read_text(encoding="utf-8") == draw(), "run docs/make/save_and_compose.py"
 
 
 def test_the_picture_of_the_rooms_is_current():
-    assert ROOMS.read_text(encoding="utf-8") == draw_rooms(), "run scripts/make_rooms.py"
+    assert ROOMS.read_text(encoding="utf-8") == draw_rooms(), "run docs/make/rooms.py"
 
 
 def test_the_timeline_is_current():
-    assert TIMELINE.read_text(encoding="utf-8") == draw_timeline(), "run scripts/make_timeline.py"
+    assert TIMELINE.read_text(encoding="utf-8") == draw_timeline(), "run docs/make/timeline.py"
 
 
 def test_every_file_that_a_page_names_exists():

@@ -19,7 +19,7 @@ from helpers.strategies import shapes
 from llmtailor.model.states import WEIGHT
 from llmtailor.storage.checksums import part_digest
 from oracle import zero3
-from scripts.synthetic import pickled_as_deepspeed
+from synthetic import pickled_as_deepspeed
 
 
 @st.composite

@@ -29,7 +29,7 @@ from llmtailor.verify.verdict import RESUMABLE
 from llmtailor.verify.verify import verify_checkpoint
 from oracle import zero3
 from oracle.zero3 import Snapshot
-from scripts.synthetic import pickled_as_deepspeed
+from synthetic import pickled_as_deepspeed
 from thin.scene import save_partial
 
 BETAS = {EXP_AVG: 0.9, EXP_AVG_SQ: 0.999}

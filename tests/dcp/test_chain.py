@@ -19,7 +19,7 @@ from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from scripts.synthetic import pickled_as_deepspeed  # noqa: E402
+from synthetic import pickled_as_deepspeed  # noqa: E402
 
 
 @st.composite

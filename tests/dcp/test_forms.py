@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import llmtailor
+from campaigns.fuzz import make_sound
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe.recipe import Recipe
 from llmtailor.verify.verdict import RESUMABLE
 from llmtailor.verify.verify import verify_checkpoint
-from scripts.fuzz import make_sound
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 

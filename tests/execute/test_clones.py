@@ -29,7 +29,7 @@ from llmtailor.engine.copy import Context, Moved, execute
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.states import MASTER, State
 from llmtailor.recipe.recipe import Recipe
-from scripts.synthetic import SHAPES
+from synthetic import SHAPES
 
 SOURCE_BYTES = 1_000_000
 

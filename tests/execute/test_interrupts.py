@@ -19,7 +19,7 @@ from faults.scene import RECIPE, contents
 from helpers.cases import mostly_long
 from helpers.checkpoints import make
 from llmtailor.engine.staging import peek
-from scripts.synthetic import SHAPES
+from synthetic import SHAPES
 
 LARGE = replace(SHAPES["tiny"], vocab_size=20_000, hidden_size=256, intermediate_size=1024, num_heads=8)
 """About 170 MB a checkpoint: long enough to be interrupted in the middle."""

@@ -12,7 +12,7 @@ from xxhash import xxh3_128
 
 from faults.driver import Request, Server
 from helpers.checkpoints import SMALL, make
-from scripts.synthetic import Shape
+from synthetic import Shape
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd, norm]}\n"
 COMMANDS = {

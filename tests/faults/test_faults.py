@@ -1,6 +1,6 @@
 """Whatever fails while a merge writes: its output is absent or complete, and the same command then succeeds.
 
-A short form of scripts/faults.py, which goes through every operation and prints counts.
+A short form of tests/campaigns/faults.py, which goes through every operation and prints counts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.faults import ERRORS, errors, kills, large_scene, power, races, steps
 from faults.driver import Server
 from faults.powercut import Disk, File, read_tree
 from faults.scene import COMMANDS, Scene
 from helpers.cases import diagonal, mostly_long
 from llmtailor.engine.staging import JOURNAL
-from scripts.faults import ERRORS, errors, kills, large_scene, power, races, steps
 
 COMMANDS_TO_TRY = sorted(COMMANDS)
 SHORT_ERRORS = [fault for fault in ERRORS if fault["fault"] in ("ENOSPC", "SIGTERM") or fault == {"fault": "EIO"}]
@@ -51,7 +51,7 @@ MORE_POWER_CUTS = [(False, "force"), (True, "merge"), (False, "link"), (True, "l
 def some(count: int, *, ends: int = 2):
     """Choose some all over, one late, and the last ones, where the output is published.
 
-    ``scripts/faults.py`` goes through all of them.
+    ``tests/campaigns/faults.py`` goes through all of them.
     """
 
     def points(total: int) -> set[int]:

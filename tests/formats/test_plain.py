@@ -25,7 +25,7 @@ from llmtailor.model.states import MASTER, State
 from oracle import zero3
 from plain.composing import read, to_plain, to_zero
 from real.models import build
-from scripts.synthetic import pickled_as_deepspeed
+from synthetic import pickled_as_deepspeed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_DECAY = ("norm", "bias")

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 import llmtailor
+from campaigns import fuzz
 from helpers.cases import every, examples
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.registry import index_checkpoint
@@ -31,7 +32,6 @@ from llmtailor.recipe.recipe import Recipe
 from oracle import any as oracle
 from oracle import zero3, zero12
 from oracle.zero3 import Snapshot, assert_same
-from scripts import fuzz
 
 ROUNDS = int(os.environ.get("LLMTAILOR_FUZZ_ROUNDS", examples(15, 25)))
 STEP = 4

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from campaigns import fuzz
 from helpers.cases import examples
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, Storage, as_tensor
 from llmtailor.containers.safetensors import read_header
@@ -24,7 +25,6 @@ from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.containers.unpickle import read_pickle
 from llmtailor.errors import SourceError
 from llmtailor.model.states import ITEMSIZE
-from scripts import fuzz
 
 # --- pickles, against CPython's own machine --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""scripts/fuzz for a few seconds, always with the same inputs."""
+"""tests/campaigns/fuzz for a few seconds, always with the same inputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from campaigns import fuzz
 from helpers.cases import examples, mostly_long
 from llmtailor.errors import SourceError
-from scripts import fuzz
 
 INPUTS = {
     "checkpoint": examples(40, 60),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scripts.synthetic import SHAPES, Shape, lay_out, make_checkpoint, pickled_as_deepspeed
+from synthetic import SHAPES, Shape, lay_out, make_checkpoint, pickled_as_deepspeed
 
 SMALL = replace(
     SHAPES["tiny"], vocab_size=11, hidden_size=6, intermediate_size=10, num_heads=2, num_kv_heads=1, head_dim=3

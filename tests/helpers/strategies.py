@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from scripts.synthetic import SHAPES, Shape
+from synthetic import SHAPES, Shape
 
 
 @st.composite

@@ -21,7 +21,7 @@ from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import differ
 from salvage.damage import truncate
-from scripts.synthetic import pickled_as_deepspeed
+from synthetic import pickled_as_deepspeed
 from thin.scene import save_partial
 
 ODD = ("layer 1", "layer 3", "lm_head")

@@ -12,7 +12,7 @@ import pytest
 from real.harness import TIMEOUT_S, environment
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_save.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_save.py"
 ROUNDS, BLOCKS, STEPS = 2, 2, 6
 WAYS = {
     "plain memory copy",

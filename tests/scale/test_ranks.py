@@ -24,7 +24,7 @@ from llmtailor.formats.zero.rank_files import RankFiles, make_shards
 from llmtailor.formats.zero.rank_trees import ZeroTarget
 from llmtailor.model.states import BUFFER, FROZEN, State
 from llmtailor.recipe.recipe import Recipe
-from scripts.synthetic import SHAPES, lay_out, make_checkpoint
+from synthetic import SHAPES, lay_out, make_checkpoint
 
 WORLDS = (12, 48)
 LARGE = replace(SHAPES["1b"], num_layers=2)

@@ -14,7 +14,7 @@ from helpers.commands import run_here
 from saving.loop import Loop
 
 ROOT = Path(__file__).parents[2]
-LLAMA = ROOT / "scripts" / "models" / "Llama-3.1-8B.json"
+LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B.json"
 
 
 def call(*words: object, code: int = 0) -> str:

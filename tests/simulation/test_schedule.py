@@ -16,7 +16,7 @@ from llmtailor.simulation.model import newest_of_run, size_of_checkpoint, size_o
 from llmtailor.simulation.schedule import PARTIAL_BYTES, simulate
 from saving.loop import Loop
 
-MODELS = Path(__file__).parents[2] / "scripts" / "models"
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 PAPERS = {"Llama-3.1-8B": 4.28, "Qwen2.5-7B": 4.17}
 """How many times smaller the paper's filter schedule made its checkpoints"""
 

@@ -21,7 +21,7 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import MASTER, State
 from llmtailor.runs import thin as service
 from llmtailor.runs.thin import plan_thinning
-from scripts.synthetic import SHAPES
+from synthetic import SHAPES
 from thin.scene import call, compose, contents, make_run
 
 STEPS = (100, 200, 300)

@@ -18,7 +18,7 @@ from helpers.checkpoints import make
 from helpers.strategies import shapes
 from llmtailor.checkpoint.lineage import Ledger
 from oracle import zero3
-from scripts.synthetic import Shape, pickled_as_deepspeed
+from synthetic import Shape, pickled_as_deepspeed
 from thin.scene import call, compose, folders, save_partial, sources, taken
 
 

@@ -25,7 +25,7 @@ from llmtailor.engine.copy import execute  # noqa: E402
 from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.recipe.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
-from scripts.synthetic import SHAPES, lay_out, make_checkpoint  # noqa: E402
+from synthetic import SHAPES, lay_out, make_checkpoint  # noqa: E402
 from universal.converting import convert  # noqa: E402
 
 TAG = "global_step100_universal"

@@ -1,0 +1,264 @@
+"""The parsers that are fuzzed: where inputs come from, how they are mutated, and what is done with them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from campaigns.fuzz import dcp, partial
+from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
+from campaigns.fuzz.partial import SEPARATOR
+from llmtailor.cli.options import read_map
+from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.containers.pickle_nodes import Storage
+from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
+from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.unpickle import read_pickle
+from llmtailor.formats.manifest import read_part_steps
+from llmtailor.formats.plain import ask_transformers as model
+from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe.parse import parse_recipe
+from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe.strategies import read_flags
+from llmtailor.verify.inspect import describe
+
+
+@dataclass(frozen=True)
+class Parser:
+    """Something that takes bytes: where inputs come from, how they are mutated, and what is done with them."""
+
+    seeds: Callable[[dict[str, Path]], list[bytes]]
+    """From the folders of sound checkpoints, by form."""
+    parse: Callable[[bytes, Path, dict[str, Path]], Any]
+    """In a scratch folder of its own. Raises TailorError for a refusal."""
+    mutate: Callable[[bytes, bytes, random.Random], bytes] = mutate_bytes
+
+
+def _mutate_json(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.4:
+        return mutate_bytes(data, other, rng)
+    try:
+        tree = mutate_tree(json.loads(data), rng)
+        return json.dumps(None if tree is DROP else tree).encode()
+    except (ValueError, RecursionError):
+        return mutate_bytes(data, other, rng)
+
+
+def _mutate_header(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    """Mutate the JSON inside a safetensors file, and keep the length in front of it right."""
+    length = int.from_bytes(data[:8], "little")
+    if rng.random() < 0.3 or not 0 < length <= len(data) - 8:
+        return mutate_bytes(data, other, rng)
+    header = _mutate_json(data[8 : 8 + length], other, rng)
+    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+
+
+def storage_of(dtype: str, key: str, numel: int, location: str) -> Storage:
+    return Storage(dtype, abs(numel) % 1000, (), location)
+
+
+def pickles_of(checkpoint: Path) -> list[bytes]:
+    found = []
+    for path in sorted(checkpoint.rglob("*.pt")) + sorted(checkpoint.glob("*.pth")):
+        with zipfile.ZipFile(path) as archive:
+            found += [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+    return found
+
+
+def _mutate_zip(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    """Mutate the end of a torch file, where the directory is, or its pickle, without a CRC to tell."""
+    way = rng.random()
+    if way < 0.2:
+        return mutate_bytes(data, other, rng)
+    if way < 0.6:
+        cut = max(0, len(data) - rng.choice((22, 100, 400, 4000)))
+        return data[:cut] + mutate_bytes(data[cut:], other[-200:], rng)
+    try:
+        return with_pickle(data, lambda raw: mutate_bytes(raw, other[:400], rng))
+    except Exception:  # as below
+        return mutate_bytes(data, other, rng)
+
+
+def with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Return a torch file with another ``data.pkl``; its CRC is right."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as target:
+        for info in source.infolist():
+            raw = source.read(info)
+            target.writestr(info.filename, change(raw) if info.filename.endswith("/data.pkl") else raw)
+    return out.getvalue()
+
+
+def write_file(folder: Path, name: str, data: bytes) -> Path:
+    (folder / name).write_bytes(data)
+    return folder
+
+
+def _parse_text(parse: Callable[[str], Any]) -> Callable[[bytes, Path, dict[str, Path]], Any]:
+    return lambda data, folder, sound: parse(data.decode("utf-8", "replace"))
+
+
+def _recipes(sound: dict[str, Path]) -> list[bytes]:
+    configs = Path(__file__).parents[3] / "configs"
+    return [path.read_bytes() for path in sorted(configs.glob("*.y*ml"))]
+
+
+def _flags(sound: dict[str, Path]) -> list[bytes]:
+    return [b'{"step": 100, "flag": [0, 1, 2]}\n{"step": 150, "flag": [3], "time": 1.5}\n', b""]
+
+
+def _read_latest(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
+    for path in sound["zero3"].iterdir():
+        if path.name != "latest":
+            (folder / path.name).symlink_to(path)
+    return index_checkpoint(write_file(folder, "latest", data))
+
+
+def _index_json(sound: dict[str, Path]) -> list[bytes]:
+    return [(sound["sharded"] / INDEX).read_bytes()]
+
+
+def _read_index_json(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
+    for path in sound["sharded"].glob("*.safetensors"):
+        (folder / path.name).symlink_to(path)
+    return read_weights(write_file(folder, INDEX, data), "x")
+
+
+def _read_trainer_state(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
+    for path in sound["zero3"].iterdir():
+        if path.name != "trainer_state.json":
+            (folder / path.name).symlink_to(path)
+    return describe(index_checkpoint(write_file(folder, "trainer_state.json", data)))
+
+
+def _shards(sound: dict[str, Path], *forms: str) -> list[bytes]:
+    """Inputs that name a file of a checkpoint, and hold what stands there instead."""
+    found = []
+    for form in forms:
+        for path in sorted(sound[form].rglob("*")):
+            is_of_other_param = path.parent.parent.name == "zero" and path.parent.name != "model.norm.weight"
+            if path.is_file() and path.suffix in (".pt", ".pth", ".json") and not is_of_other_param:
+                name = f"{form}/{path.relative_to(sound[form])}"
+                found.append(name.encode() + SEPARATOR + path.read_bytes())
+    return found
+
+
+def _mutate_shard(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    """Mutate the tree inside; now and then bytes, and now and then put another file in its place."""
+    name, _, content = data.partition(SEPARATOR)
+    content = mutate_content(content, other.partition(SEPARATOR)[2], rng)
+    return name + SEPARATOR + content
+
+
+def mutate_content(content: bytes, other: bytes, rng: random.Random) -> bytes:
+    """Mutate a file of a checkpoint in a way that fits what it is."""
+    way = rng.random()
+    if way < 0.05:
+        return other
+    if content[:2] != b"PK":
+        return _mutate_json(content, other, rng)
+    if way < 0.2:
+        return _mutate_zip(content, other, rng)
+    try:
+        return _with_other_tree(content, rng)
+    except Exception:  # it has been mutated before, so anything may be wrong with it
+        return _mutate_zip(content, other, rng)
+
+
+def _with_other_tree(data: bytes, rng: random.Random) -> bytes:
+    """Change a value of the tree in a torch file, and write it so that all else is as it was."""
+    storages: dict[int, tuple[Storage, str]] = {}
+
+    def find(dtype: str, key: str, numel: int, location: str) -> Storage:
+        storage = Storage(dtype, numel, (), location)
+        storages[id(storage)] = (storage, key)
+        return storage
+
+    with zipfile.ZipFile(io.BytesIO(data)) as source:
+        records = {info.filename: source.read(info) for info in source.infolist()}
+    prefix = next(iter(records)).partition("/")[0]
+    tree = read_pickle(records[f"{prefix}/data.pkl"], "x", find)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        changed = mutate_tree(tree, rng)
+        tree = tree if changed is DROP else changed
+    raw, found = write_pickle(tree)
+    named = {f"{prefix}/data/{at}": records[f"{prefix}/data/{storages[id(one)][1]}"] for at, one in enumerate(found)}
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as target:
+        others = {name: content for name, content in records.items() if not name.startswith(f"{prefix}/data/")}
+        for name, content in (others | {f"{prefix}/data.pkl": raw} | named).items():
+            target.writestr(name, content)
+    return out.getvalue()
+
+
+def _read_checkpoint(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
+    """Inspect a checkpoint with one file exchanged, and plan what can be made of it."""
+    name, _, content = data.partition(SEPARATOR)
+    form, _, path = name.decode().partition("/")
+    root = folder / "checkpoint-100"
+    shutil.copytree(sound[form], root, copy_function=os.link)
+    (root / path).unlink()
+    (root / path).write_bytes(content)
+    with patch.object(model, "_describe", lambda config: "building models takes seconds"):
+        index = index_checkpoint(root)
+        describe(index)
+        recipe = Recipe("x", "", root, (), None, None)
+        for options in (Options(), Options(world_size=3, stage=2 if index.stage == 3 else 3, groups="default")):
+            plan_merge(recipe, folder / "out", options)
+
+
+PARSERS = {
+    "torch zip": Parser(
+        lambda sound: [
+            path.read_bytes() for path in (*sound["zero3"].glob("*.pt*"), *sound["zero3"].glob("global*/*"))
+        ],
+        lambda data, folder, sound: read_torch_file(write_file(folder, "x.pt", data), "x.pt", "x.pt"),
+        _mutate_zip,
+    ),
+    "pickle": Parser(
+        lambda sound: [each for form in ("zero3", "zero2", "plain") for each in pickles_of(sound[form])],
+        lambda data, folder, sound: write_pickle(read_pickle(data, "x", storage_of)),
+    ),
+    "safetensors": Parser(
+        lambda sound: [(sound["zero3"] / SINGLE).read_bytes()],
+        lambda data, folder, sound: read_weights(write_file(folder, SINGLE, data), "x"),
+        _mutate_header,
+    ),
+    "index.json": Parser(_index_json, _read_index_json, _mutate_json),
+    "trainer_state.json": Parser(
+        lambda sound: [(sound["zero3"] / "trainer_state.json").read_bytes()], _read_trainer_state, _mutate_json
+    ),
+    "llmtailor.json": Parser(
+        lambda sound: [(sound["zero2"] / "llmtailor.json").read_bytes()],
+        lambda data, folder, sound: read_part_steps(write_file(folder, "llmtailor.json", data), "x"),
+        _mutate_json,
+    ),
+    "latest": Parser(lambda sound: [b"global_step100", b"global_step100\n"], _read_latest),
+    "recipe": Parser(
+        _recipes,
+        _parse_text(
+            lambda text: parse_recipe(text, name="x.yaml", folder=Path("/runs"), environ={"HOME": "/h", "RUN": "/run"})
+        ),
+    ),
+    "flags": Parser(_flags, _parse_text(lambda text: read_flags(text, "flags.jsonl"))),
+    "map": Parser(
+        lambda sound: [b'{"odd": 300, "norm": "checkpoint-400"}'],
+        lambda data, folder, sound: read_map(write_file(folder, "map.json", data) / "map.json"),
+        _mutate_json,
+    ),
+    "checkpoint": Parser(lambda sound: _shards(sound, "zero3", "zero2", "plain"), _read_checkpoint, _mutate_shard),
+    "universal": Parser(lambda sound: _shards(sound, "universal"), _read_checkpoint, _mutate_shard),
+    "partial checkpoint": Parser(partial.seeds, partial.read, partial.mutate),
+    "dcp": Parser(dcp.seeds, dcp.read, dcp.mutate),
+}
