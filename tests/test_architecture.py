@@ -94,7 +94,7 @@ def test_such_imports_would_be_seen(path, module):
 
 
 def test_files_can_be_read_in_one_sitting():
-    assert not [path for path in modules() if len((PACKAGE / path).read_text().splitlines()) > 400]
+    assert not [path for path in modules() if len((PACKAGE / path).read_text().splitlines()) > 800]
 
 
 def loaded_by(program: str) -> set[str]:

@@ -369,6 +369,8 @@ def _notices(
         notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
+        if recipe.is_unlike_mergekit(choice.filled):
+            what += " (mergekit takes the embeddings from the first slice, norm and head from the last)"
         notices.append(Problem("parts", what, "if they should come from another checkpoint, name them in a rule"))
     if choice.split:
         what = f"weights and optimizer states of {condense(choice.split)} come from different checkpoints, as requested"

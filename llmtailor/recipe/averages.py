@@ -39,8 +39,8 @@ def read_method(value: Value) -> str | None:
     )
     value.refuse(
         what,
-        "write merge_method: passthrough, linear or ema; to merge only weights, run mergekit-yaml with this method on "
-        "the weight files of the checkpoints",
+        "write merge_method: passthrough, linear or ema (average: in parts: averages single layers); to merge only "
+        "weights, run mergekit-yaml with this method on the weight files of the checkpoints",
     )
     return None
 
@@ -64,10 +64,13 @@ def read_only(value: Value) -> str | None:
 
 def read_models(top: Value, method: str, moments: str, read_model: ReadModel) -> list[Whole]:
     """Return the rule of a recipe whose method is ``linear`` or ``ema``: everything is the average of its models."""
-    for key in LAYERS_FROM:
-        if key != "models" and key in top.entries:
-            what = f"{method} averages whole models, so {key} can't define where layers come from"
-            top.entries[key].refuse(what, "use models:, or average: with select: in parts:")
+    others = [top.entries[key] for key in LAYERS_FROM if key != "models" and key in top.entries]
+    for other in others:
+        what = f"{method} averages whole models here; {other.path} would average parts of them"
+        fix = "use models:, or for each slice an entry {average: [{from: ..., weight: ...}], select: 0-3} in parts:"
+        other.refuse(what, fix)
+    if others and "models" not in top.entries:
+        return []
     settings = top.entries.get("parameters")
     has_settings = settings is not None and settings.mapping(_PARAMETERS[method])
     given = settings.entries if settings and has_settings else {}

@@ -90,11 +90,15 @@ def parse_recipe(text: str, *, name: str, folder: Path, environ: Mapping[str, st
 
 def _read_recipe(top: Value, text: str) -> Recipe:
     document = top.document
+    if "experts" in top.entries:
+        what = "experts: is for mergekit-moe, which makes a mixture of experts from dense models: no run has its states"
+        fix = "use mergekit-moe on the weight files; to take experts from a checkpoint, select them in parts:"
+        document.fail(top.entries["experts"].line, what, fix)
     top.mapping(TOP_KEYS)
     top.drop_nulls(_MAY_BE_NULL)
     named = top.entries.get("merge_method")
     method = PASSTHROUGH if named is None else read_method(named)
-    if method not in (LINEAR, EMA):
+    if method == PASSTHROUGH:
         _check_parameters(top)
     moments = top.read("moments", read_moments) or NEWEST
     base = top.read("base_model", _read_model)
@@ -102,7 +106,7 @@ def _read_recipe(top: Value, text: str) -> Recipe:
     rules: list[Rule] = []
     if method in (LINEAR, EMA):
         rules += read_models(top, method, moments, _read_model)
-    elif method is not None or "models" not in top.entries:  # what several models mean depends on the method
+    elif method == PASSTHROUGH:  # what several models or sources mean depends on the method
         rules += _read_layers(top)
     for key in ("pre_weights", "post_weights"):
         rules += top.read(key, _read_weights) or []
@@ -218,7 +222,7 @@ def _read_slice(value: Value, module: str | None) -> LayerRange | GroupId | None
     sources = value.entries["sources"].list_of("one entry {model: ..., layer_range: ...}")
     if len(sources) > 1:
         what = f"the slice has {len(sources)} sources; passthrough takes each layer from exactly one"
-        value.entries["sources"].refuse(what, "keep one of them")
+        value.entries["sources"].refuse(what, "keep one of them; to average layers, write average: in parts:")
     read = [_read_source(source, module) for source in sources]
     return read[0] if len(read) == 1 else None
 

@@ -7,13 +7,13 @@ ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem
-from llmtailor.model.parts import layer_of
+from llmtailor.model.parts import EMBED, HEAD, NORM, layer_of
 
 DTYPES = {
     "bfloat16": "BF16", "bf16": "BF16", "float16": "F16", "fp16": "F16", "half": "F16", "float32": "F32", "fp32": "F32",
@@ -198,6 +198,15 @@ class Recipe:
         """Return the recipe that composes an assignment. `text` is for people and is never parsed."""
         rules = tuple(Parts(source.path, parts, only) for source, parts, only in assignment.rules() if parts)
         return cls(name, text, assignment.base.path, rules, None, output, notices)
+
+    def is_unlike_mergekit(self, parts: Collection[str]) -> bool:
+        """Return whether mergekit would take some of these parts, which no rule names, from elsewhere than the base.
+
+        Given slices, it takes the embeddings from the first, and norm and head from the last (``mergekit/plan.py``).
+        """
+        slices = [rule.source for rule in self.rules if isinstance(rule, LayerRange) and rule.module is None]
+        own = {EMBED: slices[:1], NORM: slices[-1:], HEAD: slices[-1:]}
+        return any(part in own and own[part] not in ([], [self.base]) for part in parts)
 
     def sources(self) -> tuple[Path, ...]:
         """Return every checkpoint that states come from, the base first, then in order of appearance."""

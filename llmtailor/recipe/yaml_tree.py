@@ -278,7 +278,8 @@ def read_yaml(text: str, document: Document) -> Value:
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
         document.fail(1, "the recipe is larger than 1 MiB", "give the path of a recipe file")
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        roots = yaml.compose_all(text, Loader=_Loader)
+        root, second = next(roots, None), next(roots, None)
         value = document.value(root, 1, "") if root is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -296,6 +297,9 @@ def read_yaml(text: str, document: Document) -> Value:
     except _TooMany:
         what = f"the recipe has more than {MAX_VALUES:,} values, with aliases expanded"
         document.fail(1, what, "shorten it, and remove nested aliases")
+    if second is not None:
+        what = "a second YAML document begins here, as in a file for mergekit-multi; a recipe is one document"
+        document.fail(_line(second), what, "put each document into a file of its own, and merge one after the other")
     if value is None:
         document.fail(1, "the recipe is empty", "write at least base_model: and parts:")
     if value.kind != "mapping":

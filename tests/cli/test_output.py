@@ -71,6 +71,19 @@ def test_a_dry_run_shows_everything_and_writes_nothing(run):
     assert "checkpoint-200-merged" in lines[0]
 
 
+@pytest.mark.parametrize(("first", "last", "is_noted"), [(100, 200, True), (200, 100, True), (200, 200, False)])
+def test_a_merge_says_where_mergekit_takes_embeddings_and_head_from_other_slices(run, first, last, is_noted):
+    slices = f"""base_model: checkpoint-200
+slices:
+  - sources: [{{model: checkpoint-{first}, layer_range: [0, 2]}}]
+  - sources: [{{model: checkpoint-{last}, layer_range: [2, 4]}}]
+"""
+    note = "mergekit takes the embeddings from the first slice, norm and head from the last"
+    for parts, noted in (("", is_noted), ("parts: [{from: checkpoint-100, select: '!layers'}]", False)):
+        (run / "recipe.yaml").write_text(slices + parts)
+        assert (note in " ".join(call(run, "merge", "recipe.yaml", "--dry-run").stderr.split())) is noted
+
+
 def test_the_default_output_is_beside_the_base(run):
     call(run, "merge", "recipe.yaml")
     assert (run / "checkpoint-200-merged" / "latest").exists()

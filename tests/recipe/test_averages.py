@@ -120,7 +120,7 @@ BAD = [
     ("merge_method: linear\nparameters: {weigth: 1}\nmodels: [{model: a}]", ":2 parameters.weigth", "unknown key",
      "weight"),
     ("merge_method: linear\nparameters: {weight: 1}\nmodels: [{model: a}]\nslices: [{sources: [{model: a}]}]",
-     ":4 slices", "linear averages whole models", "average: with select:"),
+     ":4 slices", "linear averages whole models", "{average: ["),
     ("merge_method: linear\nmoments: old\nparameters: {weight: 1}\nmodels: [{model: a}]", ":2 moments",
      "'old' is unknown", "newest"),
     ("base_model: a\nparts: [{average: [{from: b}], select: odd}]", ":2 parts[0].average[0]", "weight is missing",

@@ -398,6 +398,46 @@ def test_one_mistake_is_one_problem(text: str, count: int):
     assert len(found) == count + (missing if misspelt else 0), found
 
 
+MERGEKITS = [
+    # a whole file as mergekit takes it; its only problem: line and path, what, fix
+    ("""\
+slices:
+  - sources: [{model: a, layer_range: [0, 4]}, {model: b, layer_range: [0, 4]}]
+  - sources: [{model: a, layer_range: [2, 4]}]
+merge_method: METHOD
+base_model: a
+parameters: {t: [{filter: self_attn, value: [0, 0.5, 1]}, {value: 0.5}]}
+""".replace("METHOD", method), where, what, fix) for method, where, what, fix in (
+        ("slerp", ":4 merge_method", "'slerp' is not passthrough", "average: in parts:"),
+        ("ties", ":4 merge_method", "'ties' is not passthrough", "average: in parts:"))
+] + [
+    ("""\
+slices:
+  - sources: [{model: a, layer_range: [0, 4], parameters: {weight: 1}}, {model: b, layer_range: [0, 4]}]
+merge_method: linear
+""", ":1 slices", "slices would average parts", "{average: ["),
+    ("merge_method: slerp\nmodules: {text_decoder: {slices: [{sources: [{model: a}, {model: b}]}]}}",
+     ":1 merge_method", "'slerp' is not passthrough", "average: in parts:"),
+    ("""\
+base_model: a
+gate_mode: hidden
+dtype: bfloat16
+experts:
+  - {source_model: b, positive_prompts: [x]}
+""", ":4", "mergekit-moe", "use mergekit-moe on the weight files"),
+    ("name: one\nmodels: [{model: a}]\n---\nmerge_method: passthrough\nmodels: [{model: one}]\n",
+     ":4", "mergekit-multi", "a file of its own"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "where", "what", "fix"), MERGEKITS)
+def test_a_file_for_another_kind_of_merge_is_one_problem(text: str, where: str, what: str, fix: str):
+    (problem,) = problems_of(text)
+    assert problem.where == f"recipe.yaml{where}"
+    assert what in problem.what
+    assert fix in problem.fix
+
+
 def ranges(*bounds: tuple[int, int, str]) -> str:
     lines = [f"  - sources: [{{model: {model}, layer_range: [{start}, {stop}]}}]" for start, stop, model in bounds]
     return "\n".join(["slices:", *lines])
@@ -441,7 +481,7 @@ def test_gaps_between_slices_and_auxiliary_numbers_between_them_are_no_matter_of
 
 def test_all_problems_are_told_at_once_in_the_order_of_the_lines():
     found = problems_of("""\
-merge_method: ties
+zzz: 1
 base_model: ${NOPE}/x
 slices:
   - sources: [{model: a, layer_range: [0, 4]}]
@@ -454,7 +494,7 @@ dtype: int8
 outptu: x
 """)
     assert [problem.where.removeprefix("recipe.yaml:") for problem in found] == [
-        "1 merge_method",
+        "1 zzz",
         "2 base_model",
         "5 slices[1].sources[0].weight",
         "5 slices[1].sources[0].layer_range",

@@ -52,7 +52,7 @@ def test_scalars_stay_text_and_have_the_type_that_yaml_gives_them(text: str, kin
         ("a:\n\t- b\n", "r.yaml:2", "cannot start any token"),
         ("ok: 1\na: *.mlp.*\n", "r.yaml:2", "malformed YAML at column 5"),
         ("ok: 1\na: *gone\n", "r.yaml:2", "undefined alias"),
-        ("a: 1\n---\nb: 2\n", "r.yaml:2", "single document"),
+        ("a: 1\n---\nb: 2\n", "r.yaml:3", "a second YAML document"),
         ("a: 1\nb: \x07\n", "r.yaml:2", "character U+0007 is not allowed in YAML"),
         ("a: 1\nb:\n  c: 1\n  c: 2\n", "r.yaml:4 b.c", "the key 'c' is repeated, first in line 3"),
         ("- a\n", "r.yaml:1", "must be a mapping"),
