@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmtailor.cli.removed import refuse_removed
+
 if TYPE_CHECKING:
     import logging
 
@@ -64,6 +66,13 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.params.append(verbose_option())
         self.exit_codes = exit_codes
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            refuse_removed(self.name, error.option_name)
+            raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_exit_codes(formatter, "Exit codes (for the others, see llmtailor --help)", self.exit_codes)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar, say_moved
-from llmtailor.cli.options import AT, CLONE, DISTRIBUTED, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
-from llmtailor.cli.sharing import is_for_rank_0, shared, team_of
+from llmtailor.cli.options import AT, CLONE, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmtailor.engine.job import Job
     from llmtailor.salvage.plan import Salvage
     from llmtailor.salvage.replace import Replacement
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 @TRUST_UNRECORDED
 @FORCE
 @CLONE
-@DISTRIBUTED
 @DRY_RUN
 @JSON
 @QUIET
@@ -44,8 +41,10 @@ def salvage(
     run: Path,
     out: Path | None,
     replace: bool,
-    distributed: bool,
+    force: bool,
     dry_run: bool,
+    as_json: bool,
+    quiet: bool,
     **options: Any,
 ) -> None:
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
@@ -61,42 +60,21 @@ def salvage(
       llmtailor salvage runs/x --deep --fragments -o out/checkpoint-400
       llmtailor salvage runs/x --replace
     """
-    if replace and out is not None:
-        raise UsageError.at("--replace", "it determines the output folder", "omit -o")
-    if replace and distributed:
-        raise UsageError.at("--distributed", "it can't be combined with --replace", "omit one of them")
-    if dry_run and is_for_rank_0(distributed):
-        return
-    with shared(distributed and not dry_run, out) as job:
-        _salvage(run, out, job, replace=replace, dry_run=dry_run, **options)
-
-
-def _salvage(
-    run: Path,
-    out: Path | None,
-    job: Job | None,
-    *,
-    replace: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-    **options: Any,
-) -> None:
     from llmtailor.compose.write import check_room, write
     from llmtailor.formats.clients import client_of
     from llmtailor.salvage.plan import plan_salvage
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
     from llmtailor.salvage.report import to_json
 
+    if replace and out is not None:
+        raise UsageError.at("--replace", "it determines the output folder", "omit -o")
     if (left := unfinished_replacement(run.absolute())) is not None:
         if replace and not dry_run:
             _put_in_place(left, as_json)
         else:
             notify("an earlier --replace was interrupted; run salvage --replace to finish it")
     with progress_bar(None, quiet=quiet or not options["deep"], label="reading") as on_progress:
-        team = team_of(job, (run, options, force))
-        options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress, "team": team}
+        options |= {"replace_out": force, "in_place": replace, "on_progress": on_progress}
         salvage = plan_salvage(run, out, **options)
     replacement = plan_replacement(salvage) if replace else None
     if salvage.is_intact and replacement is not None and replacement.latest is None:
@@ -117,7 +95,7 @@ def _salvage(
         return
     if composition is not None and is_written:
         with progress_bar(composition.report.num_bytes, quiet=quiet) as on_progress:
-            moved = write(composition, on_progress, notify, job)
+            moved = write(composition, on_progress, notify)
         say_moved(moved, quiet)
         click.echo(f"wrote {composition.report.out}", err=as_json)
         if as_json:

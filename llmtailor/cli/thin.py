@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar, say_moved
-from llmtailor.cli.options import CLONE, COUNT, DISTRIBUTED, JSON, RUN_DIR, YES
-from llmtailor.cli.sharing import is_for_rank_0, shared, team_of
+from llmtailor.cli.options import CLONE, COUNT, JSON, RUN_DIR, YES
 from llmtailor.errors import Problem, UsageError, size
 
 if TYPE_CHECKING:
@@ -60,10 +59,9 @@ if TYPE_CHECKING:
     "but nothing can resume from them.",
 )
 @CLONE
-@DISTRIBUTED
 @YES
 @JSON
-def thin(run: Path, clone: Clone, distributed: bool, yes: bool, as_json: bool, **options: Any) -> None:
+def thin(run: Path, clone: Clone, yes: bool, as_json: bool, **options: Any) -> None:
     """Free disk space in RUN_DIR by thinning out its older full checkpoints.
 
     The newest stay whole. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
@@ -77,27 +75,19 @@ def thin(run: Path, clone: Clone, distributed: bool, yes: bool, as_json: bool, *
       llmtailor thin runs/x --select last:2 --select lm_head --yes
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
-    from llmtailor.runs.folder import RunFolder, only_writer
+    from llmtailor.runs.folder import only_writer
     from llmtailor.runs.thin import bytes_to_move, plan_thinning
     from llmtailor.runs.thin import thin as carry_out
-    from llmtailor.runs.together import new_ids
 
     wanted = _options(**options)
-    RunFolder(run).checkpoints_until(None)  # before ranks meet in a folder there
-    if not yes and is_for_rank_0(distributed):
-        return
-    with ExitStack() as stack:
-        job = stack.enter_context(shared(distributed and yes, run / "thin"))
-        team = team_of(job, (run, wanted, clone))
-        if yes and team.is_first:
-            stack.enter_context(only_writer(run, make=not wanted.weights_only))
-        plan = plan_thinning(run, wanted, new_ids(team))
+    with only_writer(run, make=not wanted.weights_only) if yes else nullcontext():
+        plan = plan_thinning(run, wanted)
         _show(_thinning(plan) if as_json else _thinning_text(plan), plan.scan.skipped)
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
             return
         with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as on_progress:
-            moved = carry_out(plan, _say_done, on_progress, clone, team)
+            moved = carry_out(plan, _say_done, on_progress, clone)
         say_moved(moved, quiet=False)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar
-from llmtailor.cli.options import AT, DISTRIBUTED, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
-from llmtailor.cli.sharing import shared, team_of
+from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
 from llmtailor.errors import UsageError, VerificationError
 
 
@@ -44,7 +43,6 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
         0: "CHECKPOINT is resumable, or partial and intact, possibly with warnings",
         2: "also if --resume-smoke can't be done here",
         4: "it is not a checkpoint, or of an unsupported kind",
-        6: "with --distributed: other ranks are reading CHECKPOINT",
         7: "CHECKPOINT is not resumable, or partial and damaged",
     }
 )
@@ -52,7 +50,6 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
 @click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
 @FOR
-@DISTRIBUTED
 @JSON
 @click.pass_context
 def verify(
@@ -61,7 +58,6 @@ def verify(
     deep: bool,
     resume_smoke: bool,
     client: str | None,
-    distributed: bool,
     as_json: bool,
 ) -> None:
     """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
@@ -84,22 +80,9 @@ def verify(
     from llmtailor.verify.verdict import to_json, to_text
     from llmtailor.verify.verify import verify_checkpoint
 
-    if distributed and (resume_smoke or not deep):
-        what = "only the reading of --deep is shared" if not deep else "it can't be combined with --resume-smoke"
-        raise UsageError.at("--distributed", what, "add --deep" if not deep else "omit one of them")
-    if distributed and stand_in_of(checkpoint):
-        what = "the ranks meet beside the checkpoint, and an object store has no such folder"
-        raise UsageError.at("--distributed", what, "omit it, or copy the checkpoint to a folder that all of them see")
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
-    beside = checkpoint.absolute()  # the ranks meet there
-    with (
-        shared(distributed and beside.is_dir(), beside.with_name(f"{beside.name}.verify")) as job,
-        progress_bar(total, quiet=not deep, label="reading") as on_progress,
-    ):
-        team = team_of(job, (checkpoint, client)) if deep else None
-        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client, team=team)
-    if job is not None and not job.is_first:
-        ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
+    with progress_bar(total, quiet=not deep, label="reading") as on_progress:
+        verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
     if resume_smoke and stand_in_of(checkpoint):
         raise UsageError.at("--resume-smoke", "it can't load a checkpoint from an object store", "copy it here first")
     if resume_smoke:

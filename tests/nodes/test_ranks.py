@@ -272,7 +272,6 @@ def test_a_world_of_one(scene):
         (MERGE, {"RANK": "", "WORLD_SIZE": "2"}, "'' is not a number"),
         (MERGE, {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other"),
         (["merge", "recipe.yaml", "--distributed"], {"RANK": "0", "WORLD_SIZE": "2"}, "name OUT on the command line"),
-        (["salvage", ".", "--distributed", "--replace"], {"RANK": "0", "WORLD_SIZE": "2"}, "omit one of them"),
     ],
 )
 def test_what_can_not_be_shared(scene, words, env, message):
@@ -287,22 +286,6 @@ def test_a_dry_run_is_shown_once(scene, ranks):
     assert "dry run: nothing was written" in said(scene)
     assert not said(scene, 1)
     assert nothing_is_left(scene)
-
-
-def test_salvage(scene, ranks):
-    run = scene.root / "damaged"
-    for step in (100, 200):
-        shutil.copytree(scene.root / f"checkpoint-{step}", run / f"checkpoint-{step}", copy_function=shutil.copy2)
-    command = ["salvage", "damaged", "-o", "out", "--fragments", "--distributed"]
-    assert ranks.run(scene.root, command, 2) == [0, 0]
-    assert "is intact: nothing to salvage" in said(scene)
-    assert nothing_is_left(scene)
-    os.truncate(next(run.glob("checkpoint-200/global_step*/*rank_1*optim_states.pt")), 100)
-    assert ranks.run(scene.root, command, 2) == [0, 0], said(scene)
-    assert scene.out.exists()
-    assert not said(scene, 1)
-    assert nothing_is_left(scene)
-    shutil.rmtree(run)
 
 
 def test_torchrun(scene):

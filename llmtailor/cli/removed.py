@@ -1,0 +1,35 @@
+"""Options that llmtailor had and has no more: giving one is refused with what does its job now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from llmtailor.errors import UsageError
+
+_ALONE = "omit it: one process does the work; merge and convert are still shared by ranks"
+REMOVED: dict[tuple[str, str], str] = {
+    ("thin", "--distributed"): _ALONE,
+    ("verify", "--distributed"): _ALONE,
+    ("salvage", "--distributed"): _ALONE,
+}
+"""(command, ``--option`` or ``--option VALUE``) -> what to do instead, as the fix of a message.
+
+A value is refused only where its option's type is `Choice`.
+"""
+
+
+def refuse_removed(command: str | None, option: str) -> None:
+    """Raise UsageError if a command had this option, or this value of it, once."""
+    if (fix := REMOVED.get((command or "", option))) is not None:
+        raise UsageError.at(option, f"llmtailor {command} has no such option any more", fix)
+
+
+class Choice(click.Choice[str]):
+    """A choice some of whose values were removed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(param, click.Option) and ctx is not None:
+            refuse_removed(ctx.command.name, f"{param.opts[0]} {value}")
+        return super().convert(value, param, ctx)
