@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from llmtailor.cli.removed import Choice
 from llmtailor.errors import RecipeError, TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}
 CLIENTS = ("trainer", "accelerate", "lightning", "deepspeed")
-STRATEGIES = ("latest", "parity", "filter", "spread", "explicit")
+STRATEGIES = ("latest", "parity", "filter")
 _MAX_BYTES = 16 << 20
 
 
@@ -110,19 +110,16 @@ _CHOOSING = [
     ),
     click.option(
         "--strategy",
-        type=click.Choice(STRATEGIES),
+        type=Choice(STRATEGIES),
         help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the one "
         "before. filter: first, last and auxiliary parts from the newest, the rest from the newest of every k-th. "
-        "spread: layers in turn over the last k. explicit: as in --map. Only usable checkpoints count, full and "
-        "partial, one per step.",
+        "Only usable checkpoints count, full and partial, one per step.",
     ),
     click.option("--flip", is_flag=True, help="parity: even layers from the previous one."),
     click.option("--first", type=STEP, metavar="N", help="filter: first N layers (default 2)."),
     click.option("--last", type=STEP, metavar="M", help="filter: last M layers (default 2)."),
     click.option("--aux", multiple=True, metavar="PART", help="filter: auxiliary parts from the newest (default all)."),
     click.option("--every", type=COUNT, metavar="K", help="filter: every K-th step, from the oldest (default 5)."),
-    click.option("--over", type=COUNT, metavar="K", help="spread: the last K steps (default 2)."),
-    click.option("--map", "map_file", type=PATH, metavar="FILE", help="explicit: JSON, selector -> step or folder."),
     click.option("--from-flags", type=PATH, metavar="FILE", help="LLMTailor's update log, JSON lines."),
     click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: source of parts that no line names."),
     click.option("--total-layers", type=COUNT, metavar="L", help="--from-flags: check the number of layers."),
@@ -198,7 +195,7 @@ _TARGET = [
     JSON,
     QUIET,
 ]
-_OF_STRATEGY = ("flip", "first", "last", "aux", "every", "over", "map_file", "strategy")
+_OF_STRATEGY = ("flip", "first", "last", "aux", "every", "strategy")
 _OF_FLAGS = ("base", "total_layers")
 CHOOSING = {"at", "also", "from_flags", "trust_unrecorded", *_OF_STRATEGY, *_OF_FLAGS}
 
@@ -224,7 +221,7 @@ def check_output(file: Path, force: bool) -> None:
 def given(options: dict[str, Any]) -> list[str]:
     """Return the flags of the options that were given."""
     names = [name for name, value in options.items() if value not in (None, False, ())]
-    return ["--" + {"map_file": "map"}.get(name, name).replace("_", "-") for name in names]
+    return ["--" + name.replace("_", "-") for name in names]
 
 
 def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> tuple[Recipe, Opened]:
@@ -236,26 +233,22 @@ def choose(run: Path, options: dict[str, Any], folder: Path | None = None) -> tu
     from llmtailor.runs.scan import UpdateLog, choose_for_run
 
     how: StrategyOptions | UpdateLog
-    log, strategy, map_file = options["from_flags"], options["strategy"], options["map_file"]
+    log = options["from_flags"]
     if unexpected := given({name: options[name] for name in (_OF_STRATEGY if log else _OF_FLAGS)}):
         what = "can't be combined with --from-flags" if log else "needs --from-flags"
         raise UsageError.at(unexpected[0], f"{', '.join(unexpected) if log else unexpected[0]} {what}", "omit it")
     if log:
         how = UpdateLog(_read(log), str(log), options["base"], options["total_layers"])
     else:
-        strategy = strategy or ("explicit" if map_file else "latest")
-        if (strategy == "explicit") != bool(map_file):
-            what = "--strategy explicit and --map FILE require each other"
-            raise UsageError.at("--map", what, "give both or neither")
-        numbers = {name: options[name] for name in ("first", "last", "every", "over") if options[name] is not None}
-        mapping = read_map(map_file) if map_file else None
-        how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), mapping=mapping, **numbers)
+        numbers = {name: options[name] for name in ("first", "last", "every") if options[name] is not None}
+        strategy = options["strategy"] or "latest"
+        how = StrategyOptions(strategy, flip=options["flip"], aux=tuple(options["aux"]), **numbers)
     also, trust_unrecorded = options["also"], options["trust_unrecorded"]
     return choose_for_run(run, options["at"], how, folder, also=also, trust_unrecorded=trust_unrecorded)
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, which may be a pipe: ``--map <(jq ...)``. Raises RecipeError."""
+    """Return the text of a file, which may be a pipe: ``--from-flags <(jq ...)``. Raises RecipeError."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -265,21 +258,3 @@ def _read(path: Path) -> str:
     if len(data) > _MAX_BYTES:
         raise RecipeError.at(path, f"the file is larger than {_MAX_BYTES >> 20} MiB", "check the path")
     return text
-
-
-def read_map(path: Path) -> dict[str, int | str]:
-    """Return the content of a JSON file that maps selectors to steps or folders. Raises RecipeError."""
-    try:
-        mapping = json.loads(_read(path), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise RecipeError.at(path, f"the file is not JSON ({error})", 'write e.g. {"odd": 300, "norm": 400}') from error
-    if not isinstance(mapping, dict) or not all(type(value) in (int, str) for value in mapping.values()):
-        what = "the file does not map selectors to steps or folders"
-        raise RecipeError.at(path, what, 'write e.g. {"odd": 300, "norm": "checkpoint-400"}')
-    return mapping
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found

@@ -9,7 +9,13 @@ import click
 from llmtailor.errors import UsageError
 
 _ALONE = "omit it: one process does the work; merge and convert are still shared by ranks"
+_BY_HAND = "write it as a recipe: llmtailor recipe RUN_DIR -o recipe.yaml is a start, and parts: takes any selection"
 REMOVED: dict[tuple[str, str], str] = {
+    **{
+        (command, option): _BY_HAND
+        for command in ("merge", "recipe")
+        for option in ("--map", "--over", "--strategy spread", "--strategy explicit")
+    },
     ("thin", "--distributed"): _ALONE,
     ("verify", "--distributed"): _ALONE,
     ("salvage", "--distributed"): _ALONE,

@@ -1,8 +1,7 @@
 """Strategies and update logs: choose a checkpoint of a run for each part. Pure.
 
 A strategy only names the step that it *wants* for a part. The part then comes from a checkpoint that holds it, which
-not every partial one does: at the wanted step, else at the newest step before it, else at the newest step. ``explicit``
-is strict, because a user who names a checkpoint means that one.
+not every partial one does: at the wanted step, else at the newest step before it, else at the newest step.
 
 LLMTailor's update log says which parts were saved at which step. It is text, a JSON object per line::
 
@@ -24,7 +23,7 @@ from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newer_maste
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, layer_number, layer_of, nearest
 from llmtailor.recipe.recipe import Assignment
-from llmtailor.recipe.selectors import count_layers, numbering, quote, select
+from llmtailor.recipe.selectors import count_layers, numbering, quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,6 @@ class StrategyOptions:
     """filter: the parts other than layers that come from the newest; empty means all of them."""
     every: int = 5
     """filter: at least 1"""
-    over: int = 2
-    """spread: at least 1"""
-    mapping: Mapping[str, int | str] | None = None
-    """explicit: selector -> step, or name of the checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +47,6 @@ class _Wish:
 
     step: int
     why: str
-    only: RunCheckpoint | None = None
-    """The only acceptable checkpoint, if any"""
 
 
 _Wishes = dict[str, _Wish]
@@ -65,7 +58,7 @@ class _Task:
 
     checkpoints: Sequence[RunCheckpoint]
     steps: Sequence[int]
-    """Steps with a usable checkpoint, ascending, which ``every`` and ``over`` count. Full and partial checkpoints count
+    """Steps with a usable checkpoint, ascending, which ``every`` counts. Full and partial checkpoints count
     equally, and two at the same step as one."""
     structure: ModelStructure
     options: StrategyOptions
@@ -98,11 +91,11 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
     missing: list[str] = []
     for part, wish in STRATEGIES[options.strategy](task).items():
         until = [checkpoint for checkpoint in checkpoints if checkpoint.step <= wish.step]
-        found = wish.only or best_holder(until, part) or best_holder(checkpoints, part)
+        found = best_holder(until, part) or best_holder(checkpoints, part)
         if found is None:
             missing.append(part)
             continue
-        newer = newer_masters([] if wish.only else until, {part: found}).get(part)
+        newer = newer_masters(until, {part: found}).get(part)
         if newer is not None:
             moments_of[part] = found
         source_of[part] = found = newer or found
@@ -162,64 +155,6 @@ def _filter(task: _Task) -> _Wishes:
     return task.for_layers(wish) | {part: rest for part in others if named and part not in named}
 
 
-def _spread(task: _Task) -> _Wishes:
-    over, newest_first = task.options.over, task.steps[::-1]
-    if over > len(task.steps):
-        what = f"there are only {len(task.steps)} usable checkpoints ({_steps(task.steps)}), not {over}"
-        task.refuse("--over", what, f"lower --over to {len(task.steps)} or less")
-        return {}
-
-    def wish(number: int) -> _Wish:
-        back = number % over
-        return _Wish(newest_first[back], f"in turn: {back} usable before the newest" if back else "in turn: newest")
-
-    return task.for_layers(wish)
-
-
-def _explicit(task: _Task) -> _Wishes:
-    """Return the wishes of a mapping. Later keys win, so a checkpoint may lack parts that are not wanted from it."""
-    mapping = task.options.mapping or {}
-    if not mapping:
-        what = "the strategy explicit needs a mapping of selectors to steps or folders"
-        task.refuse("--map", what, 'write e.g. {"odd": 300, "norm": "checkpoint-400"}')
-    wanted: dict[str, tuple[str, list[RunCheckpoint]]] = {}
-    for key, value in mapping.items():
-        candidates = [one for one in task.checkpoints if value in (one.step, one.name, str(one.step))]
-        if not candidates and isinstance(value, int):
-            what = f"there is no usable checkpoint of step {value}"
-            task.refuse(f"--map {quote(key)}", what, f"available: {_steps(task.steps)}")
-        elif not candidates:
-            names = list(dict.fromkeys(one.name for one in task.checkpoints))
-            what = f"there is no usable checkpoint {quote(value)}"
-            task.refuse(f"--map {quote(key)}", what, nearest(str(value), names))
-        wanted |= dict.fromkeys(_whole_parts(task, key), (key, candidates))
-
-    wishes = _latest(task)
-    lacking: dict[str, list[str]] = {}
-    for part, (key, candidates) in wanted.items():
-        found = best_holder(candidates, part)
-        if found is not None:
-            wishes[part] = _Wish(found.step, f"{key}: {mapping[key]}", only=found)
-        elif candidates:
-            lacking.setdefault(key, []).append(part)
-    for key, parts in lacking.items():
-        having = sorted({one.step for one in task.checkpoints if all(map(one.holds, parts))})
-        fix = f"steps that hold it: {_steps(having)}" if having else "use another checkpoint for some of them"
-        task.refuse(f"--map {quote(key)}", f"{mapping[key]} does not hold {condense(parts)}", fix)
-    return wishes
-
-
-def _whole_parts(task: _Task, key: str) -> list[str]:
-    names, problems = select([key], task.structure, f"--map {quote(key)}")
-    task.problems.extend(problems)
-    whole, split = task.structure.divide(names)
-    if split:
-        what = f"it selects only some of the tensors of {condense(split)}"
-        fix = "select whole parts; to split them, use globs under parts: in a recipe"
-        task.refuse(f"--map {quote(key)}", what, fix)
-    return whole
-
-
 def _steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
@@ -228,8 +163,6 @@ STRATEGIES: Mapping[str, Callable[[_Task], _Wishes]] = {
     "latest": _latest,
     "parity": _parity,
     "filter": _filter,
-    "spread": _spread,
-    "explicit": _explicit,
 }
 """Name -> function that returns its wishes; a part without a wish has a problem."""
 

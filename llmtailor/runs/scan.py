@@ -276,9 +276,7 @@ def choose_for_run(
     if isinstance(how, StrategyOptions):
         is_latest = how.strategy == "latest"
         scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded, index=index)
-        newest = scan.indexes[scan.usable[-1].path]
-        structure = with_experts(scan.structure, newest) if how.strategy == "explicit" else scan.structure
-        assignment = assign(scan.usable, structure, how)
+        assignment = assign(scan.usable, scan.structure, how)
     else:
         problems = Problems()
         lines: tuple[FlagLine, ...] = ()
@@ -295,13 +293,12 @@ def choose_for_run(
             problems.add(SourceError(reason or [Problem("--base", f"{base} is later than step {at}", fix)]))
         problems.raise_if_any()
         step = at if at is not None else scan.usable[-1].step
-        structure = scan.structure
-        assignment = assign_flags(lines, step, found, scan.usable, structure, how.total_layers, how.name)
+        assignment = assign_flags(lines, step, found, scan.usable, scan.structure, how.total_layers, how.name)
     _log_choice(assignment)
     output, base_path = None, assignment.base.path
     if base_path.parent in [one / FOLDER for one in also]:  # by default, it would be written there
         output = output_in(run, assignment.base.step)
-    text = write_recipe(assignment, structure, folder, _header(scan, assignment), output)
+    text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
     recipe = Recipe.of(assignment, name, text, scan.skipped, output)
     return recipe, Opened({root: scan.indexes[root] for root in recipe.sources()})
 

@@ -152,8 +152,8 @@ def test_the_folder_of_the_recipe_stays(run: Path, name: str) -> None:
 
 
 def test_the_folder_of_other_inputs_stays(run: Path) -> None:
-    (run / "old" / "map.json").write_text('{"odd": 100}')
-    assert "map.json" in refused(run, "merge", "--run", ".", "--map", "old/map.json", "old")
+    (run / "old" / "flags.jsonl").write_text('{"step": 100, "flag": [0, 1, 2, 3, 4, 5, 6]}\n')
+    assert "flags.jsonl" in refused(run, "merge", "--run", ".", "--from-flags", "old/flags.jsonl", "old")
 
 
 @pytest.mark.parametrize("out", [".", "..", "/", "old/..", "old/global_step200/.."])

@@ -62,7 +62,6 @@ def steps_of(cwd: Path, *arguments: str) -> list[int]:
         (["--strategy", "parity"], [140, 140, 130, 140, 130, 140, 140]),
         (["--strategy", "parity", "--flip", "--failure-step", "130"], [130, 120, 130, 120, 130, 130, 130]),
         (["--strategy", "filter", "--first", "1", "--last", "1", "--every", "3"], [140, 140, 120, 120, 140, 140, 140]),
-        (["--strategy", "spread", "--over", "3"], [140, 140, 130, 120, 140, 140, 140]),
     ],
 )
 def test_strategies(run, arguments, steps):
@@ -74,11 +73,6 @@ def test_a_path_with_a_dollar(run):
     run.rename(run.with_name("$run"))
     assert steps_of(run.parent, "$run", "--strategy", "parity", "--at", "130") == [130, 130, 120, 130, 120, 130, 130]
     assert "$$run" in (run.parent / "recipe.yaml").read_text()
-
-
-def test_a_map(run):
-    (run.parent / "parts.json").write_text(json.dumps({"odd": 110, "norm": "checkpoint-100", "lm_head": 130}))
-    assert steps_of(run.parent, "run", "--map", "parts.json") == [140, 140, 110, 140, 110, 100, 130]
 
 
 def test_the_update_log(run):
@@ -153,9 +147,6 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
         (["recipe", "run", "--strategy", "prity"], 2, "prity"),
         (["recipe", "run", "--total-layers", "4"], 2, "--from-flags"),
         (["recipe", "run", "--from-flags", "f", "--strategy", "parity"], 2, "can't be combined"),
-        (["recipe", "run", "--strategy", "explicit"], 2, "--map"),
-        (["recipe", "run", "--map", "missing.json"], 3, "missing.json"),
-        (["recipe", "run", "--map", "list.json"], 3, "list.json"),
         (["recipe", "run", "--from-flags", "missing.jsonl", "--at", "130"], 3, "missing.jsonl"),
         (["recipe", "nowhere"], 4, "the folder does not exist"),
         (["recipe", "run/logs"], 4, "the folder has no checkpoint"),

@@ -84,7 +84,7 @@ def test_why_a_part_comes_from_where(run):
     (run / "checkpoint-100" / "latest").write_text("nowhere")
     lines = told(call(run, "recipe", ".", "-v").stderr)
     assert "embed_tokens, layers 0-3, norm, lm_head from checkpoint-200: newest" in lines
-    lines = told(call(run, "recipe", ".", "-v", "--strategy", "spread", "--over", "1").stderr)
+    lines = told(call(run, "recipe", ".", "-v", "--strategy", "filter", "--every", "1").stderr)
     assert any(line.startswith("skipped checkpoint-100/latest: it points to") for line in lines), lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.experts import split_experts
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
@@ -57,6 +58,10 @@ def qwen_vl(num_layers: int = 4, *, known: bool = True) -> ModelStructure:
         "vision_tower": tuple(part for part in towers if not part.startswith("visual.merger")),
     }
     return ModelStructure(plain.part_of, plain.parts, num_layers, tied=False, modules=modules if known else {})
+
+
+def full(step: int) -> RunCheckpoint:
+    return RunCheckpoint(Path(f"/w/run/checkpoint-{step}"), step, None)
 
 
 def params_of(structure: ModelStructure) -> set[str]:

@@ -21,7 +21,7 @@ from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.resolve import resolve
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.strategies import StrategyOptions, assign
-from recipe.structures import EMBED_NAME, HEAD_NAME, llama, params_of, read
+from recipe.structures import EMBED_NAME, HEAD_NAME, full, llama, params_of, read
 
 STRANGE = {
     "wpe.weight": "wpe", "cls_token": "cls_token", "cls_token.bias": "cls_token", "visual.blocks.0.w": "v.blocks.0",
@@ -30,10 +30,6 @@ STRANGE = {
 }  # fmt: skip
 """Tensors whose names, or whose parts' names, mean something else to YAML or in a selector."""
 BASE, A, B = Path("/w/base"), Path("/w/a"), Path("/w/b")
-
-
-def full(step: int) -> RunCheckpoint:
-    return RunCheckpoint(Path(f"/w/run/checkpoint-{step}"), step, None)
 
 
 RUN = [full(step) for step in (100, 200, 300, 400)]
@@ -161,8 +157,11 @@ parts:
 
 def test_sources_come_newest_first():
     structure = llama(6)
-    mapping = {"0": 200, "1": 300, "2": 100}
-    text = write_recipe(assign(RUN, structure, StrategyOptions("explicit", mapping=mapping)), structure, Path("/w/run"))
+    steps = {"layer 0": 200, "layer 1": 300, "layer 2": 100}
+    source_of = {part: full(steps.get(part, 400)) for part in structure.parts}
+    text = write_recipe(
+        Assignment(full(400), source_of, dict.fromkeys(source_of, "why"), "x"), structure, Path("/w/run")
+    )
     sources = [entry["from"] for entry in yaml.safe_load(text)["parts"]]
     assert sources == ["checkpoint-300", "checkpoint-200", "checkpoint-100"]
 

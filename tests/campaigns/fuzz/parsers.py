@@ -18,7 +18,6 @@ from unittest.mock import patch
 from campaigns.fuzz import dcp, partial
 from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 from campaigns.fuzz.partial import SEPARATOR
-from llmtailor.cli.options import read_map
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers.pickle_nodes import Storage
 from llmtailor.containers.pickle_writer import write_pickle
@@ -252,11 +251,6 @@ PARSERS = {
         ),
     ),
     "flags": Parser(_flags, _parse_text(lambda text: read_flags(text, "flags.jsonl"))),
-    "map": Parser(
-        lambda sound: [b'{"odd": 300, "norm": "checkpoint-400"}'],
-        lambda data, folder, sound: read_map(write_file(folder, "map.json", data) / "map.json"),
-        _mutate_json,
-    ),
     "checkpoint": Parser(lambda sound: _shards(sound, "zero3", "zero2", "plain"), _read_checkpoint, _mutate_shard),
     "universal": Parser(lambda sound: _shards(sound, "universal"), _read_checkpoint, _mutate_shard),
     "partial checkpoint": Parser(partial.seeds, partial.read, partial.mutate),
