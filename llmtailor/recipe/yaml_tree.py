@@ -23,8 +23,6 @@ from llmtailor.storage.remote import open_location
 from llmtailor.storage.stand_in import with_tag
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 50_000
-"""Maximum with aliases expanded; a recipe with a slice for each of 100 layers has about 1,000."""
 
 _CORE = "tag:yaml.org,2002:"
 _KINDS: Mapping[type[yaml.Node], tuple[str, ...]] = {
@@ -34,6 +32,8 @@ _KINDS: Mapping[type[yaml.Node], tuple[str, ...]] = {
 }
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,5})")
 _VARIABLE = re.compile(r"\$(?:(\$)|\{([^}]*)(\}?)|([A-Za-z_][A-Za-z0-9_]*))")
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that no file or path can hold; YAML has escapes for them."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _T = TypeVar("_T")
 
@@ -45,7 +45,6 @@ class Document:
         self.name, self.folder, self.environ = name, folder, environ
         self.notices: list[Problem] = []
         self._refused: list[tuple[int, Problem]] = []
-        self._num_values = 0
 
     def place(self, line: int, path: str = "") -> str:
         """Return a location for messages, e.g. ``recipe.yaml:12 slices[0].sources[0]``."""
@@ -66,11 +65,11 @@ class Document:
             in_order = sorted(self._refused, key=lambda pair: pair[0])
             raise RecipeError(dict.fromkeys(problem for _, problem in in_order))
 
-    def value(self, node: yaml.Node, line: int, path: str, above: frozenset[int] = frozenset()) -> Value:
-        """Return the value of a node, with aliases and merge keys expanded; `above` are the nodes that contain it."""
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise _TooMany
+    def value(self, node: yaml.Node, line: int, path: str) -> Value:
+        """Return the value of a node, with aliases and merge keys expanded.
+
+        Raises RecursionError if an alias refers to a value that contains it.
+        """
         kind, text = node.tag.removeprefix(_CORE), node.value
         if not node.tag.startswith(_CORE) or kind not in _KINDS[type(node)]:
             tag = node.tag.replace(_CORE, "!!")
@@ -78,20 +77,13 @@ class Document:
             self.refuse(line, path, f"the tag {tag} has no meaning in a recipe", fix)
             kind, text = "str", node.value or tag  # the text that was meant, so that reading continues
         if isinstance(node, yaml.ScalarNode):
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                what = "an escape is half of a character (U+D800 to U+DFFF)"
-                self.refuse(line, path, what, "write the character itself")
             return Value(self, line, path, kind, text)
-        if id(node) in above:
-            self.refuse(line, path, "an alias refers to a value that contains it", "write the value in full")
-            return Value(self, line, path, "null")
-        above |= {id(node)}
         if isinstance(node, yaml.MappingNode):
-            return Value(self, line, path, "mapping", entries=self._entries(node, path, above))
-        items = (self.value(item, _line(item), f"{path}[{at}]", above) for at, item in enumerate(node.value))
+            return Value(self, line, path, "mapping", entries=self._entries(node, path))
+        items = (self.value(item, _line(item), f"{path}[{at}]") for at, item in enumerate(node.value))
         return Value(self, line, path, "list", items=tuple(items))
 
-    def _entries(self, node: yaml.MappingNode, path: str, above: frozenset[int]) -> dict[str, Value]:
+    def _entries(self, node: yaml.MappingNode, path: str) -> dict[str, Value]:
         entries: dict[str, Value] = {}
         merged: dict[str, Value] = {}
         for key_node, value_node in node.value:
@@ -99,7 +91,7 @@ class Document:
             if key_node.tag == f"{_CORE}merge":
                 is_list = isinstance(value_node, yaml.SequenceNode)
                 for other in value_node.value if is_list else [value_node]:
-                    value = self.value(other, line, path, above)
+                    value = self.value(other, line, path)
                     if value.kind != "mapping":
                         self.refuse(line, path, "<< takes a mapping, or a list of them", "write <<: *anchor")
                     merged = value.entries | merged  # the earlier one wins
@@ -113,7 +105,7 @@ class Document:
                 what = f"the key {quote(key)} is repeated, first in line {entries[key].line}"
                 self.refuse(line, inside, what, "keep one of them")
             else:
-                entries[key] = self.value(value_node, line, inside, above)
+                entries[key] = self.value(value_node, line, inside)
         return {**entries, **{key: value for key, value in merged.items() if key not in entries}}
 
 
@@ -191,9 +183,12 @@ class Value:
 
     def word(self, expected: str) -> str | None:
         """Return a scalar as written, without quotes."""
-        if self.kind not in ("mapping", "list", "null") and self.text.strip():
+        if _UNWRITABLE.search(self.text):
+            self.refuse("it contains a NUL or half of a character (U+D800 to U+DFFF)", "write plain text")
+        elif self.kind not in ("mapping", "list", "null") and self.text.strip():
             return self.text
-        self._expected(expected)
+        else:
+            self._expected(expected)
         return None
 
     def integer(self) -> int | None:
@@ -213,9 +208,6 @@ class Value:
         if text is None:
             return None
         home = text.partition("/")[0]
-        if "\0" in text:
-            self.refuse("the path contains a NUL byte", "write the path of a folder")
-            return None
         if home.startswith("~") and home != "~":
             self.refuse(f"{quote(home)} is not expanded", "write that home directory in full, or ~/ for your own")
             return None
@@ -249,27 +241,11 @@ class Value:
         self.refuse(f"{found} found where {expected} is expected", f"write {expected}")
 
 
-class _TooMany(Exception):
-    pass
-
-
-class _Loader(yaml.SafeLoader):
-    """A loader that stops early if there are too many values: PyYAML takes many seconds for 1 MiB of them."""
-
-    num_nodes = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.num_nodes += 1
-        if self.num_nodes > 2 * MAX_VALUES:  # keys are nodes too
-            raise _TooMany
-        return super().compose_node(parent, index)
-
-
 def read_yaml(text: str, document: Document) -> Value:
     """Return the top-level mapping of a recipe.
 
-    Duplicate keys (the first one is kept), keys that are not text, tags, and aliases to a value that contains them are
-    recorded in the document. Raises RecipeError, with all problems, if the rest can't be read.
+    Duplicate keys (the first one is kept), keys that are not text, and tags are recorded in the document. Raises
+    RecipeError, with all problems, if the rest can't be read.
     """
     fix = (
         "check indentation and brackets; quote text that begins with * ! & { % @ or contains ': ', "
@@ -278,7 +254,7 @@ def read_yaml(text: str, document: Document) -> Value:
     if len(text) > MAX_BYTES or len(text.encode("utf-8", "replace")) > MAX_BYTES:
         document.fail(1, "the recipe is larger than 1 MiB", "give the path of a recipe file")
     try:
-        roots = yaml.compose_all(text, Loader=_Loader)
+        roots = yaml.compose_all(text, Loader=yaml.SafeLoader)
         root, second = next(roots, None), next(roots, None)
         value = document.value(root, 1, "") if root is not None else None
     except yaml.MarkedYAMLError as error:
@@ -293,10 +269,8 @@ def read_yaml(text: str, document: Document) -> Value:
     except (ValueError, OverflowError):  # from PyYAML, for "\\UFFFFFFFF" or a %YAML directive with five thousand digits
         document.fail(1, "malformed YAML: a number or character is out of range", fix)
     except RecursionError:
-        document.fail(1, "the YAML is nested too deeply", "a recipe needs five levels")
-    except _TooMany:
-        what = f"the recipe has more than {MAX_VALUES:,} values, with aliases expanded"
-        document.fail(1, what, "shorten it, and remove nested aliases")
+        what = "the YAML is nested too deeply, or an alias refers to a value that contains it"
+        document.fail(1, what, "a recipe needs five levels; write such values in full")
     if second is not None:
         what = "a second YAML document begins here, as in a file for mergekit-multi; a recipe is one document"
         document.fail(_line(second), what, "put each document into a file of its own, and merge one after the other")

@@ -339,7 +339,8 @@ BAD = [
     ("base_model: ~you/a", ":1 base_model", "'~you' is not expanded", "directory in full"),
     ("base_model: a\noutput: $NOPE", ":2 output", "NOPE is not set", "export NOPE="),
     ("base_model: a\noutput: [x]", ":2 output", "a list found where a path", "write a path"),
-    ('base_model: "a\\0b"', ":1 base_model", "NUL", "folder"),
+    *((f'base_model: a\n{key}: "a{escape}b"', f":2 {key}", "NUL or half of a character", "plain text")
+      for key in ("output", "chat_template", "dtype") for escape in ("\\0", "\\uD800", "\\uDCFF")),
     # layer ranges
     *((SLICE.format(bounds), f":3 slices[0].sources[0].layer_range{at}", what, fix) for bounds, at, what, fix in [
         ("[4, 2]", "", "[4, 2] runs backwards", "[2, 4]"),
