@@ -5,14 +5,15 @@ The text has the same meaning as its input; the tests check it with `parse_recip
 
 from __future__ import annotations
 
+import fnmatch
 import glob
-import heapq
 import os
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -247,72 +248,61 @@ def _step(path: Path) -> int | None:
 
 
 def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:
-    """Return a shortest list of selectors for exactly these tensors, at least one; tied names stay together.
+    """Return selectors for exactly these tensors, at least one; tied names stay together.
 
-    Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs. `select` checks
-    each list. Raises RecipeError if selectors can't distinguish some name from others.
+    Whole parts are written as numbers or names (``odd``, ``8-15``, ``norm``), other tensors as globs over layers and
+    experts or by name. `select` checks the list. Raises RecipeError if selectors can't distinguish some name from
+    others.
     """
     wanted = frozenset(names)
-    rest = frozenset(structure.part_of) - wanted
-    candidates = [
-        _sum_of(wanted, structure),
-        ["all", *(f"!{text}" for text in _sum_of(rest, structure, negating=False))],
-    ]
-    good = [texts for texts in candidates if select(texts, structure) == (wanted, ())]
-    if not good:
-        parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
-        what = f"selectors can't distinguish these tensors from others: {sorted(wanted)[0]!r}, ..."
-        raise RecipeError(Problem(parts, what, "take these parts from the base"))
-    fewest = min(map(len, good))
-    return tuple(next(texts for texts in good if len(texts) == fewest))
-
-
-def _sum_of(wanted: frozenset[str], structure: ModelStructure, *, negating: bool = True) -> list[str]:
-    """Return selectors for layers, other parts, and tensors of split parts; without ``!`` unless `negating`."""
+    if len(wanted) == len(structure.part_of):
+        return ("all",)
     whole, split = structure.divide(wanted)
-    numbers = structure.layers
-    layers = with_layers(whole, structure.parts) & {layer_of(part) for part in numbers}
-    taken = {number for part, number in numbers.items() if layer_of(part) in layers}
-    texts = _spell_layers(taken, sorted({*numbers.values()}), negating)
-    rest = [part for part in whole if layer_of(part) not in layers]
-    texts += _spell_shares(rest, structure)
-    for part in rest:
-        if layer_of(part) == part:
+    layers = with_layers(whole, structure.parts) & {layer_of(part) for part in structure.layers}
+    taken = {number for part, number in structure.layers.items() if layer_of(part) in layers}
+    texts = _spell_layers(taken, sorted({*structure.layers.values()}))
+    texts += _spell_experts([part for part in whole if layer_of(part) not in layers], structure)
+    pieces = [name for part in split for name in structure.names(part) if name in wanted]
+    for part in whole:
+        if layer_of(part) == part and part not in layers:
             own = structure.names(part)
-            is_selector = select([part], structure) == (frozenset(own), ())
-            texts += [part] if is_selector else [_exactly(name) for name in own]
-    pieces = {name for name in wanted if structure.part_of[name] in split}
-    return texts + (_spell_pieces(pieces, wanted, structure, negating) if pieces else [])
+            if select([part], structure) == (frozenset(own), ()):
+                texts.append(part)
+            else:
+                pieces += own
+    for spelled in (_globs(pieces, wanted, structure), [_exactly(name) for name in pieces]):
+        if select(texts + spelled, structure) == (wanted, ()):
+            return (*texts, *spelled)
+    parts = condense(dict.fromkeys(structure.part_of[name] for name in names))
+    what = f"selectors can't distinguish these tensors from others: {sorted(wanted)[0]!r}, ..."
+    raise RecipeError(Problem(parts, what, "take these parts from the base"))
 
 
-def _spell_shares(parts: Collection[str], structure: ModelStructure) -> list[str]:
+def _spell_layers(taken: set[int], every: Sequence[int]) -> list[str]:
+    if taken == {*every}:
+        return ["layers"] if taken else []
+    for word, remainder in (("even", 0), ("odd", 1)):
+        if len(taken) > 1 and taken == {number for number in every if number % 2 == remainder}:
+            return [word]
+    return _runs(taken, every)
+
+
+def _spell_experts(parts: Collection[str], structure: ModelStructure) -> list[str]:
     """Return selectors for experts, and the rest, of layers that are not taken whole."""
-    taken: dict[int, set[int]] = {}
+    experts: dict[int, list[int]] = {}
     every: dict[int, list[int]] = {}
-    for found in filter(None, map(expert_number, parts)):
-        taken.setdefault(found[0], set()).add(found[1])
-    for found in filter(None, map(expert_number, structure.parts)):
-        every.setdefault(found[0], []).append(found[1])
+    for of, among in ((experts, parts), (every, structure.parts)):
+        for layer, number in filter(None, map(expert_number, among)):
+            of.setdefault(layer, []).append(number)
     texts = []
-    for layer, numbers in taken.items():
+    for layer, numbers in experts.items():
         listed = "" if len(numbers) == len(every[layer]) else f" {', '.join(_runs(numbers, every[layer]))}"
         texts.append(f"layer {layer} expert{'s' * (len(numbers) > 1)}{listed}")
     rests = {part: at for part, at in structure.layers.items() if layer_of(part) != part and not expert_number(part)}
-    taken_rests = {rests[part] for part in parts if part in rests}
-    if taken_rests:
-        listed = ", ".join(_runs(taken_rests, sorted(rests.values())))
-        texts.append(f"layer{'s' * (len(taken_rests) > 1)} {listed} non-expert")
+    taken = [rests[part] for part in parts if part in rests]
+    if taken:
+        texts.append(f"layer{'s' * (len(taken) > 1)} {', '.join(_runs(taken, sorted(rests.values())))} non-expert")
     return texts
-
-
-def _spell_layers(taken: set[int], every: Sequence[int], negating: bool) -> list[str]:
-    candidates = [_runs(taken, every)]
-    for word, parities in (("even", (0,)), ("odd", (1,)), ("layers", (0, 1))):
-        meant = {number for number in every if number % 2 in parities}
-        excess = meant - taken
-        if meant & taken and (negating or not excess):
-            candidates.append([word, *_runs(taken - meant, every), *(f"!{run}" for run in _runs(excess, every))])
-    return min(candidates, key=lambda texts: (len(texts), texts != ["layers"], sum(map(len, texts))))
 
 
 def _runs(taken: Collection[int], every: Sequence[int]) -> list[str]:
@@ -335,40 +325,24 @@ def _exactly(name: str) -> str:
     return escaped if escaped != name else f"[{name[:1]}]{name[1:]}"
 
 
-def _spell_pieces(pieces: set[str], wanted: frozenset[str], structure: ModelStructure, negating: bool) -> list[str]:
-    """Return selectors for tensors of split parts; globs may also match whole parts if those are wanted."""
-    groups: dict[str, set[str]] = {}  # glob over components of names, or single name -> what it matches
-    for name in structure.part_of:
-        words = name.split(".")
-        for begin in range(len(words)):
-            for end in range(begin + 1, len(words) + 1):
-                middle = glob.escape(".".join(words[begin:end]))
-                head, tail = "*." if begin else "", ".*" if end < len(words) else ""
-                groups.setdefault(f"{head}{middle}{tail}" if head or tail else _exactly(name), set()).add(name)
-    texts = _cover(pieces, wanted, groups)
-    # Or one glob that matches too much, with the excess excluded: *.mlp.*, but not that of layer 0.
-    around = min(((len(group), len(text), text) for text, group in groups.items() if group >= pieces), default=None)
-    if negating and around:
-        excess = groups[around[2]] - wanted
-        out = [around[2], *(f"!{text}" for text in _cover(excess, frozenset(structure.part_of) - wanted, groups))]
-        return out if len(out) < len(texts) else texts
-    return texts
+def _globs(names: Iterable[str], wanted: Collection[str], structure: ModelStructure) -> list[str]:
+    """Return selectors for tensors of split parts: globs over layers, experts or both that match only wanted ones, and
+    single names."""
+    unwanted = [name for name in structure.part_of if name not in wanted]
 
+    @cache
+    def is_fine(selector: str) -> bool:
+        return not any(map(re.compile(fnmatch.translate(selector)).match, unwanted))
 
-def _cover(pieces: Collection[str], allowed: frozenset[str], groups: Mapping[str, set[str]]) -> list[str]:
-    """Return selectors that cover the pieces, chosen greedily: next the one that covers most, and nothing forbidden."""
-    left = set(pieces)
-    # For one tensor its name is clearest, even if a glob is shorter.
-    useful = {text: group for text, group in groups.items() if group & left and group <= allowed}
-    heap = [(-len(group & left), len(text) if "*" in text else 0, text) for text, group in useful.items()]
-    heapq.heapify(heap)
-    texts: list[str] = []
-    while left and heap:
-        gain, length, text = heapq.heappop(heap)
-        now = len(left & groups[text])
-        if now == -gain:
-            texts.append(text)
-            left -= groups[text]
-        elif now:
-            heapq.heappush(heap, (-now, length, text))
-    return texts
+    found: dict[str, None] = {}
+    for name in names:
+        words = [glob.escape(word) for word in name.split(".")]
+        numbers = [at for at, word in enumerate(words) if word.isdecimal()]
+        for starred in (numbers, numbers[:1], numbers[-1:]):
+            selector = ".".join("*" if at in starred else word for at, word in enumerate(words))
+            if starred and is_fine(selector):
+                break
+        else:
+            selector = _exactly(name)
+        found[selector] = None
+    return [*found]
