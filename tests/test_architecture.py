@@ -127,5 +127,5 @@ def test_a_merge_without_casts_imports_no_numpy():
 
 
 def test_policies_need_nothing_but_the_standard_library():
-    loaded = loaded_by("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe.recipe")
+    loaded = loaded_by("import llmtailor.policies, llmtailor.checkpoint.lineage, llmtailor.recipe")
     assert not loaded & (HEAVY | {"numpy", "yaml", "isal", "safetensors"})

@@ -21,7 +21,7 @@ from helpers.checkpoints import SMALL, make
 from helpers.commands import run_here
 from helpers.strategies import shapes
 from llmtailor.model.states import MASTER
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from oracle import zero3
 from synthetic import pickled_as_deepspeed
 

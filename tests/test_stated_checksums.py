@@ -13,7 +13,7 @@ from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
 from llmtailor.model.states import EXP_AVG, MASTER, State
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from salvage.damage import flip
 from thin.scene import save_partial
 

@@ -29,7 +29,7 @@ from llmtailor.errors import UsageError
 if TYPE_CHECKING:
     from llmtailor.compose.plan import Opened
     from llmtailor.engine.job import Job
-    from llmtailor.recipe.recipe import Recipe
+    from llmtailor.recipe import Recipe
 
 
 @command(
@@ -104,7 +104,7 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --groups layer
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
-    from llmtailor.recipe.recipe import Recipe
+    from llmtailor.recipe import Recipe
     from llmtailor.storage.stand_in import location_of
 
     base = checkpoint.absolute()

@@ -14,7 +14,7 @@ from llmtailor.errors import RecipeError, TargetError, UsageError
 
 if TYPE_CHECKING:
     from llmtailor.compose.plan import Opened
-    from llmtailor.recipe.recipe import Recipe
+    from llmtailor.recipe import Recipe
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 STAGES = {"keep": None, "1": 1, "2": 2, "3": 3, "none": 0}

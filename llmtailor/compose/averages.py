@@ -12,7 +12,7 @@ from llmtailor.compose.adam_step import StepChoice, betas_of
 from llmtailor.errors import MismatchError, Problem, some
 from llmtailor.model.parts import condense
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State, is_moment
-from llmtailor.recipe.recipe import Average, Origin
+from llmtailor.recipe import Average, Origin
 from llmtailor.recipe.resolve import Choice
 
 

@@ -55,11 +55,10 @@ from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.tokenizer import lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import State
-from llmtailor.recipe.averages import weigh
+from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
-from llmtailor.recipe.recipe import Recipe
-from llmtailor.recipe.resolve import Choice, resolve
+from llmtailor.recipe.resolve import Choice, resolve, weigh
 from llmtailor.storage.listing import Entries
 from llmtailor.storage.stand_in import stand_in_of
 from llmtailor.timing import Stopwatch

@@ -17,7 +17,7 @@ from llmtailor.errors import Problem
 from llmtailor.formats.clients import Client
 from llmtailor.formats.trainer import MANIFEST
 from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
-from llmtailor.recipe.recipe import ONLY_MOMENTS
+from llmtailor.recipe import ONLY_MOMENTS
 
 SCHEMA_PLAN = "llmtailor.plan/1"
 

@@ -42,7 +42,7 @@ from llmtailor.formats.manifest import read_merge
 from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.listing import FileFact
 from llmtailor.storage.local import write_durably

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
-from llmtailor.recipe.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
+from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
 from llmtailor.storage.stand_in import location_of, stand_in_of
 

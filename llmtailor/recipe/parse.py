@@ -1,34 +1,38 @@
-"""Parses the YAML of a recipe: mergekit's passthrough grammar, LLMTailor's lists, and ``parts:``.
+"""Parses the YAML of a recipe: mergekit's ``passthrough``, ``linear`` and ``ema``, LLMTailor's lists, and ``parts:``.
 
 Parsing continues after a problem, with `_UNREAD` for an unreadable source, so that all problems are reported together.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmtailor.checkpoint.sources import NEWEST
+from llmtailor.checkpoint.sources import MOMENTS, NEWEST
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import layer_part, nearest
-from llmtailor.recipe.averages import (
-    EMA,
-    LAYERS_FROM,
-    LINEAR,
-    MODEL_KEYS,
-    PASSTHROUGH,
-    read_average,
-    read_method,
-    read_models,
-    read_moments,
-    read_only,
+from llmtailor.recipe import (
+    DTYPES,
+    ONLY_MOMENTS,
+    Average,
+    GroupId,
+    LayerRange,
+    NamedWeight,
+    Recipe,
+    Rule,
+    Select,
+    Whole,
 )
-from llmtailor.recipe.recipe import DTYPES, Average, GroupId, LayerRange, NamedWeight, Recipe, Rule, Select, Whole
 from llmtailor.recipe.selectors import SelectorError, quote, read_selector
 from llmtailor.recipe.yaml_tree import MAX_BYTES, Document, Value, read_yaml
 
+PASSTHROUGH, LINEAR, EMA = METHODS = ("passthrough", "linear", "ema")
+LAYERS_FROM = ("slices", "models", "modules")
+"""mergekit's ways to define where layers come from; a recipe has one of them."""
+MODEL_KEYS = ("model", "parameters")
 TOP_KEYS = (
     "merge_method", "base_model", "slices", "models", "modules", "pre_weights", "post_weights", "parts", "dtype",
     "out_dtype", "tokenizer_source", "tokenizer", "chat_template", "parameters", "moments", "output",
@@ -52,6 +56,12 @@ _OWN_PLACE = (
     "so a resumable checkpoint keeps every layer in its own place"
 )
 _JINJA = re.compile(r"\{[{%#]")
+_PARAMETERS = {LINEAR: ("weight", "normalize"), EMA: ("decay",)}
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_SMALLEST, _LARGEST = 1e-150, 1e150
+"""Of weights that are not 0: shares stay above 0, also those of many models in the normal form of ema"""
+_CLOSE = 1e-6
+"""How far weights that are not normalized may be from a sum of 1, as decimals of thirds are"""
 _UNREAD = Path("unread")
 """Placeholder for a source with a problem of its own; readable sources are absolute."""
 
@@ -97,15 +107,15 @@ def _read_recipe(top: Value, text: str) -> Recipe:
     top.mapping(TOP_KEYS)
     top.drop_nulls(_MAY_BE_NULL)
     named = top.entries.get("merge_method")
-    method = PASSTHROUGH if named is None else read_method(named)
+    method = PASSTHROUGH if named is None else _read_method(named)
     if method == PASSTHROUGH:
         _check_parameters(top)
-    moments = top.read("moments", read_moments) or NEWEST
+    moments = top.read("moments", _read_moments) or NEWEST
     base = top.read("base_model", _read_model)
 
     rules: list[Rule] = []
     if method in (LINEAR, EMA):
-        rules += read_models(top, method, moments, _read_model)
+        rules += _read_averaged(top, method, moments)
     elif method == PASSTHROUGH:  # what several models or sources mean depends on the method
         rules += _read_layers(top)
     for key in ("pre_weights", "post_weights"):
@@ -335,8 +345,8 @@ def _read_parts(value: Value, moments: str) -> list[Rule]:
         keys = ("average", "select", "moments") if averaged else ("from", "select", "only")
         if item.mapping(keys, keys[:2]):
             selectors = tuple(item.read("select", _read_selectors) or ())
-            average = read_average(item, moments, _read_model) if averaged else None
-            only = item.read("only", read_only)
+            average = _read_average(item, moments) if averaged else None
+            only = item.read("only", _read_only)
             rules.append(Select(average or item.read("from", _read_model) or _UNREAD, selectors, item.where, only))
     return rules
 
@@ -358,6 +368,156 @@ def _read_selector(value: Value) -> str:
             value.refuse(error.what, error.fix)
         return text.strip()
     return ""
+
+
+def _read_method(value: Value) -> str | None:
+    """Return the merge method; refuse those that only mergekit has."""
+    method = value.word(f"{PASSTHROUGH}, {LINEAR} or {EMA}")
+    if method in (None, *METHODS):
+        return method
+    what = (
+        f"merge_method {quote(method or '')} is not passthrough, linear or ema; other methods compute weights that are "
+        "no average of checkpoints of one run, and no training run has optimizer states for them"
+    )
+    value.refuse(
+        what,
+        "write merge_method: passthrough, linear or ema (average: in parts: averages single layers); to merge only "
+        "weights, run mergekit-yaml with this method on the weight files of the checkpoints",
+    )
+    return None
+
+
+def _read_moments(value: Value) -> str | None:
+    word = value.word(" or ".join(MOMENTS))
+    if word is not None and word not in MOMENTS:
+        value.refuse(f"moments {quote(word)} is unknown", nearest(word, MOMENTS))
+        return None
+    return word
+
+
+def _read_only(value: Value) -> str | None:
+    """Return what of its tensors an entry of ``parts`` is for; None means everything."""
+    word = value.word(ONLY_MOMENTS)
+    if word is not None and word != ONLY_MOMENTS:
+        value.refuse(f"only: {quote(word)} is unknown", f"write only: {ONLY_MOMENTS}, or leave it out")
+        return None
+    return word
+
+
+def _read_averaged(top: Value, method: str, moments: str) -> list[Whole]:
+    """Return the rule of a recipe whose method is ``linear`` or ``ema``: everything is the average of its models."""
+    others = [top.entries[key] for key in LAYERS_FROM if key != "models" and key in top.entries]
+    for other in others:
+        what = f"{method} averages whole models here; {other.path} would average parts of them"
+        fix = "use models:, or for each slice an entry {average: [{from: ..., weight: ...}], select: 0-3} in parts:"
+        other.refuse(what, fix)
+    if others and "models" not in top.entries:
+        return []
+    settings = top.entries.get("parameters")
+    has_settings = settings is not None and settings.mapping(_PARAMETERS[method])
+    given = settings.entries if settings and has_settings else {}
+    fallback = _weight(given["weight"]) if "weight" in given else None
+    decay = _decay(given["decay"]) if "decay" in given else None
+    if method == EMA and "decay" not in given:
+        top.refuse("ema needs parameters: {decay: ...}", "add e.g. parameters: {decay: 0.9}")
+    if "models" not in top.entries:
+        top.refuse(f"{method} averages models, and models is missing", "add models: with {model: PATH} for each")
+        return []
+    members: list[tuple[Path, float | None]] = []
+    models = top.entries["models"]
+    for item in models.list_of("entries {model: PATH}"):
+        if not item.mapping(MODEL_KEYS, ["model"]):
+            continue
+        own = item.entries.get("parameters")
+        weight: float | None = 1.0
+        if method == LINEAR:
+            is_given = own is not None and own.mapping(("weight",)) and "weight" in own.entries
+            weight = _weight(own.entries["weight"]) if own and is_given else fallback
+            if not is_given and "weight" not in given:
+                item.refuse("the model has no weight", "add parameters: {weight: 1}, here or for all models at the top")
+        elif own is not None and not own.is_null:
+            own.refuse("ema computes the weights from decay and the steps", "leave parameters of the models out")
+        members.append((item.read("model", _read_model) or _UNREAD, weight))
+    if "normalize" in given and not _is_true(given["normalize"]):
+        _check_convex(members, given["normalize"])
+    average = _average(members, models, moments, decay)
+    return [Whole(average, None, models.where)] if average else []
+
+
+def _read_average(entry: Value, moments: str) -> Average | None:
+    """Return the ``average`` of an entry of ``parts``: a list of ``{from, weight}``."""
+    value = entry.entries["average"]
+    members: list[tuple[Path, float | None]] = []
+    for item in value.list_of("entries {from: ..., weight: ...}"):
+        if item.mapping(("from", "weight"), ("from", "weight")):
+            weight = _weight(item.entries["weight"]) if "weight" in item.entries else None
+            members.append((item.read("from", _read_model) or _UNREAD, weight))
+    own = _read_moments(entry.entries["moments"]) if "moments" in entry.entries else None
+    return _average(members, value, own or moments, None)
+
+
+def _average(
+    members: Sequence[tuple[Path, float | None]], value: Value, moments: str, decay: float | None
+) -> Average | None:
+    """Return the average of the members with a weight above 0; None if a problem is recorded."""
+    known = [(source, weight) for source, weight in members if weight is not None]
+    used = tuple((source, weight) for source, weight in known if weight > 0)
+    if not members or len(known) < len(members):
+        return None
+    if not used:
+        value.refuse("no weight is above 0", "give at least one checkpoint a weight above 0")
+        return None
+    for source in dict.fromkeys(source for source, weight in known if not weight):
+        value.notice(f"{source} has the weight 0, so nothing comes from it", "leave it out")
+    return Average(used, moments, value.where, decay)
+
+
+def _check_convex(members: Sequence[tuple[Path, float | None]], value: Value) -> None:
+    total = math.fsum(weight or 0.0 for _, weight in members)
+    if abs(total - 1) > _CLOSE and all(weight is not None for _, weight in members):
+        what = f"without normalize, the weights sum to {total:g}, which would scale the model"
+        value.refuse(what, "write weights that sum to 1, or leave normalize out")
+
+
+def _weight(value: Value) -> float | None:
+    number = _number(value, "a number that is not negative")
+    if number is not None and number < 0:
+        value.refuse(f"the weight {value.text} is negative, so the result would be no average", "write 0 or more")
+        return None
+    if number is not None and number and not _SMALLEST <= number <= _LARGEST:
+        value.refuse(f"the weight {value.text} is out of range", f"write 0, or {_SMALLEST:g} to {_LARGEST:g}")
+        return None
+    return number
+
+
+def _decay(value: Value) -> float | None:
+    number = _number(value, "a number between 0 and 1")
+    if number is not None and not 0 < number < 1:
+        value.refuse(f"the decay {value.text} is not between 0 and 1", "write e.g. 0.9")
+        return None
+    return number
+
+
+def _number(value: Value, expected: str) -> float | None:
+    """Return a number in decimals. mergekit's gradients and filters (lists, mappings) are refused."""
+    if value.kind in ("list", "mapping"):
+        what = f"{value.path.rpartition('.')[2]} takes one number here, not a {value.kind}"
+        value.refuse(what, "write one number; average: in parts: takes other weights for other layers")
+        return None
+    text = value.word(expected)
+    if text is None:
+        return None
+    if not _NUMBER.fullmatch(text) or not math.isfinite(float(text)):
+        value.refuse(f"{quote(text)} is not {expected}", "write a decimal number, e.g. 0.5")
+        return None
+    return float(text)
+
+
+def _is_true(value: Value) -> bool:
+    word = value.word("true or false")
+    if word is not None and word.lower() not in ("true", "false"):
+        value.refuse(f"{quote(word)} is neither true nor false", "write true or false")
+    return word is None or word.lower() != "false"
 
 
 def _read_tokenizer(top: Value, base: Path | None) -> Path | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, layer_of
-from llmtailor.recipe.recipe import ONLY_MOMENTS, Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select
+from llmtailor.recipe import ONLY_MOMENTS, Average, NamedWeight, Origin, Parts, PlaceRule, Recipe, Select, Whole
 from llmtailor.recipe.selectors import SelectorError, named_by, select
 
 
@@ -31,6 +31,40 @@ class Choice:
     """The parts of those names; with `` (partly)`` if only some tensors of the part are among them"""
     moments_of: Mapping[str, Path] = field(default_factory=dict)
     """Name of a trained param -> source of its moments, if that is not the source in `source_of`"""
+
+
+def weigh(recipe: Recipe, step_of: Mapping[Path, int]) -> Recipe:
+    """Return the recipe with the weights of exponential moving averages, which depend on the steps of their members.
+
+    The weight of the k-th newest checkpoint, counted from 0, is ``(1 - decay) * decay**k``. Checkpoints that are not in
+    ``step_of`` have other problems and are left out. Raises RecipeError for two checkpoints of one step, and for
+    a weight that is too small for a number.
+    """
+    return replace(
+        recipe,
+        rules=tuple(
+            replace(rule, source=_weighed(rule.source, step_of)) if isinstance(rule, Whole | Select) else rule
+            for rule in recipe.rules
+        ),
+    )
+
+
+def _weighed(origin: Origin, step_of: Mapping[Path, int]) -> Origin:
+    if not isinstance(origin, Average) or origin.decay is None:
+        return origin
+    known = [source for source, _ in origin.members if source in step_of]
+    newest_first = sorted(known, key=lambda source: -step_of[source])
+    steps = [step_of[source] for source in newest_first]
+    if len(set(steps)) < len(steps):
+        twice = next(step for step in steps if steps.count(step) > 1)
+        what = f"two checkpoints of the moving average are of step {twice}, so their order is unknown"
+        raise RecipeError.at(origin.where, what, "keep one of them, or use merge_method: linear with weights")
+    weights = [(1 - origin.decay) * origin.decay**age for age in range(len(newest_first))]
+    if 0.0 in weights:
+        what = f"{len(weights)} checkpoints with decay {origin.decay:g} give weights too small for a number"
+        raise RecipeError.at(origin.where, what, "leave the oldest out, or use a decay closer to 1")
+    members = tuple(zip(reversed(newest_first), reversed(weights), strict=True))
+    return Average(members, origin.moments, origin.where) if members else origin
 
 
 def resolve(

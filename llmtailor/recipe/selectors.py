@@ -36,7 +36,7 @@ from llmtailor.model.parts import (
     non_expert_part,
 )
 from llmtailor.model.roles import is_aside, place_of
-from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
+from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, experts, non-expert, all, a part name, or a glob for tensor names"
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from llmtailor.checkpoint.lineage import RunCheckpoint, best_holder, newer_masters, newest_resumable
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import EMBED, HEAD, ModelStructure, condense, layer_number, layer_of, nearest
-from llmtailor.recipe.recipe import Assignment
+from llmtailor.recipe import Assignment
 from llmtailor.recipe.selectors import count_layers, numbering, quote
 
 

@@ -22,7 +22,7 @@ from llmtailor.checkpoint.lineage import (
     usable_at,
 )
 from llmtailor.errors import VerificationError
-from llmtailor.recipe.recipe import ONLY_MOMENTS
+from llmtailor.recipe import ONLY_MOMENTS
 
 
 def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list[int]:

@@ -29,8 +29,8 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.model.parts import ModelStructure, condense, with_layers
 from llmtailor.model.states import MASTER
+from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder

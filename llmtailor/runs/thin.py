@@ -35,7 +35,7 @@ from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import ModelStructure
-from llmtailor.recipe.recipe import Assignment, Recipe
+from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.folder import (
     RunFolder,
     carrying_out,

@@ -20,8 +20,8 @@ from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, find_structure, with_experts
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.model.parts import ModelStructure, layer_of
+from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
-from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import scan_back
 from llmtailor.salvage.assess import Holder, assess, without_weights

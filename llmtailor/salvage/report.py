@@ -13,7 +13,7 @@ from llmtailor.compose.report import to_json as plan_to_json
 from llmtailor.engine.copy import Moved
 from llmtailor.formats.registry import display_name
 from llmtailor.model.parts import condense, group_shares, layer_of
-from llmtailor.recipe.recipe import ONLY_MOMENTS
+from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.salvage.plan import Salvage
 
 SCHEMA = "llmtailor.salvage/1"

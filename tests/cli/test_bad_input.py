@@ -16,7 +16,7 @@ import torch
 import llmtailor
 from helpers.checkpoints import SMALL, edit, make, model_states, optim_states
 from helpers.commands import run_here
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - from: checkpoint-100\n    select: [odd]\n"
 

@@ -22,7 +22,7 @@ from clients.runs import SAVERS, TWO_RANKS  # noqa: E402
 from clients.spec import Spec  # noqa: E402
 from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from real.harness import TrainingFailed, train  # noqa: E402

@@ -19,7 +19,7 @@ from helpers.cases import mostly_long  # noqa: E402
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E402
 from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe.recipe import Recipe, Select  # noqa: E402
+from llmtailor.recipe import Recipe, Select  # noqa: E402
 from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 

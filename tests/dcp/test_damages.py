@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 import llmtailor  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 
 Damage = Callable[[Path, Path], object]

@@ -7,7 +7,7 @@ import pytest
 import llmtailor
 from campaigns.fuzz import make_sound
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.verify.verdict import RESUMABLE
 from llmtailor.verify.verify import verify_checkpoint
 

@@ -22,7 +22,7 @@ from dcp.holding import assert_same_held  # noqa: E402
 from dcp.runs import THREE_RANKS, TWO_RANKS  # noqa: E402
 from dcp.spec import Spec  # noqa: E402
 from llmtailor.model.states import MASTER  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from oracle.zero3 import MOMENTS, Snapshot  # noqa: E402
 from real import runs as deepspeed_runs  # noqa: E402
 from real.harness import train  # noqa: E402

@@ -16,7 +16,7 @@ from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import State  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 
 
 @pytest.fixture

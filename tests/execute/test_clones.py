@@ -28,7 +28,7 @@ from llmtailor.engine import moving
 from llmtailor.engine.copy import Context, Moved, execute
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.states import MASTER, State
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from synthetic import SHAPES
 
 SOURCE_BYTES = 1_000_000

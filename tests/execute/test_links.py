@@ -25,7 +25,7 @@ from llmtailor.engine.journal import Mark
 from llmtailor.engine.space import occupied_bytes
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.states import MASTER, State
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.storage.listing import FileFact
 
 TENSOR = np.random.default_rng(0).bytes(700_000)

@@ -28,7 +28,7 @@ from helpers.cases import every, examples
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import BUFFER, WEIGHT, State
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from oracle import any as oracle
 from oracle import zero3, zero12
 from oracle.zero3 import Snapshot, assert_same

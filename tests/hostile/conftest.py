@@ -9,7 +9,7 @@ import pytest
 
 import llmtailor
 from helpers.checkpoints import make
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 
 STAGES = {"zero3": 3, "zero2": 2, "plain": 0}
 

@@ -21,7 +21,7 @@ from llmtailor.compose.write import write
 from llmtailor.containers.safetensors import INDEX, read_weights
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.storage.local import open_source, read_source
 
 pytestmark = pytest.mark.timeout(60)  # a pipe that is opened carelessly blocks for ever

@@ -34,7 +34,7 @@ from llmtailor.formats.attempt_mark import stated_attempt  # noqa: E402
 from llmtailor.formats.clients import CKPT  # noqa: E402
 from llmtailor.formats.registry import display_name, find_structure, index_checkpoint  # noqa: E402
 from llmtailor.model.states import WEIGHT, State  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
 from llmtailor.runs.latest import find_latest  # noqa: E402
 from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402

@@ -14,7 +14,7 @@ import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import crc32
 from partial.alone import Alone
 from thin.scene import save_partial

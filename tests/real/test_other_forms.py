@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 from transformers import Trainer
 
 import llmtailor
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.training import LayerGroupsMixin
 from plain import training as plain
 from real.harness import Run, Runs, Train

@@ -8,8 +8,8 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.experts import split_experts
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
+from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.recipe.recipe import Recipe
 
 INSIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight")
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"

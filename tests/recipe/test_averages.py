@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.errors import RecipeError
-from llmtailor.recipe.averages import weigh
+from llmtailor.recipe import Average, Select, Whole
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.recipe.recipe import Average, Select, Whole
-from llmtailor.recipe.resolve import resolve
+from llmtailor.recipe.resolve import resolve, weigh
 from recipe.structures import llama, params_of, read
 
 A, B, C = (Path(f"/w/{name}") for name in "abc")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtailor.recipe import parse
-from llmtailor.recipe.recipe import DTYPES, checkpoints_of
+from llmtailor.recipe import DTYPES, checkpoints_of, parse
 from llmtailor.recipe.resolve import resolve
 from recipe.structures import llama, mixtral, params_of, qwen_vl, read
 

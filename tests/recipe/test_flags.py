@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.recipe.recipe import Assignment
+from llmtailor.recipe import Assignment
 from llmtailor.recipe.selectors import numbering
 from llmtailor.recipe.strategies import FlagLine, assign_flags, read_flags
 from recipe.structures import llama

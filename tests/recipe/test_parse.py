@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmtailor.errors import RecipeError
-from llmtailor.recipe import parse
+from llmtailor.recipe import GroupId, LayerRange, NamedWeight, Select, Whole, parse
 from llmtailor.recipe.parse import load_recipe
-from llmtailor.recipe.recipe import GroupId, LayerRange, NamedWeight, Select, Whole
 from recipe.structures import problems_of, read
 
 A, B = Path("/w/runs/a"), Path("/w/runs/b")

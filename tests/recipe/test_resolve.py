@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure
-from llmtailor.recipe.recipe import LayerRange, Recipe, Rule, Select
+from llmtailor.recipe import LayerRange, Recipe, Rule, Select
 from llmtailor.recipe.resolve import Choice, resolve
 from recipe.structures import EMBED_NAME, HEAD_NAME, llama, params_of, read
 

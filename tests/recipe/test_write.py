@@ -15,9 +15,9 @@ from helpers.cases import examples
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import RecipeError
 from llmtailor.model.parts import ModelStructure
+from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import spell, write_normal_form, write_recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.recipe.recipe import Assignment, Recipe
 from llmtailor.recipe.resolve import resolve
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.strategies import StrategyOptions, assign

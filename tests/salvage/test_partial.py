@@ -14,7 +14,7 @@ import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.write import write
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.salvage.plan import plan_salvage
 from llmtailor.salvage.report import rows
 from llmtailor.verify.verify import verify_checkpoint

@@ -17,7 +17,7 @@ import llmtailor  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import SourceError, UsageError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
 from llmtailor.runs.scan import choose_for_run  # noqa: E402
 from llmtailor.saving import saver_for  # noqa: E402

@@ -23,7 +23,7 @@ from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
 from llmtailor.formats.zero.rank_files import RankFiles, make_shards
 from llmtailor.formats.zero.rank_trees import ZeroTarget
 from llmtailor.model.states import BUFFER, FROZEN, State
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint
 
 WORLDS = (12, 48)

@@ -17,7 +17,7 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.engine.pool import Stop
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import choose_for_run, find_structure

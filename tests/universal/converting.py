@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import llmtailor
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 
 
 def convert(source: Path, out: Path, dtype: str | None = None, **options: object) -> Path:

@@ -23,7 +23,7 @@ from llmtailor.containers.pickle_nodes import Call, Global  # noqa: E402
 from llmtailor.containers.torch_zip import lay_out_torch_file, read_torch_file  # noqa: E402
 from llmtailor.engine.copy import execute  # noqa: E402
 from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
-from llmtailor.recipe.recipe import Recipe  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from synthetic import SHAPES, lay_out, make_checkpoint  # noqa: E402
 from universal.converting import convert  # noqa: E402

@@ -12,8 +12,8 @@ from helpers.checkpoints import edit, make, optim_states
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import merge, write
 from llmtailor.errors import VerificationError
+from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.recipe.recipe import Recipe
 from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS
 from llmtailor.verify.verify import verify_checkpoint
 

@@ -14,7 +14,7 @@ from llmtailor.containers.dcp import ALLOWED, METADATA
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.unpickle import read_pickle
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.verify.inspect import describe
 
 

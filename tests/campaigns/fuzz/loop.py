@@ -18,7 +18,7 @@ from campaigns.fuzz.parsers import PARSERS, Parser
 from campaigns.fuzz.partial import make_partial
 from llmtailor.compose.plan import Options
 from llmtailor.errors import TailorError
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint
 
 SECONDS = 20

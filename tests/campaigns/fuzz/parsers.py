@@ -27,8 +27,8 @@ from llmtailor.containers.unpickle import read_pickle
 from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.plain import ask_transformers as model
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.recipe.recipe import Recipe
 from llmtailor.recipe.strategies import read_flags
 from llmtailor.verify.inspect import describe
 

@@ -16,7 +16,7 @@ from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.engine.pool import Stop
 from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import find_structure, scan_run
 from llmtailor.runs.to_partial import plan_conversion, write_conversion
