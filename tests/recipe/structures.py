@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
@@ -75,10 +76,20 @@ def read(text: str, **environ: str) -> Recipe:
     return parse_recipe(text, name="recipe.yaml", folder=Path("/w"), environ={"HOME": "/home/me", **environ})
 
 
-def problems_of(text: str, **environ: str) -> list[Problem]:
-    """Return what is wrong with the text; nothing is an empty list."""
+def problems_of(read: Callable[[], object]) -> list[Problem]:
+    """Return what is refused, each with a place and a fix; nothing is an empty list."""
     try:
-        read(text, **environ)
+        read()
     except RecipeError as error:
+        assert all(problem.where and problem.what and problem.fix for problem in error.problems)
         return list(error.problems)
     return []
+
+
+def check(found: Sequence[Problem], *expected: tuple[str, str, str]) -> None:
+    """Compare problems with (where, text in what, text in fix); places may leave out ``recipe.yaml``."""
+    assert [problem.where.removeprefix("recipe.yaml") for problem in found] == [where for where, _, _ in expected], (
+        found
+    )
+    for problem, (_, what, fix) in zip(found, expected, strict=True):
+        assert what in problem.what and fix in problem.fix, problem
