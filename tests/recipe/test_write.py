@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from helpers.cases import examples
 from llmtailor.checkpoint.lineage import RunCheckpoint
-from llmtailor.errors import RecipeError
 from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import spell, write_normal_form, write_recipe
@@ -21,7 +20,7 @@ from llmtailor.recipe.parse import parse_recipe
 from llmtailor.recipe.resolve import resolve
 from llmtailor.recipe.selectors import select
 from llmtailor.recipe.strategies import StrategyOptions, assign
-from recipe.structures import EMBED_NAME, HEAD_NAME, full, llama, params_of, read
+from recipe.structures import EMBED_NAME, HEAD_NAME, check, full, llama, params_of, problems_of, read
 
 STRANGE = {
     "wpe.weight": "wpe", "cls_token": "cls_token", "cls_token.bias": "cls_token", "visual.blocks.0.w": "v.blocks.0",
@@ -40,48 +39,59 @@ def read_back(text: str, folder: Path | None) -> Recipe:
     return parse_recipe(text, name="r.yaml", folder=folder or Path("/elsewhere"), environ={"HOME": "/home/me"})
 
 
+def mlp(*layers: int) -> list[str]:
+    return [f"model.layers.{number}.mlp.up_proj.weight" for number in layers]
+
+
+def layers(*numbers: int) -> list[str]:
+    return [f"layer {number}" for number in numbers]
+
+
+OTHERS = ["embed_tokens", "norm", "lm_head"]
+NAMED = llama(2, extra={**STRANGE, "x[0]": "x[0]"})
+# 128 experts in 48 layers, fused with their layers
+EXPERTS = {f"model.layers.{n}.mlp.experts.{e}.up": f"layer {n}" for n in range(48) for e in range(128)}
+FUSED = llama(48, extra=EXPERTS)
+
+
 @pytest.mark.parametrize(
-    ("names_or_parts", "expected"),
+    ("structure", "names_or_parts", "expected"),
     [
-        (["layer 3"], "3"),
-        (["layer 0", "layer 2", "layer 4", "layer 6"], "even"),
-        (["layer 1", "layer 3", "layer 5", "norm"], "odd norm"),
-        (["layer 2", "layer 3", "layer 4"], "2-4"),
-        (["layer 0", "layer 1", "layer 4", "layer 6"], "0-1 4 6"),
-        (["layer 1", "layer 2", "layer 3", "layer 5"], "1-3 5"),
-        ([f"layer {number}" for number in (0, 1, 2, 4, 5, 6)], "0-2 4-6"),
-        ([f"layer {number}" for number in range(7)], "layers"),
-        (["embed_tokens", *(f"layer {number}" for number in range(7)), "norm", "lm_head"], "all"),
-        (["embed_tokens", *(f"layer {number}" for number in range(6)), "norm", "lm_head"], "all !6"),
-        (["lm_head", "embed_tokens"], "embed_tokens lm_head"),
-        (["model.layers.3.mlp.up_proj.weight"], "model.layers.3.mlp.up_proj.weight"),
-        ([f"model.layers.{number}.mlp.up_proj.weight" for number in range(7)], "*.mlp.*"),
-        (
-            [f"model.layers.{number}.mlp.up_proj.weight" for number in (0, 1, 3, 4, 5, 6)],
-            "*.mlp.* !model.layers.2.mlp.up_proj.weight",
-        ),
-        (
-            ["norm", "layer 2", "model.layers.4.self_attn.q_proj.weight"],
-            "2 norm model.layers.4.self_attn.q_proj.weight",
-        ),
+        (llama(7), layers(3), ["3"]),
+        (llama(7), layers(0, 2, 4, 6), ["even"]),
+        (llama(7), [*layers(1, 3, 5), "norm"], ["odd", "norm"]),
+        (llama(7), layers(2, 3, 4), ["2-4"]),
+        (llama(7), layers(0, 1, 4, 6), ["0-1", "4", "6"]),
+        (llama(7), layers(*range(7)), ["layers"]),
+        (llama(1), layers(0), ["layers"]),
+        (llama(2), layers(1), ["1"]),
+        (llama(7), [*layers(*range(7)), *OTHERS], ["all"]),
+        (llama(7), [*layers(*range(6)), *OTHERS], ["0-5", *OTHERS]),
+        (llama(7), ["lm_head", "embed_tokens"], ["embed_tokens", "lm_head"]),
+        # parts of parts: by name, or by globs over numbers
+        (llama(7), mlp(3), mlp(3)),
+        (llama(7), mlp(*range(7)), ["model.layers.*.mlp.up_proj.weight"]),
+        (llama(7), mlp(0, 1, 3), mlp(0, 1, 3)),
+        (llama(7), ["norm", "layer 2", *mlp(4)], ["2", "norm", *mlp(4)]),
+        (FUSED, [*(name for name in EXPERTS if int(name.split(".")[2]) % 2), "model.layers.4.mlp.experts.7.up"],
+         [*(f"model.layers.{number}.mlp.experts.*.up" for number in (1, 3)), "model.layers.4.mlp.experts.7.up",
+          *(f"model.layers.{number}.mlp.experts.*.up" for number in range(5, 48, 2))]),
+        (FUSED, [name for name in EXPERTS if name.endswith(".7.up")], ["model.layers.*.mlp.experts.7.up"]),
+        # names that look like something else
+        (NAMED, ["odd.[x]*.weight", "x[0]"], ["odd.[[]x][*].weight", "x[[]0]"]),
+        (NAMED, ["a: b", "7", "even"], ["null", "seven", "[e]ven"]),
+        (llama(2, extra={"!a": "!a", "!b": "!b"}), [*layers(0, 1), *OTHERS], ["layers", *OTHERS]),
+        (llama(2, extra={"!a": "!a", "!b": "!b"}), ["!a"], None),
     ],
-)
-def test_the_shortest_spelling(names_or_parts, expected):
-    structure = llama(7)
-    names = {name for name, part in structure.part_of.items() if {name, part} & set(names_or_parts)}
-    assert spell(names, structure) == tuple(expected.split())
-
-
-def test_what_is_taken_out_again_is_spelled_without_negation():
-    gone = {"layer 1", "layer 3", "layer 5"}
-    names = {name for name, part in llama(9).part_of.items() if part not in gone}
-    assert spell(names, llama(9)) == ("all", "!1", "!3", "!5")
-
-
-def test_a_long_model_with_every_other_layer_but_some():
-    taken = {name for name, part in llama(48).part_of.items() if part.startswith("layer ") and int(part[6:]) % 2}
-    taken -= set(llama(48).names("layer 11"))
-    assert spell(taken, llama(48)) == ("odd", "!11")
+)  # fmt: skip
+def test_spelling(structure, names_or_parts, expected):
+    names = {name for name, part in structure.part_of.items() if not {name, part}.isdisjoint(names_or_parts)}
+    if expected is None:
+        refused = problems_of(lambda: spell(names, structure))
+        check(refused, ("!a", "selectors can't distinguish these tensors from others: '!a'", "from the base"))
+    else:
+        assert list(spell(names, structure)) == expected
+        assert select(expected, structure) == (names, ())
 
 
 @st.composite
@@ -103,32 +113,6 @@ def test_a_spelling_selects_exactly_what_it_was_made_from(structure, data):
     if structure.tied and names & {EMBED_NAME, HEAD_NAME}:
         names |= {EMBED_NAME, HEAD_NAME}
     assert select(spell(names, structure), structure) == (names, ())
-
-
-def test_a_name_that_no_selector_can_tell_from_others():
-    structure = llama(2, extra={"!a": "!a", "!b": "!b"})
-    with pytest.raises(RecipeError, match=r"^!a: selectors can't distinguish these tensors from others: '!a'"):
-        spell(["!a"], structure)
-    others = [name for name in structure.part_of if name not in ("!a", "!b")]
-    assert spell(others, structure) == ("layers", "embed_tokens", "norm", "lm_head")
-
-
-def test_names_that_look_like_something_else():
-    structure = llama(2, extra={**STRANGE, "x[0]": "x[0]"})
-    assert spell(["odd.[x]*.weight", "x[0]"], structure) == ("x[[]0]", "*.[[]x][*].weight")
-    assert spell(["a: b", "7", "even"], structure) == ("null", "seven", "[e]ven")
-
-
-def test_globs_for_a_model_with_thousands_of_tensors():
-    """128 experts in 48 layers: those of every other layer, and one more."""
-    extra = {f"model.layers.{n}.mlp.experts.{e}.up": f"layer {n}" for n in range(48) for e in range(128)}
-    structure = llama(48, extra=extra)
-    names = {name for name in extra if int(name.split(".")[2]) % 2} | {"model.layers.4.mlp.experts.7.up"}
-    spelling = spell(names, structure)
-    assert set(spelling) == {f"*.{number}.mlp.experts.*" for number in range(1, 48, 2)} | {
-        "model.layers.4.mlp.experts.7.up"
-    }
-    assert select(spelling, structure) == (names, ())
 
 
 def test_a_recipe_reads_like_this():
@@ -159,11 +143,9 @@ def test_sources_come_newest_first():
     structure = llama(6)
     steps = {"layer 0": 200, "layer 1": 300, "layer 2": 100}
     source_of = {part: full(steps.get(part, 400)) for part in structure.parts}
-    text = write_recipe(
-        Assignment(full(400), source_of, dict.fromkeys(source_of, "why"), "x"), structure, Path("/w/run")
-    )
-    sources = [entry["from"] for entry in yaml.safe_load(text)["parts"]]
-    assert sources == ["checkpoint-300", "checkpoint-200", "checkpoint-100"]
+    found = Assignment(full(400), source_of, dict.fromkeys(source_of, "why"), "x")
+    entries = yaml.safe_load(write_recipe(found, structure, Path("/w/run")))["parts"]
+    assert [entry["from"] for entry in entries] == ["checkpoint-300", "checkpoint-200", "checkpoint-100"]
 
 
 def test_a_base_that_supplies_everything_or_nothing():
@@ -240,11 +222,9 @@ def test_paths(path, folder, written):
 def test_paths_that_can_not_be_written():
     structure = llama(2)
     run = [RunCheckpoint(Path("/w/\udcff") / name, step, None) for step, name in enumerate("ab")]
-    with pytest.raises(RecipeError) as caught:
-        write_recipe(assign(run, structure, StrategyOptions("parity")), structure, Path("/elsewhere"))
-    assert [problem.where for problem in caught.value.problems] == ["/w/\\udcff/b", "/w/\\udcff/a"]
-    assert all("UTF-8" in problem.what for problem in caught.value.problems)
-    str(caught.value).encode()
+    found = assign(run, structure, StrategyOptions("parity"))
+    refused = problems_of(lambda: write_recipe(found, structure, Path("/elsewhere")))
+    check(refused, ("/w/\\udcff/b", "not UTF-8", "symlink"), ("/w/\\udcff/a", "not UTF-8", "symlink"))
 
 
 FOLDER_NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=6)
@@ -330,29 +310,22 @@ output: out/checkpoint-400
     )
 
 
-def test_the_normal_form_of_globs():
-    text = normal_form("base_model: base\nparts: [{from: a, select: ['*.mlp.*', '!*.0.*', norm]}]", llama(8))
-    assert yaml.safe_load(text)["parts"] == [
-        {"from": "a", "select": ["norm", "*.mlp.*", "!model.layers.0.mlp.up_proj.weight"]}
-    ]
-    assert "# norm\n  # some tensors of layers 1-7\n" in text
+ODD_NAME = "model.layers.0.a, b}: #"
+SLICE = "slices: [{sources: [{model: a, layer_range: [0, 1]}]}]"
 
 
-def test_the_normal_form_keeps_the_settings():
-    text = "base_model: base\ntokenizer_source: tok/x\nchat_template: |\n  {% if a %}: #x\n    {{ b }}\ndtype: half\n"
-    written = normal_form(text, llama(1))
-    assert "tokenizer_source: tok/x\n" in written
-    assert "dtype: float16\n" in written
-    assert "output" not in written
-
-
-def test_sources_that_nothing_comes_from_are_left_out():
-    text = "base_model: base\nparts: [{from: a, select: all}, {from: b, select: all}]"
-    assert yaml.safe_load(normal_form(text, llama(2)))["parts"] == [{"from": "b", "select": "all"}]
-
-
-SPLIT = """
-base_model: base
+@pytest.mark.parametrize(
+    ("text", "structure", "expected"),
+    [
+        ("parts: [{from: a, select: ['*.mlp.*', '!*.0.*', norm]}]", llama(4),
+         {"parts": [{"from": "a", "select": ["norm", *mlp(1, 2, 3)]}]}),
+        ("tokenizer_source: tok/x\nchat_template: |\n  {% if a %}: #x\n    {{ b }}\ndtype: half\n", llama(1),
+         {"tokenizer_source": "tok/x", "chat_template": "{% if a %}: #x\n  {{ b }}\n", "dtype": "float16"}),
+        # sources that nothing comes from are left out
+        ("parts: [{from: a, select: all}, {from: b, select: all}]", llama(2),
+         {"parts": [{"from": "b", "select": "all"}]}),
+        # weights without their optimizer states
+        ("""\
 slices:
   - sources: [{model: a, layer_range: [0, 0]}]
   - sources: [{model: a, layer_range: [0, 3]}]
@@ -360,41 +333,34 @@ post_weights:
   - {name: model.norm.weight, model: b}
   - {name: model.layers.1.mlp.up_proj.weight, model: b}
   - {name: lm_head, model: b}
-"""
-
-
-def test_the_normal_form_of_weights_without_their_optimizer_states():
-    document = yaml.safe_load(normal_form(SPLIT, llama(4), allow_split=True))
-    assert document["parts"] == [{"from": "a", "select": "even"}, {"from": "b", "select": "lm_head"}]
-    assert document["slices"] == [
-        {"sources": [{"model": "a", "layer_range": [1, 2]}]},
-        {"sources": [{"model": "a", "layer_range": [0, 0]}]},
-    ]
-    assert document["post_weights"] == [
-        {"name": "model.layers.1.mlp.up_proj.weight", "model": "b"},
-        {"name": "norm", "model": "b"},
-    ]
-
-
-def test_names_of_weights_are_quoted():
-    structure = llama(1, extra={"model.layers.0.a, b}: #": "layer 0"})
-    text = "base_model: base\nslices: [{sources: [{model: a, layer_range: [0, 1]}]}]\n"
-    text += 'post_weights: [{name: "model.layers.0.a, b}: #", model: b}]'
-    assert '{name: "model.layers.0.a, b}: #", model: b}' in normal_form(text, structure, allow_split=True)
+""", llama(4),
+         {"parts": [{"from": "a", "select": "even"}, {"from": "b", "select": "lm_head"}],
+          "slices": [{"sources": [{"model": "a", "layer_range": bounds}]} for bounds in ([1, 2], [0, 0])],
+          "post_weights": [{"name": mlp(1)[0], "model": "b"}, {"name": "norm", "model": "b"}]}),
+        (f'{SLICE}\npost_weights: [{{name: "{ODD_NAME}", model: b}}]', llama(1, extra={ODD_NAME: "layer 0"}),
+         {"slices": [{"sources": [{"model": "a", "layer_range": [0, 1]}]}],
+          "post_weights": [{"name": ODD_NAME, "model": "b"}]}),
+    ],
+)  # fmt: skip
+def test_the_normal_form(text, structure, expected):
+    written = normal_form(f"base_model: base\n{text}", structure, allow_split=True)
+    assert yaml.safe_load(written) == {"merge_method": "passthrough", "base_model": "./base"} | expected
+    assert "*.mlp.*" not in text or "# norm\n  # some tensors of layers 1-3\n" in written
 
 
 def test_what_the_normal_form_can_not_say():
     structure = llama(2, extra={"wpe.weight": "wpe"})
     recipe = read("base_model: base")
-    source_of: Mapping[str, Path] = dict.fromkeys(structure.part_of, BASE)
-    with pytest.raises(RecipeError) as caught:
-        write_normal_form(recipe, source_of, BASE, structure, None, {"wpe.weight": A})
-    assert [problem.where for problem in caught.value.problems] == ["wpe"]
-    torn = {**source_of, "model.layers.0.mlp.up_proj.weight": B}
-    with pytest.raises(RecipeError) as caught:
-        weights_of = {EMBED_NAME: A, "model.layers.0.input_layernorm.weight": A}
-        write_normal_form(replace(recipe, output=Path("/\udcff")), torn, BASE, structure, None, weights_of)
-    assert [problem.where for problem in caught.value.problems] == ["layer 0", "/\\udcff"]
+    same: Mapping[str, Path] = dict.fromkeys(structure.part_of, BASE)
+    torn = {**same, mlp(0)[0]: B}
+    weights = {EMBED_NAME: A, "model.layers.0.input_layernorm.weight": A}
+    unsaid = "can't express different sources"
+    for source_of, output, weights_of, expected in (
+        (same, None, {"wpe.weight": A}, [("wpe", unsaid, "keep")]),
+        (torn, Path("/\udcff"), weights, [("layer 0", unsaid, "keep"), ("/\\udcff", "not UTF-8", "")]),
+    ):
+        given_ = (replace(recipe, output=output), source_of, BASE, structure, None, weights_of)
+        check(problems_of(lambda: write_normal_form(*given_)), *expected)  # noqa: B023 - called at once
 
 
 @given(structure=structures(), data=st.data())
