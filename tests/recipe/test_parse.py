@@ -406,6 +406,7 @@ def ranges(*bounds: tuple[int, int | None, str]) -> str:
         ([(0, 4, "a"), (2, 6, "a")], 1, ["layers 2-3 named twice", "repeat", "keeps every layer"]),
         ([(0, 2, "a"), (2, 4, "a"), (0, 2, "b")], 2, ["layers 0-1 named twice"]),
         ([(4, 8, "a"), (0, 4, "b")], 1, ["layers 0-3 listed after layers 4-7", "move", "own place"]),
+        ([(1, 2, "a"), (0, 1, "b")], 1, ["layer 0 listed after layer 1", "own place"]),
         ([(0, 1, "a"), (5, 6, "b"), (3, 4, "b")], 2, ["layer 3 listed after layer 5", "own place"]),
         # a slice without layer_range is of all layers
         ([(0, 2, "a"), (0, None, "b")], 1, ["layers 0-1 named twice", "with different sources"]),
