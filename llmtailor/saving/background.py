@@ -11,6 +11,7 @@ import torch
 
 from llmtailor.errors import UsageError
 from llmtailor.saving.board import Board
+from llmtailor.saving.live import ANY_STEP
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import BackgroundSave, Work
 from llmtailor.saving.ranks import Ranks
@@ -57,7 +58,7 @@ class Background:
         snapshot, share, timeout = None, work.share, self._options.write_timeout
         if share is not None:
             snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
-            if not {one.written_with for one in share.live.tensors} - {0} <= self._masters:
+            if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
                 self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
             self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
         return BackgroundSave(self._ranks, self._board, work, snapshot, began, timeout)
@@ -65,6 +66,10 @@ class Background:
     def settle(self) -> None:
         """Wait until everything is copied."""
         self._barrier.settle()
+
+    def settle_frozen(self) -> None:
+        """Wait until the frozen params of the save are copied."""
+        self._barrier.settle_frozen()
 
     def close(self) -> None:
         self._barrier.remove()

@@ -15,6 +15,8 @@ SOURCE = "live"
 """The name of the source in plans"""
 STORE_BYTES = 32 << 20
 """Bytes read at once; for GPU tensors, the additional CPU memory"""
+ANY_STEP = -1
+"""`LiveTensor.written_with` of a tensor that any step of the training may change"""
 
 DTYPES = {
     torch.float64: "F64",
@@ -43,7 +45,8 @@ class LiveTensor:
     dtype: torch.dtype
     """Dtype in the file; elements of another dtype are cast"""
     written_with: int
-    """Address of the storage of the master weights with which the optimizer writes this tensor; 0 if it never does"""
+    """Address of the storage of the master weights with which the optimizer writes this tensor; `ANY_STEP` for frozen
+    params, which a user's code may change at each step; 0 for a copy, which nobody writes."""
 
     @property
     def num_bytes(self) -> int:

@@ -259,6 +259,7 @@ class BackgroundSave(PendingSave):
             if work.share is None or snapshot is None:
                 return {"problems": _texts(work.problems)}
             facts = write_share(work.report.path, work.share, work.before, snapshot, self._count)
+            snapshot.conclude()
             done = time.monotonic()
             return {
                 "facts": [[fact.path, fact.num_bytes, fact.crc32] for fact in facts],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from llmtailor.saving.record import RunRecord
 from llmtailor.saving.report import SaveReport
 from llmtailor.saving.resuming import resume, trainer_state_of
 from llmtailor.saving.training import Training
-from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, lay_out_share
+from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, lay_out_share, sample_frozen
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -118,6 +118,9 @@ class PartialSaver:
         self._pending: tuple[PendingSave, _Commit] | None = None
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
+        self._frozen = sample_frozen(self.training.frozen())
+        self._has_moved = False
+        """Whether frozen params have changed, so that it was said what that costs"""
         self._is_weighed = all(self.ranks.together(training.has_state))
         self.ranks.together(lambda: check_trees(self.contents.trees(None)))
         self.ranks.on_first(self.folder.lock)
@@ -330,7 +333,16 @@ class PartialSaver:
             ((work, commit),) = laid_out
             made = self._background.start(work, began)
             self._pending = made, commit
+            if work.share is not None and work.share.moving:
+                self._say_frozen_move(work.share.moving)
+                self._background.settle_frozen()
         return made
+
+    def _say_frozen_move(self, names: Sequence[str]) -> None:
+        if not self._has_moved:
+            what = "each save stops training until it has copied the frozen params, because they change: %s, %d in all"
+            logger.warning(what, names[0], len(names))
+        self._has_moved = True
 
     def _refused(self, save: SaveId, error: Exception) -> tuple[Work, _Commit]:
         """Return the work of a rank that has nothing to write."""
@@ -355,11 +367,13 @@ class PartialSaver:
         ledger = self.ledger.after(save.step, choice.parts, self.model.parts, state_of(self.policy))
         params, masters = map(self.model.names_in, (choice.parts, choice.masters))
         moments, trees = {None: None, "bf16": torch.bfloat16}[self.options.moments], self.contents.trees(rng)
-        found = (save, self.training, params, masters, trees, self.ranks, before, moments, self.model.structure.pieces)
+        found = (save, self.training, params, masters, trees, self.ranks, before, self._frozen, moments)
+        share = lay_out_share(*found, self.model.structure.pieces)
+        self._frozen = share.samples
         past = Past(save.step, ledger.lineage, ledger.history)
         work = Work(
             save=save,
-            share=lay_out_share(*found),
+            share=share,
             report=SaveReport(
                 step=save.step,
                 parts=choice.parts,

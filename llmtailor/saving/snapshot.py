@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
 from llmtailor.errors import StorageError
-from llmtailor.saving.live import LiveTensors, bytes_of
+from llmtailor.saving.live import ANY_STEP, LiveTensors, bytes_of
 
 PIECE_BYTES = 8 << 20
 _WAKE_UP_S = 0.5
@@ -71,7 +71,8 @@ class Snapshot:
         stuck_after: seconds without progress of the writer after which a full ring no longer delays training. The save
             is given up then.
         began: when the save began, in seconds of the monotonic clock.
-        check: called when everything is copied; what it raises makes the save fail.
+        check: called when the tensors of `ANY_STEP` are copied, before a step of the optimizer may begin; what it raises
+            makes the save fail.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Snapshot:
         self._stuck_after = stuck_after
         self._check = check
         self._last = {live.tensors[number].written_with: at for at, number in enumerate(self._order)}
+        self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
         self._versions = [_version(one.flat) for one in live.tensors]
         self._state = threading.Condition()
         self._ready: deque[_Piece] = deque()
@@ -119,10 +121,13 @@ class Snapshot:
         return self._copied == len(self._order)
 
     def wait(self, written_with: Collection[int] | None = None) -> None:
-        """Wait until the optimizer may write: everything, or what it writes with masters in these storages."""
+        """Wait until the optimizer may write everything, or what it writes with masters in these storages.
+
+        In both cases the tensors of `ANY_STEP` are copied then: what changes them may follow.
+        """
         last = len(self._order) - 1
         if written_with is not None:
-            last = max((self._last.get(storage, -1) for storage in written_with), default=-1)
+            last = max(self._last.get(storage, -1) for storage in (*written_with, ANY_STEP))
         began = time.monotonic()
         with self._state:
             while self._copied <= last and self._error is None:
@@ -148,6 +153,12 @@ class Snapshot:
         if piece.ready is not None:
             piece.ready.synchronize()
         return bytes_of(piece.content)
+
+    def conclude(self) -> None:
+        """Wait for the last check, once everything is read. Raises what the copying, or a check, raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def give_up(self) -> None:
         """Stop copying and reading."""
@@ -180,7 +191,8 @@ class Snapshot:
             self._streams.start(live.flat.device for live in self._live.tensors)
             for at, number in enumerate(self._order):
                 self._copy(number)
-                if at + 1 == len(self._order):
+                if at == self._checked_at:
+                    self._streams.finish()  # a copy that has only been started does not see a change yet
                     self._check()
                 with self._state:
                     self._copied += 1
@@ -307,6 +319,11 @@ class StepBarrier:
         if self._snapshot is not None:
             self._snapshot.wait()
             self._snapshot = None
+
+    def settle_frozen(self) -> None:
+        """Wait until the tensors of `ANY_STEP` are copied."""
+        if self._snapshot is not None:
+            self._snapshot.wait(())
 
     def remove(self) -> None:
         self._hook.remove()

@@ -9,7 +9,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
@@ -35,17 +35,17 @@ from llmtailor.formats.partial.manifest import (
     manifest_json,
     read_manifest,
 )
-from llmtailor.formats.partial.tensors import Entry, lay_out_tensors, to_text
+from llmtailor.formats.partial.tensors import lay_out_tensors, to_text
 from llmtailor.formats.partial.trees import encode, placeholder, stored
 from llmtailor.formats.partial.write import Bundle
 from llmtailor.model.parts import Piece
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
-from llmtailor.saving.live import DTYPES, SOURCE, LiveTensors, bytes_of
+from llmtailor.saving.live import ANY_STEP, DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.snapshot import CHANGE_EARLIER, CHANGED, storage_of
-from llmtailor.saving.training import Fixed, Kept, Left, Training
+from llmtailor.saving.training import Fixed, FrozenFile, Kept, Left, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_folder, replace_durably
 
@@ -66,11 +66,16 @@ class Share:
     """What one rank writes in a save."""
 
     files: tuple[FileLayout, ...]
+    """In the order in which they are written: frozen params first, so that they are copied soon"""
     linked: tuple[BundleFact, ...]
     """Files that are the same as in the previous save"""
     live: LiveTensors
     check: Callable[[], None]
-    """Called once all tensors are copied; raises StorageError if frozen params have changed meanwhile."""
+    """Called once the frozen params are copied; raises StorageError if they have changed meanwhile."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Checksums of samples of the frozen params; see `sample_frozen`"""
+    moving: tuple[str, ...] = ()
+    """Frozen params in ``files`` that training changes, nobody knows when"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ def lay_out_share(
     trees: Mapping[str, Any],
     ranks: Ranks,
     before: Path | None,
+    seen: Mapping[str, int],
     moments: torch.dtype | None = None,
     pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Share:
@@ -105,7 +111,8 @@ def lay_out_share(
     object trees of stock files by path; and its frozen params unless the previous save, ``before``, has the same.
 
     These names may be those of ``pieces`` that the training has fragments of (`pieces.in_pieces`).
-    A sample decides whether frozen params have changed, because training changes all elements of a param. ``moments``
+    A sample decides whether frozen params have changed, because training changes all elements of a param; ``seen`` are
+    those of the last save, or of the beginning. ``moments``
     is the dtype to store moments in; None keeps theirs. Small tensors are copied at once, because training may change
     them at any time. Raises UnsupportedCheckpoint for an object that a checkpoint must not hold.
     """
@@ -137,21 +144,23 @@ def lay_out_share(
         "world_size": str(ranks.world_size),
     }
     files, linked, frozen = [bundle.lay_out(facts)], [], training.frozen()
-    fingerprint = _fingerprint(frozen.tensors) if frozen else ""
+    samples, moving = sample_frozen(frozen), ()
     if frozen:
+        fingerprint = f"{crc32(to_text(samples).encode()):08x}"
         if before is not None and (fact := _known(before, frozen.name, fingerprint)) is not None:
             linked.append(fact)
         else:
-            entries: list[Entry] = [live.entry(key, tensor) for key, tensor in frozen.tensors.items()]
+            entries = [live.entry(key, tensor, None, ANY_STEP) for key, tensor in frozen.tensors.items()]
             about = {"schema": SCHEMA_BUNDLE, "fingerprint": fingerprint}
             about |= {"begin": to_text(frozen.begin)} if frozen.begin else {}
-            files.append(lay_out_tensors(frozen.name, entries, about))
+            files.insert(0, lay_out_tensors(frozen.name, entries, about))
+            moving = tuple(key for key, sample in samples.items() if seen.get(key, sample) != sample)
 
     def check() -> None:
-        if frozen and len(files) > 1 and _fingerprint(frozen.tensors) != fingerprint:
+        if len(files) > 1 and sample_frozen(frozen) != samples:
             raise StorageError.at("saving", CHANGED, CHANGE_EARLIER)
 
-    return Share(tuple(files), tuple(linked), live, check)
+    return Share(tuple(files), tuple(linked), live, check, samples, moving)
 
 
 def check_trees(trees: Mapping[str, Any]) -> None:
@@ -181,7 +190,8 @@ def write_share(
     for fact in share.linked:
         assert before is not None, "the previous save, which has the file"
         link_or_copy(before / fact.path, folder / fact.path)
-    return [BundleFact(result.path, result.num_bytes, result.crc) for result in results] + [*share.linked]
+    *others, own = [BundleFact(result.path, result.num_bytes, result.crc) for result in results]
+    return [own, *others, *share.linked]
 
 
 def publish(
@@ -286,15 +296,15 @@ def _known(before: Path, name: str, fingerprint: str) -> BundleFact | None:
     return listed.get(name) if header.metadata.get("fingerprint") == fingerprint else None
 
 
-def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    crc = 0
-    for name, tensor in sorted(tensors.items()):
+def sample_frozen(frozen: FrozenFile | None) -> dict[str, int]:
+    """Return the CRC-32 of a sample of each frozen param, by the keys of its file: another one if the param changes."""
+    samples = {}
+    for key, tensor in sorted(frozen.tensors.items()) if frozen is not None else ():
         flat = tensor.detach().reshape(-1)
         stride = max(1, flat.numel() * flat.element_size() // _SAMPLES)
         sample = flat[::stride].to("cpu").contiguous()
-        crc = crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), crc)
-        crc = crc32(bytes_of(sample), crc)
-    return f"{crc:08x}"
+        samples[key] = crc32(bytes_of(sample), crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode()))
+    return samples
 
 
 class CarriedFiles:

@@ -17,10 +17,21 @@ from llmtailor.saving import PendingSave, saver_for
 
 
 class Loop:
-    """Trains a small Llama, or Mixtral if it has `num_experts`; `options` are those of `saver_for`."""
+    """Trains a small Llama, or Mixtral if it has `num_experts`; `options` are those of `saver_for`.
+
+    With ``teacher``, a frozen copy of the model follows it; it is updated where a test calls `update_teacher`.
+    """
 
     def __init__(
-        self, run: Path, *, hidden: int = 32, layers: int = 3, num_experts: int = 0, seed: int = 0, **options: Any
+        self,
+        run: Path,
+        *,
+        hidden: int = 32,
+        layers: int = 3,
+        num_experts: int = 0,
+        seed: int = 0,
+        teacher: bool = False,
+        **options: Any,
     ) -> None:
         torch.manual_seed(seed)
         sizes = {
@@ -36,7 +47,10 @@ class Loop:
         self.model: Any = (
             MixtralForCausalLM(MixtralConfig(**sizes, **moe)) if num_experts else LlamaForCausalLM(LlamaConfig(**sizes))
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if teacher:
+            self.model.teacher = copy.deepcopy(self.model.model).requires_grad_(False)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
         self.saver = saver_for(run, model=self.model, optimizer=self.optimizer, scheduler=scheduler, **options)
         self.step = 0
@@ -55,9 +69,18 @@ class Loop:
             self.optimizer.zero_grad()
             self.step += 1
         self.truth[self.step] = {
-            name: {"master": param.detach().clone(), **copy.deepcopy(self.optimizer.state[param])}
+            name: {"master": param.detach().clone(), **copy.deepcopy(self.optimizer.state.get(param, {}))}
             for name, param in self.model.named_parameters()
         }
+
+    @torch.no_grad()
+    def update_teacher(self) -> None:
+        """Let the teacher follow, as BYOL and DINO do; through ``.data``, whose writes torch does not count."""
+        for mine, other in zip(self.model.teacher.parameters(), self.model.model.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+    def teacher(self) -> dict[str, torch.Tensor]:
+        return {f"teacher.{name}": one.detach().clone() for name, one in self.model.teacher.named_parameters()}
 
     def save(self, **more: Any) -> PendingSave | None:
         return self.saver.save(self.step, **more)

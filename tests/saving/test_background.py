@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -22,9 +23,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
 from llmtailor.engine import streams  # noqa: E402
-from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, ending, writing  # noqa: E402
-from llmtailor.saving.live import LiveTensors  # noqa: E402
+from llmtailor.errors import StorageError, UsageError  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions, ending, saver, writing  # noqa: E402
+from llmtailor.saving.live import ANY_STEP, LiveTensors  # noqa: E402
 from llmtailor.saving.plain import PlainTraining  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
 from llmtailor.saving.writing import Share, lay_out_tensors, write_share  # noqa: E402
@@ -173,6 +174,97 @@ def test_a_state_that_is_changed_too_early_is_not_saved(loop, disk, monkeypatch)
     run.train()
     run.save().wait(60)
     assert run.saves == [2]
+
+
+@pytest.fixture
+def slow_frozen(monkeypatch):
+    """Frozen params are copied as late as the optimizer's step permits, and slowly."""
+    copy, wait, is_asked = Snapshot._copy, Snapshot.wait, threading.Event()
+
+    def slowly(snapshot, number):
+        if snapshot._live.tensors[number].written_with == ANY_STEP:
+            is_asked.wait(60)
+            time.sleep(0.01)
+        copy(snapshot, number)
+
+    def asking(snapshot, *storages):
+        is_asked.set()
+        wait(snapshot, *storages)
+
+    monkeypatch.setattr(Snapshot, "_copy", slowly)
+    monkeypatch.setattr(Snapshot, "wait", asking)
+    return is_asked
+
+
+def frozen_of(run, step):
+    [path] = (run.run / "partial" / f"step-{step:08}").glob("frozen-*")
+    return safetensors.torch.load_file(path)
+
+
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("host_buffer", ["auto", SMALLEST])
+def test_a_teacher_is_saved_as_it_was(loop, slow_frozen, caplog, when, host_buffer):
+    """BYOL, DINO, MoCo: a user's code changes frozen params at each step; a small buffer holds a part of them only."""
+    run = loop(policy="full", teacher=True, hidden=32 if host_buffer == "auto" else 160, host_buffer=host_buffer)
+    wanted = {}
+    run.train()
+    run.update_teacher()
+    for _ in range(3):
+        slow_frozen.clear()
+        save = run.save()
+        wanted[run.step] = run.teacher()
+        if when == "before the step":
+            run.update_teacher()
+        run.train()
+        if when == "after the step":
+            run.update_teacher()
+        save.wait(60)
+    assert run.saves == [1, 2, 3]
+    for step, teacher in wanted.items():
+        found = frozen_of(run, step)
+        assert found.keys() == teacher.keys()
+        assert all(torch.equal(found[name], teacher[name]) for name in teacher), step
+    assert caplog.text.count("each save stops training until it has copied the frozen params") == 1
+
+
+def test_a_teacher_that_was_still_until_the_first_save_is_saved_too(loop, slow_frozen):
+    """Nothing has shown yet that it will move, so the step waits for it."""
+    run = loop(policy="full", teacher=True)
+    run.train()
+    save, before = run.save(), run.teacher()
+    run.train()
+    run.update_teacher()
+    save.wait(60)
+    found = frozen_of(run, 1)
+    assert all(torch.equal(found[name], before[name]) for name in before)
+
+
+def test_a_frozen_param_that_moves_first_while_it_is_copied_costs_one_save(loop, slow_frozen):
+    run = loop(policy="full", teacher=True)
+    run.train()
+    save = run.save()
+    run.update_teacher()
+    run.train()
+    with pytest.raises(SaveFailed, match="changed before it was copied"):
+        save.wait(60)
+    run.save().wait(60)
+    assert run.saves == [2]
+
+
+def test_a_check_that_takes_long_is_awaited(loop, monkeypatch):
+    """Also if everything is read and written before it refuses."""
+    lay_out = saver.lay_out_share
+
+    def refuse():
+        time.sleep(0.2)
+        raise StorageError.at("saving", "the check refuses", "see the test")
+
+    monkeypatch.setattr(saver, "lay_out_share", lambda *args: replace(lay_out(*args), check=refuse))
+    run = loop(policy="full")
+    run.train()
+    with pytest.raises(SaveFailed, match="the check refuses"):
+        run.save().wait(60)
+    assert not run.saves
 
 
 @pytest.mark.parametrize("why", ["unseen", "memory"])
