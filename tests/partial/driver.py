@@ -16,6 +16,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from peft import get_peft_model
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -66,8 +68,8 @@ class Messages(logging.Handler):
 
 class Disturbance(TrainerCallback):  # type: ignore[misc]
     """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
-    ``frozen``: a frozen param changes before a save; ``locked``: another run saves in the same folder; ``slow``: the
-    disk is."""
+    ``frozen``: a frozen param changes before a save; ``teacher``: frozen params follow right after each step of the
+    optimizer; ``locked``: another run saves in the same folder; ``slow``: the disk is."""
 
     LIMIT_BYTES = 4096
 
@@ -91,12 +93,19 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.LIMIT_BYTES, hard))
         if self.what["what"] == "frozen":
-            for name, param in self.model.named_parameters():
-                if fnmatch.fnmatch(name, self.what["param"]):
-                    zero3 = hasattr(param, "ds_id")
-                    with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero3):
-                        if not zero3 or args.process_index == 0:
-                            param.mul_(2)
+            self.change(2, args.process_index)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.what["what"] == "teacher":
+            self.change(1.01, args.process_index)
+
+    def change(self, factor: float, rank: int) -> None:
+        for name, param in self.model.named_parameters():
+            if not param.requires_grad and fnmatch.fnmatch(name, self.what["param"]):
+                zero3 = hasattr(param, "ds_id")
+                with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=zero3):
+                    if not zero3 or rank == 0:
+                        param.mul_(factor)
 
     def write_slowly(self, fd: int, data: bytes | memoryview) -> None:
         time.sleep(0.2)
@@ -303,20 +312,35 @@ SLOW_TENSORS = 10
 """The first of a save, which are copied slowly; the others have to wait for them."""
 
 
-def slow_down_copies() -> None:
-    """Copy so slowly that training would overwrite states before they are copied, if it did not wait."""
-    copy = Snapshot._copy
+def copy_late() -> None:
+    """Copy so late that training would overwrite states before they are copied, if it did not wait: not before
+    somebody waits for the copies. An optimizer that does not wait has written by then."""
+    arm, copy, wait, may_copy = StepBarrier.arm, Snapshot._copy, Snapshot.wait, threading.Event()
 
-    def slowly(snapshot: Snapshot, number: int) -> None:
+    def arming(*args: Any) -> None:
+        may_copy.clear()
+        arm(*args)
+
+    def copying(snapshot: Snapshot, number: int) -> None:
         if number in snapshot._order[:SLOW_TENSORS]:
-            time.sleep(0.05 if StepBarrier._before_step is unguarded else 0.01)
+            assert may_copy.wait(60)
+            time.sleep(0.01)
         copy(snapshot, number)
 
-    Snapshot._copy = slowly  # type: ignore[method-assign]
+    def waiting(*args: Any) -> None:
+        may_copy.set()
+        wait(*args)
+
+    def stepped(*_: object) -> None:
+        if StepBarrier._before_step is unguarded:
+            may_copy.set()
+
+    StepBarrier.arm, Snapshot._copy, Snapshot.wait = arming, copying, waiting  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(stepped)
 
 
 def main(jobs_file: Path, root: Path) -> None:
-    slow_down_copies()
+    copy_late()
     get_accelerator().is_fp16_supported = lambda: True  # else DeepSpeed refuses fp16 on most CPUs
     for job in map(from_json, json.loads(jobs_file.read_text())):
         print(f"=== {job.name}", flush=True)

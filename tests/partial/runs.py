@@ -91,6 +91,10 @@ DISTURBED = [
     Job("frozen-2", stage=2, frozen=FROZEN, disturb={"what": "frozen", "step": 6, "param": "*embed_tokens*"}),
     Job("frozen-3", frozen=FROZEN, disturb={"what": "frozen", "step": 6, "param": "*embed_tokens*"}),
 ]
+TEACHERS = [
+    Job("ddp-teacher", stage=0, dtype="fp32", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}),
+    Job("z3-teacher", frozen=FROZEN, disturb={"what": "teacher", "param": "*"}),
+]
 NODES = [Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN)]
 """Two nodes, each with a disk of its own"""
 SLOW = [
@@ -176,6 +180,7 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
             *EXPERTS,
             UPDATE,
             *DISTURBED,
+            *TEACHERS,
             *NODES,
             *SLOW,
             *UNGUARDED,
@@ -189,7 +194,7 @@ SHORT = {
     *("z2-experts", "ddp-experts"),
     *("ddp", "ddp-lora", "ddp-extras", "z3-extras-w3"),
     *("lively-2", "lively-2-alone", "z3-again"),
-    *("full-1", "frozen-2", "locked", "anew", "sgd-2", "adafactor-3"),
+    *("full-1", "frozen-2", "ddp-teacher", "locked", "anew", "sgd-2", "adafactor-3"),
     *("nodes", "slow-skip", "slow-wait", "torn-z3", "torn-ddp"),
     *("z3@2", "z2-fp16@1", "z2-rr@2", "z1-extras@2", "ddp@2", "ddp@4", "lively-2@2"),
 }

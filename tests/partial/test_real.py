@@ -24,7 +24,7 @@ from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
 from llmtailor.runs.scan import choose_for_run  # noqa: E402
 from partial.checking import check_composite, newest  # noqa: E402
-from partial.runs import CHECKED_2, CHECKED_3, LIVELY  # noqa: E402
+from partial.runs import CHECKED_2, CHECKED_3, LIVELY, TEACHERS  # noqa: E402
 from plain.composing import read  # noqa: E402
 from salvage.damage import truncate  # noqa: E402
 
@@ -308,6 +308,14 @@ def test_frozen_params_are_written_once_and_again_when_they_change(trained, name
     assert [len(found) for found in inodes.values()] == [files] * 3
     assert inodes[2] == inodes[4] and not set(inodes[4]) & set(inodes[6])
     check_composite(done, 6, tmp_path)  # has them as they are now
+
+
+@pytest.mark.parametrize("name", [job.name for job in TEACHERS])
+def test_frozen_params_that_change_right_after_each_step_are_saved_as_they_were(trained, name, tmp_path):
+    done = trained[name]
+    assert done.saves == [2, 4, 6]
+    for step in done.saves:
+        check_composite(done, step, tmp_path / str(step))
 
 
 def test_small_files_that_do_not_change_are_links(trained):
