@@ -117,7 +117,10 @@ class PartialSaving(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._step = step = trainer.global_step
-        if self.saver is None or step == self._saved_step or step % self.save_steps:
+        if self.saver is None:
+            return
+        self.saver.has_state()  # refuses an optimizer now, not at the first save
+        if step == self._saved_step or step % self.save_steps:
             return
         self._saved_step = step
         try:

@@ -21,6 +21,7 @@ from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_na
 from llmtailor.formats.zero.files import WHOLE_MODEL
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
+from llmtailor.saving.optimizers import is_elementwise, unsupported
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import Fixed, Fragment, FrozenFile, Kept, Left, describe, persistent_buffers, tied_names
 
@@ -63,6 +64,8 @@ class ZeroTraining:
     @property
     def tag(self) -> str:
         return self.client.default_tag.format(self.engine.global_steps)
+
+    may_skip = True
 
     def look_again(self) -> bool:
         return False  # DeepSpeed's flat tensors are laid out once
@@ -141,7 +144,7 @@ class ZeroTraining:
         for flat_id, master in enumerate(masters):
             kinds = {kind: value for kind, value in states.get(flat_id, {}).items() if kind != "step"}
             for kind, value in kinds.items():
-                if not isinstance(value, torch.Tensor) or value.numel() < master.numel():
+                if not is_elementwise(value) or value.numel() < master.numel():
                     what = f"the optimizer's state {kind} is not elementwise"
                     raise UnsupportedCheckpoint.at(_WHERE, what, _ELEMENTWISE)
             if kinds and "step" not in states[flat_id]:
@@ -274,6 +277,8 @@ def refuse(engine: Any) -> None:
         (Ranks.here().world_size != engine.dp_world_size, "ranks that are not data-parallel", "train data-parallel"),
     ]
     problems = [Problem(_WHERE, f"{what} can't be saved in parts", fix) for is_so, what, fix in signs if is_so]
+    if problem := unsupported(type(getattr(engine.optimizer, "optimizer", None))):
+        problems.append(problem)
     if problems:
         raise UnsupportedCheckpoint(problems)
 

@@ -16,6 +16,7 @@ from llmtailor.model.disk_names import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.states import MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
+from llmtailor.saving.optimizers import FIX, is_elementwise, unsupported
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import (
     Fragment,
@@ -28,10 +29,9 @@ from llmtailor.saving.training import (
     tied_names,
 )
 
-_WHERE, _PEFT = "the optimizer", "PEFT"
+_PEFT = "PEFT"
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _FREEZE = "freeze it (requires_grad_(False)) and leave it out of the optimizer, or use AdamW"
-_FIX = "use AdamW or another optimizer with elementwise state"
 
 
 class PlainTraining:
@@ -45,6 +45,11 @@ class PlainTraining:
     ) -> None:
         self.model = unwrap(model)
         self.optimizer = innermost(optimizer)
+        self._where = f"the optimizer {type(self.optimizer).__name__}"
+        if problem := unsupported(type(self.optimizer), getattr(self.optimizer, "param_groups", ())):
+            raise UnsupportedCheckpoint(problem)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise UnsupportedCheckpoint.at(self._where, "it is not one of torch's kind", FIX)
         self.scaler = scaler
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
@@ -63,7 +68,7 @@ class PlainTraining:
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
         known = [[name for name in group if name is not None] for group in groups]
         if known != groups:
-            raise UnsupportedCheckpoint.at(_WHERE, "it has params that are not the model's", "give it only the model's")
+            raise UnsupportedCheckpoint.at(self._where, "it has params that are not the model's", "give it only the model's")
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})
@@ -76,6 +81,10 @@ class PlainTraining:
 
     def has_stepped(self) -> bool:
         return self._num_steps > 0
+
+    @property
+    def may_skip(self) -> bool:
+        return self.scaler is not None
 
     def has_state(self) -> bool:
         names = [name for group in self._groups for name in group]
@@ -151,7 +160,7 @@ class PlainTraining:
             names = (other for group in self._groups for other in group)
             like = next(found for other in names if (found := self._saved(other)))
             if not like.keys() <= _ADAM:
-                raise UnsupportedCheckpoint.at(_WHERE, f"it has no state of {name}: no gradient yet", _FREEZE)
+                raise UnsupportedCheckpoint.at(self._where, f"it has no state of {name}: no gradient yet", _FREEZE)
             return {
                 kind: (torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
                 if kind == "step"
@@ -159,10 +168,15 @@ class PlainTraining:
                 for kind, value in like.items()
             }
         for kind, value in state.items():
-            if kind != "step" and (not isinstance(value, torch.Tensor) or value.shape != param.shape):
-                raise UnsupportedCheckpoint.at(_WHERE, f"its state {kind} of {name} has another shape", _FIX)
+            if kind == "step":
+                continue
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                raise UnsupportedCheckpoint.at(self._where, f"its state {kind} of {name} has another shape", FIX)
+            if not is_elementwise(value):
+                what = f"its state {kind} of {name} is quantized, or another form of tensor ({type(value).__name__})"
+                raise UnsupportedCheckpoint.at(self._where, what, FIX)
         if state.keys() <= {"step"} or "step" not in state:
-            raise UnsupportedCheckpoint.at(_WHERE, f"it has no moments or no step of {name}", _FIX)
+            raise UnsupportedCheckpoint.at(self._where, f"it has no moments or no step of {name}", FIX)
         return state
 
     def _optimizer_tree(self) -> dict[str, Any]:

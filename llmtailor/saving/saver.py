@@ -35,6 +35,7 @@ from llmtailor.saving.contents import Contents
 from llmtailor.saving.drift import Change, Drift, Samples, Sums, change_of
 from llmtailor.saving.levels import catch_up, open_levels
 from llmtailor.saving.model import find_trained_parts, limit_for, weigh
+from llmtailor.saving.optimizers import FIX
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_same, save_now
 from llmtailor.saving.ranks import Ranks, as_refusal
@@ -45,6 +46,8 @@ from llmtailor.saving.training import Training
 from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, lay_out_share, sample_frozen
 
 logger = logging.getLogger("llmtailor.saving")
+_MOST_SKIPPED = 100
+"""Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,9 @@ class PartialSaver:
         self._frozen = sample_frozen(self.training.frozen())
         self._has_moved = False
         """Whether frozen params have changed, so that it was said what that costs"""
-        self._is_weighed = all(self.ranks.together(training.has_state))
+        self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))
+        self._begun_at: int | None = None
+        """The step that training began at, if `start` was called"""
         self.ranks.together(lambda: check_trees(self.contents.trees(None)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
@@ -149,7 +154,7 @@ class PartialSaver:
             TargetError: training starts from scratch in a folder where another run has saved.
             SourceError, StorageError: the record of attempts cannot be read or written.
         """
-        lineage, parts = self._new_id(), self.model.parts
+        lineage, parts, self._begun_at = self._new_id(), self.model.parts, step
         if self.record.copier is not None:
             catch_up(self.record.copier, self.folder, self.ranks)
         resumed = self.ranks.on_first(
@@ -163,13 +168,13 @@ class PartialSaver:
         self.drift.remember(self.drift.samples(self.training.masters(), self.ledger.held_by))
         return True
 
-    def has_state(self) -> bool:
+    def has_state(self, step: int | None = None) -> bool:
         """Return whether the optimizer has made a step on all ranks, so that there are moments to save.
 
         Call it after the first step to find out early: it raises UnsupportedCheckpoint, on every rank, if they cannot
-        be saved.
+        be saved, or if the optimizer has made none although training is at ``step``.
         """
-        return all(self.ranks.together(self._has_state))
+        return self._find_state(step, _MOST_SKIPPED if self.training.may_skip else 0)
 
     def save(
         self,
@@ -196,8 +201,10 @@ class PartialSaver:
 
         Raises:
             SaveFailed: on every rank, whatever went wrong. Nothing of the save remains, and training can continue.
+            UnsupportedCheckpoint: before the first save, for an optimizer that can't be saved; see `has_state`.
         """
         began, policy_state = time.monotonic(), state_of(self.policy)
+        self._find_state(step, _MOST_SKIPPED)  # the loop may have a scaler that the saver does not know
         try:
             agreed = self._agree(step, is_last)
             if agreed is None:
@@ -285,7 +292,7 @@ class PartialSaver:
         if self._pending is not None:
             is_stuck = self._pending[0].is_stuck
             previous = "is stuck: its disk accepts nothing" if is_stuck else "is still being written"
-        has_changed, has_state = self.training.look_again(), self._has_state()
+        has_changed, has_state = self.training.look_again(), self._look_for_state()
         sums = self.drift.measure(self.training) if has_state and not has_changed else {}
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
 
@@ -405,10 +412,23 @@ class PartialSaver:
         self.drift = Drift(self.model.part_of)
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
 
-    def _has_state(self) -> bool:
-        """Return whether this rank has moments to save. Raises UnsupportedCheckpoint if it can't save any."""
-        has_state = self.training.has_state()
-        if not has_state and self.training.has_stepped():
-            fix = "use AdamW or another optimizer with moments"
-            raise UnsupportedCheckpoint.at("the optimizer", "it has made a step but has no moments", fix)
-        return has_state
+    def _find_state(self, step: int | None, most_skipped: int) -> bool:
+        """Return what `has_state` does; the optimizer may have left out ``most_skipped`` steps of the training."""
+        made = step - self._begun_at if step is not None and self._begun_at is not None else 0
+        if not self._has_state:
+            self._has_state = all(self.ranks.together(lambda: self._look_for_state(made - most_skipped)))
+        return self._has_state
+
+    def _look_for_state(self, num_missing: int = 0) -> bool:
+        """Return whether this rank has moments to save. Raises UnsupportedCheckpoint if it can't save any, or if they
+        are ``num_missing`` steps late."""
+        has_state, training = self.training.has_state(), self.training
+        if has_state:
+            return True
+        where = "the optimizer" + "".join(f" {type(one).__name__}" for one in training.optimizers())
+        if training.has_stepped():
+            raise UnsupportedCheckpoint.at(where, "it has made a step but has no moments", FIX)
+        if num_missing > 0:
+            what = "training makes steps, but not by calling its step(), so nothing is known of its states"
+            raise UnsupportedCheckpoint.at(where, what, FIX)
+        return False

@@ -132,7 +132,6 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._pending_rng: dict[str, Any] | None = None
         self._saved_step = -1
         self._is_last = False
-        self._has_state = False
 
     def _bind(self, trainer: Trainer) -> None:
         """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes by itself."""
@@ -166,7 +165,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
-        self._pending_rng, self._has_state, self._is_last = None, False, False
+        self._pending_rng, self._is_last = None, False
         scheduler = trainer.lr_scheduler
         engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
         if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper" or (engine and scheduler is engine.lr_scheduler):
@@ -208,8 +207,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._mark(state)
-        if self.saver is not None and not self._has_state:
-            self._has_state = self.saver.has_state()  # refuses an optimizer now, not at the first save
+        if self.saver is not None:
+            self.saver.has_state(state.global_step)  # refuses an optimizer now, not at the first save
         every = self.save_steps or state.save_steps
         by_steps = (self.save_steps or self.overhead) is not None or args.save_strategy != SaveStrategy.EPOCH
         is_last = state.global_step >= state.max_steps

@@ -12,6 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.saving.loop import FSDP1, FSDP1_FIX
+from llmtailor.saving.optimizers import unsupported, unsupported_name
 from llmtailor.saving.options import WHERE
 
 logger = logging.getLogger("llmtailor.saving")
@@ -46,8 +47,20 @@ def check_arguments(trainer: Trainer, others: Sequence[TrainerCallback]) -> None
         problems.append(Problem(WHERE, "the Trainer has a saver already", "add one of them only"))
     if problems:
         raise UsageError(problems)
+    if problem := _refusal(trainer):
+        raise UnsupportedCheckpoint(problem)
     if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
         raise UnsupportedCheckpoint.at(WHERE, FSDP1, FSDP1_FIX)
+
+
+def _refusal(trainer: Trainer) -> Problem | None:
+    """Return why the optimizer can't be saved in parts, if that is known before training."""
+    made, given = trainer.optimizer, trainer.optimizer_cls_and_kwargs
+    if made is not None:
+        return unsupported(type(made), made.param_groups)
+    if given is not None:
+        return unsupported(given[0])
+    return None if trainer.is_deepspeed_enabled else unsupported_name(str(trainer.args.optim.value))
 
 
 def tell(args: TrainingArguments) -> None:

@@ -93,6 +93,11 @@ class Training(Protocol):
         """DeepSpeed's name for the checkpoint of this step."""
         ...
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step of the training may leave out the optimizer's: fp16 training does, if gradients overflow."""
+        ...
+
     def look_again(self) -> bool:
         """Return whether the set of trained params has changed since the last call; ``params`` has the new one."""
         ...

@@ -12,6 +12,7 @@ pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip insta
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
+from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
 from llmtailor.formats.attempt_mark import stated_attempt  # noqa: E402
 from llmtailor.integrations.lightning import PartialSaving, _is_first, newest_checkpoint  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
@@ -55,6 +56,18 @@ def new_trainer(run: Path, epochs: int, *callbacks: Any) -> Any:
 
 def saves(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "partial").iterdir() if path.name.startswith("step-"))
+
+
+def test_an_optimizer_that_can_not_be_saved_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    class Descent(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    trainer = new_trainer(tmp_path, 2)
+    trainer.callbacks[0].save_steps = 3
+    with pytest.raises(UnsupportedCheckpoint, match="the optimizer SGD: it has made a step but has no moments"):
+        trainer.fit(Descent(), loader())
+    assert trainer.global_step == 1
 
 
 @pytest.mark.parametrize("fails_at", [0, 3])

@@ -34,7 +34,8 @@ class Truth(TrainerCallback):
 
 
 class Alone:
-    """A training; `attached` are the arguments of `attach`, None to leave the saver out."""
+    """A training; `attached` are the arguments of `attach`, None to leave the saver out; `given` are more of the
+    Trainer's own."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Alone:
         kind: type[Trainer] = Trainer,
         callbacks: tuple[TrainerCallback, ...] = (),
         eval_sets: Any = None,
+        given: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         usual = {
@@ -78,6 +80,7 @@ class Alone:
             eval_dataset=Tokens(6) if eval_sets is None else eval_sets,
             data_collator=default_data_collator,
             callbacks=[self.truth, *callbacks],
+            **(given or {}),
         )
         self.callback = attach(self.trainer, **attached) if attached is not None else None
 

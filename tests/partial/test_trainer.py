@@ -14,15 +14,16 @@ pytestmark = pytest.mark.real
 
 from safetensors.torch import load_file  # noqa: E402
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer  # noqa: E402
 
 from helpers.cases import diagonal  # noqa: E402
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
-from llmtailor.saving import PartialSaving  # noqa: E402
+from llmtailor.saving import PartialSaving, saver_for  # noqa: E402
 from oracle.zero3 import differ  # noqa: E402
 from partial.alone import MOMENTS, Alone  # noqa: E402
 from partial.composing import compose  # noqa: E402
 from plain.training import Tokens  # noqa: E402
-from real.models import tokenizer  # noqa: E402
+from real.models import build, tokenizer  # noqa: E402
 
 FULL = {"policy": "full", "save_steps": 2}
 ODD = ("layers.1.", "lm_head")
@@ -181,11 +182,110 @@ def test_what_clashes_is_refused_when_it_is_attached(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"optim": "sgd"}, "has no moments"), ({"optim": "adafactor"}, "has another shape")],
+    [
+        ({"optim": "sgd"}, "the optimizer SGD: it has made a step but has no moments"),
+        ({"optim": "adafactor"}, "the optimizer Adafactor: its state exp_avg_sq_row of .* has another shape"),
+    ],
 )
 def test_an_optimizer_that_can_not_be_saved_is_refused_after_the_first_step(tmp_path, arguments, words):
     run = Alone(tmp_path / "run", {"save_steps": 4}, **arguments)
     with pytest.raises(UnsupportedCheckpoint, match=words):
+        run.train()
+    assert run.trainer.state.global_step == 1
+
+
+class Quantized(torch.optim.AdamW):
+    """Makes moments of a tensor subclass that claims the shape and dtype of the param, as torchao's AdamW8bit does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].as_subclass(Codes)
+
+
+class Codes(torch.Tensor):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Idle(torch.optim.AdamW):
+    """Its step makes none, as if hooks of the gradients made it."""
+
+    def step(self, closure=None):
+        return None
+
+    step.hooked = True
+    """So that torch does not see it either"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (Quantized, r"the optimizer Quantized: its state exp_avg of .* is quantized, or another .* \(Codes\)"),
+        (Idle, "the optimizer Idle: training makes steps, but not by calling its step"),
+    ],
+)
+def test_an_optimizer_of_another_form_is_refused_by_name_after_the_first_step(tmp_path, optimizer, words):
+    run = Alone(tmp_path / "run", {"save_steps": 4}, given={"optimizer_cls_and_kwargs": (optimizer, {"lr": 1e-3})})
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        run.train()
+    assert run.trainer.state.global_step == 1
+
+
+def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
+    model = build("llama", 3, tied=False)
+    optimizer = Quantized(model.parameters())
+    model(**{"input_ids": torch.zeros(1, 4, dtype=int), "labels": torch.zeros(1, 4, dtype=int)}).loss.backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(UnsupportedCheckpoint, match="the optimizer Quantized: its state exp_avg of .* is quantized"):
+        saver_for(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    ("optim", "words"),
+    [
+        ("lomo", "the optimizer lomo: LOMO makes its steps during the backward pass"),
+        ("adalomo", "the optimizer adalomo: LOMO makes"),
+        ("grokadamw", "the optimizer grokadamw: GrokAdamW keeps its states in its param groups"),
+        ("galore_adamw_layerwise", "the optimizer galore_adamw_layerwise: GaLore and APOLLO can't"),
+        ("apollo_adamw", "the optimizer apollo_adamw: GaLore and APOLLO can't"),
+    ],
+)
+def test_an_optimizer_that_is_known_by_its_name_is_refused_when_the_saver_is_attached(tmp_path, optim, words):
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        Alone(tmp_path / "run", {"save_steps": 4}, optim=optim, optim_target_modules=["q_proj"])
+
+
+def test_a_placeholder_of_layer_wise_optimizers_is_refused_when_the_saver_is_attached(tmp_path):
+    given = {"optimizers": (LayerWiseDummyOptimizer(), None)}
+    with pytest.raises(UnsupportedCheckpoint, match="the optimizer LayerWiseDummyOptimizer: it is a placeholder"):
+        Alone(tmp_path / "run", {"save_steps": 4}, given=given)
+
+
+@pytest.mark.parametrize("name", ["lomo_optim:Lomo", "grokadamw:GrokAdamW", "galore_torch:GaLoreAdamW"])
+def test_a_loop_with_such_an_optimizer_is_refused(tmp_path, name):
+    module, _, kind = name.partition(":")
+    module = pytest.importorskip(module)
+    model = build("llama", 3, tied=False)
+    given = model if kind == "Lomo" else model.parameters()
+    optimizer = getattr(module, kind)(given, lr=1e-3)
+    with pytest.raises(UnsupportedCheckpoint, match=f"the optimizer {type(optimizer).__name__}: "):
+        saver_for(tmp_path, model=model, optimizer=optimizer, scheduler=optimizer)
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_optimizers_of_torchao_are_refused_at_the_first_step(tmp_path, monkeypatch, kind):
+    optimizers = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # minutes of a C++ compiler
+    given = {"optimizer_cls_and_kwargs": (getattr(optimizers, kind), {"lr": 1e-3})}
+
+    def widen(model):  # smaller params are not quantized
+        return type(model)(type(model.config)(**{**model.config.to_dict(), "intermediate_size": 512}))
+
+    run = Alone(tmp_path / "run", {"save_steps": 4}, given=given, prepare=widen)
+    run.trainer.remove_callback(run.truth)  # such states can't be copied
+    with pytest.raises(UnsupportedCheckpoint, match=f"the optimizer {kind}: its state exp_avg of .* is quantized"):
         run.train()
     assert run.trainer.state.global_step == 1
 
