@@ -47,16 +47,18 @@ def resume(
     step: int,
     lineage: str,
     trainer_state: Mapping[str, Any] | None,
+    is_retry: bool,
 ) -> Resumed:
     """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
 
     ``parts`` are those that it saves. ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint
-    resumed from; None means the run's newest checkpoint at that step. Raises TargetError if training starts from
+    resumed from; None means the run's newest checkpoint at that step. With ``is_retry``, what is there is of earlier
+    attempts of the same training. Raises TargetError if training starts from
     scratch where another run has saved, SourceError for a damaged record of attempts, StorageError.
     """
     if swept := folder.sweep():
         logger.warning("removed %s: these saves did not finish", ", ".join(swept))
-    if step == 0 and (there := folder.complete()):
+    if step == 0 and not is_retry and (there := folder.complete()):
         what = f"another run has saved here, up to step {max(there)}"
         fix = (
             'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
@@ -111,8 +113,9 @@ def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:
     full = [path for number, path in folder.full().items() if number > step]
     composites = [path for path in full if (path / MANIFEST).is_file() and not path.is_symlink()]
     folder.set_aside([*saves, *composites])
+    how = f"resuming at step {step}" if step else "starting again from scratch"
     if moved := [path.name for path in (*saves, *composites)]:
-        logger.warning("resuming at step %d: moved abandoned checkpoints aside: %s", step, ", ".join(moved))
+        logger.warning("%s: moved abandoned checkpoints aside: %s", how, ", ".join(moved))
     if left := [path.name for path in full if path not in composites]:
         what = "belong to an abandoned attempt; llmtailor skips them, resume_from_checkpoint=True does not"
-        logger.warning("resuming at step %d: %s %s", step, ", ".join(left), what)
+        logger.warning("%s: %s %s", how, ", ".join(left), what)

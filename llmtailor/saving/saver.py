@@ -139,7 +139,9 @@ class PartialSaver:
         if self._background is not None:
             ending.finish_at_end(self, self._finish_until)
 
-    def start(self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None) -> bool:
+    def start(
+        self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None, *, is_retry: bool = False
+    ) -> bool:
         """Start an attempt: call it once, before the first save. Return whether an earlier record of saves continues.
 
         Without such a record, or if the set of trained params has changed, the next save holds every part. Checkpoints
@@ -149,6 +151,8 @@ class PartialSaver:
             step: the optimizer step that training resumes from, 0 for a training from scratch.
             resumed_from: the checkpoint, or the content of its ``trainer_state.json``. None means the run's newest
                 checkpoint of that step.
+            is_retry: whether the same training begins once more in this process, maybe from scratch, after an earlier
+                saver was closed.
 
         Raises, the same on every rank:
             TargetError: training starts from scratch in a folder where another run has saved.
@@ -158,7 +162,7 @@ class PartialSaver:
         if self.record.copier is not None:
             catch_up(self.record.copier, self.folder, self.ranks)
         resumed = self.ranks.on_first(
-            lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from))
+            lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from), is_retry)
         )
         self.record.is_begun, self.ledger, self._before = True, resumed.ledger, resumed.before
         if not self.ledger.held_by:

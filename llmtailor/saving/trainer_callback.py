@@ -129,6 +129,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._is_checked = False
         self._clock = Stopclock()
         self._appointment = FIRST
+        self._batch_size = 0
+        """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
         self._saved_step = -1
         self._is_last = False
@@ -163,6 +165,9 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._bind(self.trainer or find_trainer(self))
         self._check()
         trainer = self.trainer
+        # after it ran out of memory, the Trainer begins again within `train`; nothing else shows that
+        is_retry = args.auto_find_batch_size and trainer._train_batch_size < self._batch_size
+        self._batch_size, self._clock, self._appointment = trainer._train_batch_size, Stopclock(), FIRST
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
         self._pending_rng, self._is_last = None, False
@@ -183,7 +188,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             is_tested=True,
         )
         self._agree()
-        self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks})
+        self.saver.start(state.global_step, {CALLBACKS: state.stateful_callbacks}, is_retry=is_retry)
         self._mark(state)
         self._saved_step = state.global_step
 

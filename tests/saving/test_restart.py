@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.real
 
-from transformers import TrainerCallback  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
 
 from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
 from llmtailor.runs.newest import Newest, compose_newest  # noqa: E402
@@ -75,6 +75,43 @@ def test_train_goes_on_from_the_newest_state(run, stopped, resume):
     again.trainer.train(resume_from_checkpoint=resume)
     assert again.log == stopped[1]
     assert begun(run) == [0, 4]
+
+
+class RunsOut(Trainer):
+    """Runs out of memory with a batch of 4 rows before step 5, and of 3 before step 3."""
+
+    def training_step(self, *args, **kwargs):
+        if {4: 4, 3: 2}.get(self._train_batch_size) == self.state.global_step:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("attached", [FULL, COMPOSE], ids=["refuse", "compose"])
+def test_a_trainer_that_begins_again_with_smaller_batches_makes_another_attempt(tmp_path, attached):
+    run = Alone(tmp_path / "run", attached, kind=RunsOut, auto_find_batch_size=True, rows=60).train()
+    assert run.trainer._train_batch_size == 2 and run.saves == [2, 4, 6]
+    assert begun(run.folder) == [0, 0, 0]
+    aside = sorted(path.name for path in run.folder.glob("partial/step-*.abandoned*"))
+    assert aside == ["step-00000002.abandoned", "step-00000002.abandoned-2", "step-00000004.abandoned"]
+    out = tmp_path / "out"
+    compose(run.folder, 4, out=out)
+    held = torch.load(out / "optimizer.pt")
+    names = [name for group in held["param_groups"] for name in group["lt_params"]]
+    truth = run.truth.at[4]
+    assert names and all(
+        torch.equal(held["state"][at]["exp_avg"], truth[name]["exp_avg"]) for at, name in enumerate(names)
+    )
+    with pytest.raises(TargetError, match="another run has saved here"):
+        Alone(run.folder, FULL, auto_find_batch_size=True).train()
+
+
+def test_such_a_trainer_goes_on_from_what_it_resumed(tmp_path):
+    run = Alone(tmp_path / "run", FULL)
+    run.trainer.add_callback(Stop(2))
+    run.train()
+    again = Alone(run.folder, COMPOSE, kind=RunsOut, auto_find_batch_size=True, rows=60).train()
+    assert begun(run.folder) == [0, 2, 2, 2] and again.saves == [2, 4, 6]
+    assert [path.name for path in run.folder.glob("partial/step-*.abandoned*")] == ["step-00000004.abandoned"]
 
 
 def test_without_a_saved_step_it_starts_from_scratch(tmp_path):
