@@ -39,7 +39,9 @@ _KINDS = (
         "it is a placeholder: the optimizers of the layers make their steps during the backward pass",
         ("layerwisedummyoptimizer",),
     ),
-    _Kind("LOMO makes its steps during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")),
+    _Kind(
+        "LOMO makes its steps during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")
+    ),
     _Kind("GrokAdamW keeps its states in its param groups", ("grokadamw",), ("grokadamw",), "", ("grokadamw",)),
     _Kind(_PROJECTED, (), ("galore_torch", "apollo_torch"), "update_proj_gap", ("galore_", "apollo_")),
 )

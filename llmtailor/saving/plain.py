@@ -60,7 +60,7 @@ class PlainTraining:
         self.look_again()
         self.precision = dominant([param.dtype for param in self.model.parameters()])
         self._num_steps = 0
-        self.optimizer.register_step_post_hook(self._count)
+        self.optimizer.register_step_post_hook(torch.compiler.disable(self._count))
 
     def look_again(self) -> bool:
         self._live = dict(self.model.named_parameters())
@@ -68,7 +68,9 @@ class PlainTraining:
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
         known = [[name for name in group if name is not None] for group in groups]
         if known != groups:
-            raise UnsupportedCheckpoint.at(self._where, "it has params that are not the model's", "give it only the model's")
+            raise UnsupportedCheckpoint.at(
+                self._where, "it has params that are not the model's", "give it only the model's"
+            )
         has_changed, self._groups = known != self._groups, known
         if has_changed:
             params = describe(self.model, {name for group in known for name in group})

@@ -306,7 +306,8 @@ class StepBarrier:
         self._snapshot: Snapshot | None = None
         self._optimizers: Collection[object] = ()
         self._masters: frozenset[int] = frozenset()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        # not to be compiled with a compiled step: what it waits for differs between steps
+        self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
 
     def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: frozenset[int]) -> None:
         """Delay the next steps of ``optimizers``, and of any other that writes masters in these storages, until it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import fcntl
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -18,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import safetensors.torch  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 from torch.optim.optimizer import _global_optimizer_pre_hooks  # noqa: E402
 
 from helpers.commands import run_here  # noqa: E402
@@ -265,6 +268,25 @@ def test_a_check_that_takes_long_is_awaited(loop, monkeypatch):
     with pytest.raises(SaveFailed, match="the check refuses"):
         run.save().wait(60)
     assert not run.saves
+
+
+@pytest.mark.parametrize("has_scheduler", [True, False])
+def test_a_compiled_step_does_not_compile_the_saver(tmp_path, loop, has_scheduler):
+    """Steps with and without a save before them run what was compiled at the first."""
+    torch._dynamo.reset()
+    run = loop(policy="parity")
+    step = run.optimizer.step if has_scheduler else partial(type(run.optimizer).step, run.optimizer)
+    run.optimizer.step = torch.compile(step, backend="eager")
+    run.train(2)
+    counted = copy.deepcopy(counters["frames"])
+    assert counted
+    for _ in range(3):
+        run.save()
+        run.train(2)
+    assert counters["frames"] == counted
+    run.saver.finish()
+    assert run.saves == [2, 4, 6]
+    run.check(6, tmp_path / "out", lambda name: 4 if "layers.1." in name or "lm_head" in name else 6)
 
 
 @pytest.mark.parametrize("why", ["unseen", "memory"])
