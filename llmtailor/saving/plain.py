@@ -18,6 +18,7 @@ from llmtailor.model.states import MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.optimizers import FIX, is_elementwise, unsupported
 from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.snapshot import not_compiled
 from llmtailor.saving.training import (
     Fragment,
     FrozenFile,
@@ -60,7 +61,7 @@ class PlainTraining:
         self.look_again()
         self.precision = dominant([param.dtype for param in self.model.parameters()])
         self._num_steps = 0
-        self.optimizer.register_step_post_hook(torch.compiler.disable(self._count))
+        self.optimizer.register_step_post_hook(not_compiled(self._count))
 
     def look_again(self) -> bool:
         self._live = dict(self.model.named_parameters())

@@ -121,7 +121,7 @@ class PartialSaver:
         self._pending: tuple[PendingSave, _Commit] | None = None
         self._reports: list[SaveReport] = []
         self._newest: SaveReport | None = None
-        self._frozen = sample_frozen(self.training.frozen())
+        self._frozen: Mapping[str, int] = sample_frozen(self.training.frozen())
         self._has_moved = False
         """Whether frozen params have changed, so that it was said what that costs"""
         self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))

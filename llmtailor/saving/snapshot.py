@@ -71,8 +71,8 @@ class Snapshot:
         stuck_after: seconds without progress of the writer after which a full ring no longer delays training. The save
             is given up then.
         began: when the save began, in seconds of the monotonic clock.
-        check: called when the tensors of `ANY_STEP` are copied, before a step of the optimizer may begin; what it raises
-            makes the save fail.
+        check: called when the tensors of `ANY_STEP` are copied, before a step of the optimizer may begin; what it
+            raises makes the save fail.
     """
 
     def __init__(
@@ -306,8 +306,7 @@ class StepBarrier:
         self._snapshot: Snapshot | None = None
         self._optimizers: Collection[object] = ()
         self._masters: frozenset[int] = frozenset()
-        # not to be compiled with a compiled step: what it waits for differs between steps
-        self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
+        self._hook = register_optimizer_step_pre_hook(not_compiled(self._before_step))
 
     def arm(self, snapshot: Snapshot, optimizers: Collection[object], masters: frozenset[int]) -> None:
         """Delay the next steps of ``optimizers``, and of any other that writes masters in these storages, until it is
@@ -354,6 +353,11 @@ class StepBarrier:
         snapshot.wait(written if written <= self._masters else None)
         if is_last:
             self._snapshot = None
+
+
+def not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that is called, and not compiled, if the optimizer's step is."""
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -144,7 +144,8 @@ def lay_out_share(
         "world_size": str(ranks.world_size),
     }
     files, linked, frozen = [bundle.lay_out(facts)], [], training.frozen()
-    samples, moving = sample_frozen(frozen), ()
+    samples = sample_frozen(frozen)
+    moving: tuple[str, ...] = ()
     if frozen:
         fingerprint = f"{crc32(to_text(samples).encode()):08x}"
         if before is not None and (fact := _known(before, frozen.name, fingerprint)) is not None:

@@ -235,10 +235,10 @@ def test_an_optimizer_of_another_form_is_refused_by_name_after_the_first_step(tm
 def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
     model = build("llama", 3, tied=False)
     optimizer = Quantized(model.parameters())
-    model(**{"input_ids": torch.zeros(1, 4, dtype=int), "labels": torch.zeros(1, 4, dtype=int)}).loss.backward()
+    model(input_ids=torch.zeros(1, 4, dtype=int), labels=torch.zeros(1, 4, dtype=int)).loss.backward()
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    with pytest.raises(UnsupportedCheckpoint, match="the optimizer Quantized: its state exp_avg of .* is quantized"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"the optimizer Quantized: its state exp_avg of .* is quantized"):
         saver_for(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
 
 

@@ -413,14 +413,14 @@ def test_the_disk_takes_blocks_from_where_the_copies_lie(on_disk, monkeypatch, a
         real(fd, data)
 
     monkeypatch.setattr(streams, "write_all", write_all)
-    for copy in ("one", "two"):  # the second begins where the first left the buffer
+    for name in ("one", "two"):  # the second begins where the first left the buffer
         snapshot = Snapshot(live, [file], arena, 60, time.monotonic())
         snapshot.start()
         try:
-            write_share(on_disk / copy, Share((file,), (), live, lambda: None), None, snapshot)
+            write_share(on_disk / name, Share((file,), (), live, lambda: None), None, snapshot)
         finally:
             snapshot.close()
-        found = safetensors.torch.load_file(on_disk / copy / "file")
+        found = safetensors.torch.load_file(on_disk / name / "file")
         assert all(torch.equal(found[str(number)], one) for number, one in enumerate([*tensors, half]))
     if not straight:
         pytest.skip("only disks of this machine are written to without the page cache")
