@@ -26,7 +26,7 @@ from llmtailor.runs.folder import RunFolder, remove_partial
 from llmtailor.saving.board import Board
 from llmtailor.saving.ranks import Ranks, as_refusal
 from llmtailor.saving.report import SaveReport
-from llmtailor.saving.snapshot import Snapshot
+from llmtailor.saving.snapshot import STUCK, Snapshot
 from llmtailor.saving.writing import Publication, SaveId, Share, publish, write_share
 
 logger = logging.getLogger("llmtailor.saving")
@@ -34,6 +34,13 @@ _POLL_S = (0.005, 0.25)
 """Seconds between two looks for a message: first and longest"""
 _ALIVE_S = 5.0
 """Seconds between two signs of life of a writing rank"""
+_LAST_S = 5.0
+"""Seconds that a save gets to remove what it has written, if it is given up because the process ends"""
+_ENDING = Problem(
+    "saving",
+    "the save was given up: the process ended before it was complete",
+    "give the process more time to end, or wait for the last save before you end it (PartialSaver.close)",
+)
 
 
 class SaveFailed(StorageError):
@@ -153,7 +160,7 @@ class PendingSave:
         """Whether it is in progress, but nothing has moved for too long."""
         return False
 
-    def give_up(self) -> None:
+    def give_up(self, why: Problem = STUCK) -> None:
         """End the save soon, without publishing it."""
 
     def wait_unless_stuck(self) -> bool:
@@ -167,9 +174,9 @@ class PendingSave:
         with suppress(TimeoutError, SaveFailed):
             self.wait(until - time.monotonic())
         if not self.is_done:
-            self.give_up()
+            self.give_up(_ENDING)
             with suppress(TimeoutError, SaveFailed):
-                self.wait(1.0)
+                self.wait(_LAST_S)
 
     def wait(self, timeout: float = float("inf")) -> SaveReport:
         """Wait until the save is published.
@@ -216,7 +223,8 @@ class BackgroundSave(PendingSave):
         self._timeout = timeout
         self._began = began
         self._progress = self._told = time.monotonic()
-        self._is_given_up = False
+        self._given_up: Problem | None = None
+        """Why it is"""
         self._has_begun = False
         self.stall_s = self._progress - began
         # a daemon: a write that never returns must not keep the process from ending
@@ -228,10 +236,10 @@ class BackgroundSave(PendingSave):
         progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
         return not self.is_done and time.monotonic() - progress > self._timeout
 
-    def give_up(self) -> None:
-        self._is_given_up = True
+    def give_up(self, why: Problem = STUCK) -> None:
+        self._given_up = self._given_up or why
         if self._snapshot is not None:
-            self._snapshot.give_up()
+            self._snapshot.give_up(why)
 
     def _key(self, name: object) -> str:
         return f"{self._work.save.save_id}/{name}"
@@ -296,8 +304,8 @@ class BackgroundSave(PendingSave):
             path.mkdir(parents=True, exist_ok=True)
 
     def _check(self) -> None:
-        if self._is_given_up:
-            raise StorageError.at("saving", "the save was given up", "see the log")
+        if self._given_up is not None:
+            raise StorageError(self._given_up)
 
     def _count(self, num_bytes: int) -> None:
         self._check()
@@ -309,14 +317,15 @@ class BackgroundSave(PendingSave):
     def _await(self, *names: object) -> Any:
         """Return the message of this name once it is there, or those of several names."""
         alive, asked = 0, time.monotonic()
-        for _ in _turns(lambda: self._is_given_up):
+        for _ in _turns(lambda: self._given_up is not None):
             if (messages := self._board.read(*map(self._key, names))) is not None:
                 return messages if len(names) > 1 else messages[0]
             if time.monotonic() - asked > _ALIVE_S:
                 asked = time.monotonic()
                 if (now := self._board.count(self._key("alive"), 0)) != alive:
                     alive, self._progress = now, asked
-        raise StorageError.at("saving", "another rank's share was not complete in time", "see that rank's log")
+        why = self._given_up.what if self._given_up is not None else ""
+        raise StorageError.at("saving", f"another rank's share was not complete; {why}", "see that rank's log")
 
     def _conclude(self) -> dict[str, Any]:
         """Publish the save, or remove it, once no rank writes any more; return rank 0's last message."""
@@ -333,7 +342,8 @@ class BackgroundSave(PendingSave):
                 with suppress(OSError):
                     remove_partial(work.report.path)
             work.log({"step": self.step, "failed": str(failed)})
-            logger.warning("the save at step %d failed; training continues without it: %s", self.step, failed)
+            more = "" if self._given_up is _ENDING else "; training continues without it"
+            logger.warning("the save at step %d failed%s: %s", self.step, more, failed)
         self._board.post(self._key("result"), result)
         self._board.remove(*map(self._key, [*ranks, "begun", "alive"]))
         return result

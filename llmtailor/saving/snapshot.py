@@ -21,12 +21,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Copy, FileLayout
-from llmtailor.errors import StorageError
+from llmtailor.errors import Problem, StorageError
 from llmtailor.saving.live import ANY_STEP, LiveTensors, bytes_of
 
 PIECE_BYTES = 8 << 20
 _WAKE_UP_S = 0.5
 CHANGED = "a state was changed before it was copied, and not by the optimizer's step"
+STUCK = Problem(
+    "saving",
+    "the save was given up: the disk has not accepted anything for too long",
+    "check the disk, or the network file system",
+)
+"""Why a save is given up while training runs"""
 CHANGE_EARLIER = "change weights and optimizer states only before a save, or set background=False"
 
 
@@ -133,7 +139,7 @@ class Snapshot:
             while self._copied <= last and self._error is None:
                 self._state.wait(_WAKE_UP_S)
                 if time.monotonic() - self.progress > self._stuck_after:
-                    self._give_up()
+                    self._give_up(STUCK)
             self._streams.wait_for_copies()
         self.stall_s += time.monotonic() - began
 
@@ -160,10 +166,10 @@ class Snapshot:
         if self._error is not None:
             raise self._error
 
-    def give_up(self) -> None:
+    def give_up(self, why: Problem = STUCK) -> None:
         """Stop copying and reading."""
         with self._state:
-            self._give_up()
+            self._give_up(why)
 
     def close(self) -> None:
         """Stop copying, and free the arena. Call it when nothing is read any more."""
@@ -172,10 +178,9 @@ class Snapshot:
             self._thread.join()
         self._streams.finish()
 
-    def _give_up(self) -> None:
+    def _give_up(self, why: Problem) -> None:
         if self._error is None and not (self.is_copied and not self._ready):
-            what = "the save was given up: the disk has not accepted anything for too long"
-            self._error = StorageError.at("saving", what, "check the disk, or the network file system")
+            self._error = StorageError(why)
         self._given_up = True
         self._state.notify_all()
 

@@ -69,7 +69,8 @@ class Messages(logging.Handler):
 class Disturbance(TrainerCallback):  # type: ignore[misc]
     """Something that goes wrong. ``{"what": "full", "step": 4, "rank": 1}``: that rank's disk is full at a save;
     ``frozen``: a frozen param changes before a save; ``teacher``: frozen params follow right after each step of the
-    optimizer; ``locked``: another run saves in the same folder; ``slow``: the disk is."""
+    optimizer; ``locked``: another run saves in the same folder; ``slow``: the disk is; ``held``: it takes two steps for
+    each write, however long they take."""
 
     LIMIT_BYTES = 4096
 
@@ -78,8 +79,11 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
         self.model = model
         self.other_run: subprocess.Popen[str] | None = None
         self.write_all = streams.write_all
+        self.step, self.has_stepped = (0, 1), threading.Condition()
         if what["what"] == "slow":
             streams.write_all = self.write_slowly
+        if what["what"] == "held":
+            streams.write_all = self.write_held
         if what["what"] == "locked" and rank == 0:
             (folder / "partial").mkdir(parents=True)
             command = [sys.executable, "-c", HOLD_LOCK, str(folder / "partial" / ".lock")]
@@ -87,6 +91,9 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
             assert self.other_run.stdout and self.other_run.stdout.readline()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self.has_stepped:
+            self.step = (state.global_step, state.max_steps)
+            self.has_stepped.notify_all()
         if state.global_step != self.what["step"]:
             return
         if self.what["what"] == "full" and args.process_index == self.what["rank"]:
@@ -109,6 +116,12 @@ class Disturbance(TrainerCallback):  # type: ignore[misc]
 
     def write_slowly(self, fd: int, data: bytes | memoryview) -> None:
         time.sleep(0.2)
+        self.write_all(fd, data)
+
+    def write_held(self, fd: int, data: bytes | memoryview) -> None:
+        with self.has_stepped:
+            until = min(self.step[0] + 2, self.step[1])
+            assert self.has_stepped.wait_for(lambda: self.step[0] >= until, 60)
         self.write_all(fd, data)
 
     def end(self) -> None:

@@ -98,7 +98,7 @@ TEACHERS = [
 NODES = [Job("nodes", options={"staging_dir": "nodes"}, frozen=FROZEN)]
 """Two nodes, each with a disk of its own"""
 SLOW = [
-    Job("slow-skip", stage=2, policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "slow"}),
+    Job("slow-skip", stage=2, policy="full", every=1, options={"when_busy": "skip"}, disturb={"what": "held"}),
     Job(
         "slow-wait",
         stage=0,

@@ -27,7 +27,7 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
 from llmtailor.engine import streams  # noqa: E402
 from llmtailor.errors import StorageError, UsageError  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, ending, saver, writing  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions, ending, pending, saver, writing  # noqa: E402
 from llmtailor.saving.live import ANY_STEP, LiveTensors  # noqa: E402
 from llmtailor.saving.plain import PlainTraining  # noqa: E402
 from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
@@ -160,6 +160,21 @@ def test_a_save_that_hangs_at_the_end_is_given_up(disk, loop, caplog):
     with pytest.raises(SaveFailed):
         save.wait(60)
     assert not run.saves and not list((run.run / "partial").glob("step-*"))
+
+
+def test_a_save_that_the_end_of_the_process_cuts_off_says_so(disk, loop, caplog, monkeypatch):
+    """Nothing is wrong with the disk."""
+    monkeypatch.setattr(pending, "_LAST_S", 0.1)
+    run = loop(policy="full", host_buffer=SMALLEST, hidden=256)
+    run.train()
+    disk.hang()
+    save = run.save()
+    save.finish_until(time.monotonic())
+    disk.recover()
+    with pytest.raises(SaveFailed, match="the process ended before it was complete"):
+        save.wait(60)
+    assert "the save at step 1 failed: saving: the save was given up: the process ended" in caplog.text
+    assert "the disk has not accepted" not in caplog.text
 
 
 def test_a_state_that_is_changed_too_early_is_not_saved(loop, disk, monkeypatch):
@@ -353,6 +368,7 @@ def test_a_save_of_which_a_rank_has_died_is_removed(ended):
     assert sorted(path.name for path in (folder / "die").glob("partial/step-*")) == ["step-00000001"]
     said = (folder / "die" / "stderr").read_text()
     assert "the save at step 2 failed" in said and "another rank's share was not complete" in said
+    assert "the process ended before it was complete" in said
 
 
 @pytest.mark.parametrize("num_known", [4, 3], ids=["ours", "another that writes the same"])
