@@ -22,7 +22,10 @@ from helpers.commands import run_here
 from saving.loop import Loop
 
 STEPS, LIVES = 40, 3
-LONGEST_LIFE_S = 0.8
+LONGEST_LIFE = 12
+"""Saves that a training makes at most before it is killed; 2 at least, so that one of them is published"""
+LATEST_S = 0.05
+"""Seconds that it lives on at most"""
 
 
 def train(run: Path, node: Path, seed: int, begin: int) -> None:
@@ -33,10 +36,11 @@ def train(run: Path, node: Path, seed: int, begin: int) -> None:
     loop = Loop(run, policy=policy, staging_dir=node, host_buffer=1 << 20, keep_composable=chance.choice([None, 2]))
     go_to(loop, begin)
     loop.saver.start(begin)
-    (run / "started").touch()
-    for step in range(begin + 1, STEPS):
-        go_to(loop, step)
-        loop.save()
+    with (run / "made").open("ab", 0) as made:  # a byte for each save that has begun
+        for step in range(begin + 1, STEPS):
+            go_to(loop, step)
+            loop.save()
+            made.write(b".")
     time.sleep(60)
 
 
@@ -108,13 +112,13 @@ def campaign(folder: Path, kills: int, seed: int) -> list[int]:
             shutil.rmtree(one, ignore_errors=True)
         begin = 0
         for _ in range(LIVES):
-            (run / "started").unlink(missing_ok=True)
-            life = chance.randrange(1 << 30)
+            (run / "made").unlink(missing_ok=True)
+            life, wanted = chance.randrange(1 << 30), min(chance.randint(2, LONGEST_LIFE), STEPS - 1 - begin)
             pid = forked(lambda life=life, begin=begin, run=run, node=node: train(run, node, life, begin))
-            while not (run / "started").exists():
-                assert os.waitpid(pid, os.WNOHANG) == (0, 0), f"the training did not start: {folder}, life {life}"
-                time.sleep(0.005)
-            time.sleep(chance.random() * LONGEST_LIFE_S)
+            while not (run / "made").exists() or (run / "made").stat().st_size < wanted:
+                assert os.waitpid(pid, os.WNOHANG) == (0, 0), f"the training has ended: {folder}, life {life}"
+                time.sleep(0.001)
+            time.sleep(chance.random() * LATEST_S)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             shutil.rmtree(folder / "out", ignore_errors=True)

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from real.harness import start_ranks
+from saving.kills import LIVES
 
 
 @pytest.mark.parametrize("campaign", ["6-1", pytest.param("200-2", marks=pytest.mark.long)])
@@ -18,4 +19,4 @@ def test_the_newest_published_save_survives_a_kill(tmp_path, campaign):
     (folder := tmp_path / campaign).mkdir()
     start_ranks("saving.kills", [folder], 1, folder, 1700)
     steps = json.loads((folder / "steps.json").read_text())
-    assert len(steps) >= int(campaign.partition("-")[0]) and len(set(steps)) > 3
+    assert len(steps) >= int(campaign.partition("-")[0]) and len(set(steps)) >= LIVES
