@@ -153,8 +153,6 @@ def _merge(
     if wanted.reuse:
         composition, there = settle_output(composition)
     report = composition.report
-    for notice in report.notices:
-        notify(notice)
 
     def say(moved: Any = None) -> None:
         # the path to resume from, whether written now or already there
@@ -168,6 +166,8 @@ def _merge(
         click.echo(plan_text(report))
     elif not quiet and not there:
         click.echo(parts_text(report))
+    for notice in report.notices:
+        notify(notice)
     if there:
         what = f"{there} is complete and has the newest of every part: nothing to merge"
         click.echo(what, err=as_json or dry_run)

@@ -165,25 +165,20 @@ def source_rows(plan: Plan, indexes: Sequence[CheckpointIndex], base: int) -> tu
 
 
 def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = False) -> list[Problem]:
-    """Return a warning, with the size of the effect, if sub-groups mix params of several steps."""
+    """Return a note, with the size of the effect, if sub-groups mix params of several steps and that matters."""
     mixed = [choice for choice in choices if choice.others]
-    if not mixed:
+    if not mixed or rebased:
         return []
     worst = max(mixed, key=lambda choice: abs(choice.worst_factor - 1))
-    others = sorted({step for choice in mixed for step in choice.others})
-    if rebased:
-        effect = "scaled so that their bias-corrected values are kept (--step rebase)"
-    elif abs(worst.worst_factor - 1) > NOTICEABLE:
-        effect = f"unchanged: the first update after the resume is scaled by up to {worst.worst_factor:.3f}"
-    else:
-        effect = f"unchanged: the effect on the first update is below {NOTICEABLE:.0%}"
+    if abs(worst.worst_factor - 1) <= NOTICEABLE:
+        return []
+    others = ", ".join(f"{step:g}" for step in sorted({step for choice in mixed for step in choice.others}))
     what = (
-        f"{len(mixed)} of {len(choices)} sub-groups hold moments from step "
-        f"{', '.join(f'{step:g}' for step in others)} besides their own; they keep {worst.step:g}, the step of "
-        f"{base_name}, and the moments {effect}"
+        f"{len(mixed)} of {len(choices)} sub-groups also hold moments of step {others}, but have one count of steps, "
+        f"the {worst.step:g} of {base_name}: the first update of these params is scaled by up to "
+        f"{worst.worst_factor:.3f}, unless you use --step rebase"
     )
-    fix = "" if rebased else "if that matters, use --step rebase, or layer-aligned param groups (a step per layer)"
-    return [Problem("optimizer step", what, fix)]
+    return [Problem("optimizer step", what)]
 
 
 def to_json(report: Report) -> dict[str, Any]:

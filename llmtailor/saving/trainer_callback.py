@@ -37,7 +37,7 @@ from llmtailor.saving.pending import SaveFailed
 from llmtailor.saving.plain import unwrap
 from llmtailor.saving.restart import resume_by_itself
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.trainer_checks import check_arguments, find_trainer, tell
+from llmtailor.saving.trainer_checks import check_arguments, find_trainer, tell, tell_how_to_resume
 from llmtailor.saving.training import rng_tree
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         check_arguments(self.trainer, [one for one in _savers_of(self.trainer) if one is not self])
         told = self.options
         check_before_training(unwrap(self.trainer.model), self.policy, told.max_staleness, told.experts)
-        tell(self.trainer.args)
+        tell(self.trainer.args, self.policy, self.save_steps, self.overhead)
         self._is_checked = True
 
     def on_init_end(
@@ -272,6 +272,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
+            tell_how_to_resume(args, self.saver.newest)
 
     def _finish(self) -> None:
         """Wait until no save is in progress, and log the last one: its metrics, or why it failed."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
+from llmtailor.policies import Policy
+from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.loop import FSDP1, FSDP1_FIX
 from llmtailor.saving.optimizers import unsupported, unsupported_name
 from llmtailor.saving.options import WHERE
+from llmtailor.saving.report import SaveReport
 
 logger = logging.getLogger("llmtailor.saving")
 
@@ -63,9 +67,27 @@ def _refusal(trainer: Trainer) -> Problem | None:
     return None if trainer.is_deepspeed_enabled else unsupported_name(str(trainer.args.optim.value))
 
 
-def tell(args: TrainingArguments) -> None:
-    """Log what partial checkpoints replace."""
-    if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
-        logger.info("partial checkpoints replace the full ones of save_strategy=%s", args.save_strategy.value)
+def tell(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:
+    """Say what the saver is going to do, in one line; on the first rank."""
+    if args.process_index != 0:
+        return
+    if overhead is not None:
+        when = f"as often as {overhead:.2%} of the time allows"
+    elif save_steps is None and args.save_strategy == SaveStrategy.EPOCH:
+        when = "every epoch"
+    elif (every := save_steps or args.save_steps) >= 1:
+        when = f"every {every:g} steps"
+    else:
+        when = f"every {every:.0%} of the training"
+    full = ", in place of full ones" if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) else ""
+    limit = "; save_total_limit has nothing to count, keep_composable limits them" if args.save_total_limit else ""
+    where = RunFolder(Path(args.output_dir)).partial
+    logger.warning("partial checkpoints go to %s %s%s, by the policy %s%s", where, when, full, policy.name, limit)
     if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
         logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")
+
+
+def tell_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
+    """Say what makes a full checkpoint; on the first rank."""
+    if newest is not None and args.process_index == 0:
+        logger.warning("for a full checkpoint of step %d: llmtailor merge --run %s", newest.step, args.output_dir)

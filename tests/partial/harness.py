@@ -50,7 +50,9 @@ class Done:
 
     @property
     def messages(self) -> list[str]:
-        return list(self.result()["messages"])
+        """What the saver said, apart from what it says in each training: at its beginning and at its end."""
+        usual = ("WARNING: partial checkpoints go to ", "WARNING: for a full checkpoint of step ")
+        return [message for message in self.result()["messages"] if not message.startswith(usual)]
 
     def truth(self, step: int) -> dict[str, Any]:
         import torch

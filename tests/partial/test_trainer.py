@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 
 import pytest
@@ -405,10 +404,28 @@ def test_the_callback_by_itself_does_the_same(tmp_path):
     assert run.saves == [3, 6]
 
 
-def test_a_run_says_what_it_takes_over(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "llmtailor.saving"):
-        Alone(tmp_path, FULL, save_strategy="steps", save_steps=2)
-    assert "partial checkpoints replace the full ones of save_strategy=steps" in caplog.text
+@pytest.mark.parametrize(
+    ("attached", "arguments", "words"),
+    [
+        (
+            FULL,
+            {"save_strategy": "steps", "save_total_limit": 2},
+            "every 2 steps, in place of full ones, by the policy full; save_total_limit has nothing to count, "
+            "keep_composable limits them",
+        ),
+        ({"policy": "parity"}, {"save_strategy": "epoch"}, "every epoch, in place of full ones, by the policy parity"),
+        ({}, {"save_steps": 0.5}, "every 50% of the training, by the policy moments_in_turn"),
+        ({"save_steps": "auto"}, {}, "as often as 2.00% of the time allows, by the policy moments_in_turn"),
+    ],
+)
+def test_a_run_says_what_it_will_do(tmp_path, caplog, attached, arguments, words):
+    Alone(tmp_path, attached, **arguments)
+    assert caplog.messages == [f"partial checkpoints go to {tmp_path}/partial {words}"]
+
+
+def test_a_run_says_at_its_end_what_makes_a_full_checkpoint(tmp_path, caplog):
+    Alone(tmp_path / "run", FULL).train()
+    assert caplog.messages[1:] == [f"for a full checkpoint of step 6: llmtailor merge --run {tmp_path}/run"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
