@@ -9,10 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 import llmtailor
 from helpers.checkpoints import SMALL, make
 from helpers.commands import run_here
+from llmtailor.cli.main import cli
 
 RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select: [odd]}\n"
 PLAN_KEYS = {
@@ -132,6 +134,17 @@ def test_the_card_says_what_resumes_it(run, stage, told):
     assert told in card
     assert ("master weights" in card) == (stage != "none")
     assert "from 1 checkpoint of" in card and "on 1 rank with" in card
+
+
+def test_what_adams_step_does_is_said_in_one_line_below_the_table(run, monkeypatch):
+    monkeypatch.chdir(run)
+    done = CliRunner().invoke(cli, ["merge", "recipe.yaml", "out"])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    [at] = [number for number, line in enumerate(lines) if "optimizer step" in line]
+    assert lines[at].endswith("unless you use --step rebase")
+    assert max(number for number, line in enumerate(lines) if line.startswith("lm_head")) < at
+    assert "optimizer step" not in call(run, "merge", "recipe.yaml", "rebased", "--step", "rebase").stderr
 
 
 def test_quiet_prints_the_last_line_only(run):
