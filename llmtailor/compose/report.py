@@ -178,7 +178,8 @@ def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = 
         f"the {worst.step:g} of {base_name}: the first update of these params is scaled by up to "
         f"{worst.worst_factor:.3f}, unless you use --step rebase"
     )
-    return [Problem("optimizer step", what)]
+    fix = ""  # it is in the sentence, so that the note is one line
+    return [Problem("optimizer step", what, fix)]
 
 
 def to_json(report: Report) -> dict[str, Any]:

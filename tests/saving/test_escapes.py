@@ -1,4 +1,4 @@
-"""Nothing that goes wrong in a save ends a training: it is `SaveFailed`, or a warning."""
+"""Nothing that goes wrong in a save ends a training, once its optimizer is known: it is `SaveFailed`, or a warning."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Training:
         )
         self.saver.start(0)
         self.train()
+        assert self.saver.has_state()  # an optimizer that can't be saved is refused here
         after(self)
 
     def train(self):
