@@ -25,14 +25,14 @@ _OF_NODE = ("NODE_RANK", "SLURM_NODEID")
         4: "--resume: the newest state can't be composed; PROGRAM was not started",
     }
 )
-@click.option("--policy", metavar="POLICY", help="The parts that each save holds. Default: parity.")
+@click.option("--policy", metavar="POLICY", help="The parts that each save holds. Default: moments_in_turn.")
 @click.option("--save-steps", metavar="N", help="Optimizer steps between two saves, or auto. Default: the script's.")
 @click.option("--overhead", metavar="SHARE", help="--save-steps auto: the share of time that saving may cost.")
 @click.option("--keep-composable", type=COUNT, metavar="N", help="Delete what the newest N steps don't need.")
 @click.option(
     "--on-restart",
     type=click.Choice(["refuse", "compose"]),
-    help="What training does where the run's folder holds partial checkpoints: refuse, or go on from the newest state.",
+    help="What training does where the run's folder holds partial checkpoints: refuse, or continue from the newest state.",
 )
 @click.option(
     "--resume",

@@ -47,7 +47,7 @@ class PartialSaving(Callback):  # type: ignore[misc]
     ``saver`` is None until training begins. A save that fails logs a warning; training continues.
 
     Args:
-        policy: which parts each save holds; see `make_policy`. Default: ``parity``.
+        policy: which parts each save holds; see `make_policy`. Default: ``moments_in_turn``.
         save_steps: optimizer steps between two saves. Default: 500.
         output_dir: the run's folder. Default: the Trainer's ``default_root_dir``.
         options: the fields of `SavingOptions`.

@@ -94,7 +94,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
     ``saver`` is None until training begins.
 
     Args:
-        policy: which parts each save holds; see `make_policy`. Default: ``parity``.
+        policy: which parts each save holds; see `make_policy`. Default: ``moments_in_turn``.
         save_steps: optimizer steps between two saves. Without it the training arguments' ``save_strategy`` decides.
             ``auto`` saves as often as ``overhead`` allows, by what steps and saves take.
         overhead: with ``auto``, the share of the training time that saving may cost. Default: 0.02.
