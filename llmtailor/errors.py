@@ -253,6 +253,11 @@ def some(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 rank``, ``1,024 ranks``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def about(number: float) -> str:
     """Return an estimate without digits that it does not have: ``3.1``, ``57``."""
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from llmtailor.errors import Problem
+from llmtailor.errors import Problem, some
 
 ERROR = "error"
 """A stock resume fails, or silently continues from something other than the checkpoint claims."""
@@ -13,6 +16,10 @@ WARNING = "warning"
 NOTE = "note"
 """Worth knowing; does not affect a resume."""
 SEVERITIES = (ERROR, WARNING, NOTE)
+_FEW = 2
+"""So many findings of one kind are still listed one by one."""
+_NAMED = 2
+P = TypeVar("P", bound=Problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +42,33 @@ class Finding(Problem):
 
     def to_json(self) -> dict[str, str | None]:
         return {"severity": self.severity, **Problem.to_json(self)}
+
+
+def folded(problems: Iterable[P]) -> list[P]:
+    """Return problems for people: three or more that differ only in one word, such as the param's name, as one.
+
+    ``state[1].exp_avg is missing; the same for state[3].exp_avg, state[5].exp_avg and 16 more``
+    """
+    listed = list(dict.fromkeys(problems))
+    counts = Counter(key for one in listed for _, key in _without_a_word(one))
+    groups: dict[Hashable, list[tuple[P, str]]] = defaultdict(list)
+    for one in listed:
+        word, key = max(_without_a_word(one), key=lambda word_and_key: counts[word_and_key[1]])
+        groups[key].append((one, word.rstrip(".,;:)")))
+    found = []
+    for alike in groups.values():
+        first, others = alike[0][0], [word for _, word in alike[1:]]
+        is_many = len(alike) > _FEW
+        what = f"{first.what}; the same for {some(others, _NAMED)}"
+        found += [replace(first, what=what)] if is_many else [one for one, _ in alike]
+    return found
+
+
+def _without_a_word(problem: Problem) -> Iterator[tuple[str, Hashable]]:
+    """Yield each word of a problem and a key that is equal for problems that differ in that word only."""
+    words = list(enumerate([str(problem.where), *problem.what.split(" ")]))
+    kind = (problem.code, problem.severity if isinstance(problem, Finding) else "", len(words))
+    whole = sum(map(hash, words))
+    for at, word in words:
+        fix = problem.fix.replace(word, "") if word and word in problem.fix else problem.fix
+        yield word, (kind, at, whole - hash((at, word)), fix)

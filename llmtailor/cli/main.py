@@ -116,6 +116,7 @@ def _terminate(*_: Any) -> None:
 
 
 def _fail(error: TailorError) -> None:
+    from llmtailor.findings import folded
     from llmtailor.storage.stand_in import with_urls
 
     if os.environ.get(DEBUG, "") not in ("", "0"):
@@ -124,7 +125,7 @@ def _fail(error: TailorError) -> None:
         traceback.print_exc()
     if error.is_reported:
         sys.exit(error.exit_code)
-    for problem in error.problems:
+    for problem in folded(error.problems):
         click.echo(f"error: {with_urls(str(problem))}", err=True)
     if len(error.problems) > 1:
         click.echo(f"{len(error.problems)} problems" + ("" if error.came_late else "; nothing was written"), err=True)

@@ -91,6 +91,7 @@ def salvage(
     if dry_run:
         if composition is not None:
             check_room(composition)
+        _say_how_to_resume(salvage, resume_from, replace, as_json, is_done=composition is None and replacement is None)
         click.echo("dry run: nothing was written", err=True)
         return
     if composition is not None and is_written:
@@ -117,24 +118,26 @@ def _put_in_place(replacement: Replacement, as_json: bool) -> None:
 
 def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
+    from llmtailor.findings import folded
     from llmtailor.salvage.report import gain
 
-    for problem in salvage.damage:
+    for problem in folded(salvage.damage):
         click.echo(f"damaged: {problem.where}: {problem.what}", err=True)
-    for problem in salvage.refused:
+    for problem in folded(salvage.refused):
         click.echo(f"not used: {problem.where}: {problem.what}", err=True)
     if salvage.composition is not None:
         damage = {*salvage.damage, *salvage.refused}
-        for notice in salvage.composition.report.notices:
-            if notice not in damage:
-                notify(notice)
+        for notice in folded(one for one in salvage.composition.report.notices if one not in damage):
+            notify(notice)
         click.echo(salvage_text(salvage))
     if share := gain(salvage):
         what = f"--fragments would take {share:.0%} of all elements from a newer step, in params that mix two steps"
         notify(what)
 
 
-def _say_how_to_resume(salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool) -> None:
+def _say_how_to_resume(
+    salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool, is_done: bool = True
+) -> None:
     from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
     from llmtailor.formats.clients import client_of
     from llmtailor.formats.registry import display_name
@@ -153,4 +156,4 @@ def _say_how_to_resume(salvage: Salvage, resume_from: Path, is_replaced: bool, a
         how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.tag}")'
     else:
         how = client_of(base).call.format(name)
-    click.echo(f"resume with {how}", err=as_json)
+    click.echo(f"{'' if is_done else 'then '}resume with {how}", err=as_json)

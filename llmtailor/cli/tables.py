@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from llmtailor.compose.report import Report, fold_layers, total_setback
-from llmtailor.errors import about, printable, ranges, size
+from llmtailor.errors import Problem, about, counted, printable, ranges, size
+from llmtailor.findings import folded
 from llmtailor.formats.trainer import ADAPTER
 from llmtailor.model.parts import condense, group_shares
 from llmtailor.model.states import MASTER
@@ -31,7 +32,8 @@ def parts_text(report: Report) -> str:
         )
         for row in fold_layers(report.parts)
     ]
-    head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {report.world_size} ranks\n"
+    ranks = counted(report.world_size, "rank")
+    head = f"{report.recipe} -> {report.out}\nresumes at step {report.global_step} on {ranks}\n"
     columns = ["part", "source", "step", "staleness", "bytes"]
     if setback is not None:
         head += f"estimated setback by stale parts: {about(setback)} steps\n"
@@ -84,13 +86,13 @@ def inspection_text(content: Inspection) -> str:
     unsaved = "those of an adapter" if is_adapter else "not saved"
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
-        f"saved by {content['world_size']} ranks"
+        f"saved by {counted(content['world_size'], 'rank')}"
         + ("" if content["client"] in ("trainer", "dcp") else f", resumed by {content['client']}"),
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']} at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
-        + (f", {content['skipped_steps']} steps skipped" if content["skipped_steps"] else ""),
-        f"{content['num_layers']} layers, {content['num_params']:,} params in {content['num_tensors']['trainable']} "
-        f"trainable and {content['num_tensors']['frozen']} frozen tensors, {content['num_tensors']['buffer']} buffers",
+        + (f", {counted(content['skipped_steps'], 'step')} skipped" if content["skipped_steps"] else ""),
+        f"{counted(content['num_layers'], 'layer')}, {content['num_params']:,} params in {content['num_tensors']['trainable']} "
+        f"trainable and {content['num_tensors']['frozen']} frozen tensors, {counted(content['num_tensors']['buffer'], 'buffer')}",
     ]
     lines += [f"tied: {name} is {stored}" for name, stored in content["tied"].items()]
     groups = [
@@ -129,7 +131,8 @@ def inspection_text(content: Inspection) -> str:
         "",
         f"{len(content['files'])} files, {size(content['num_bytes'])} ({content['num_bytes']:,} bytes)",
     ]
-    findings = [f"note: {item['where']}: {item['what']} ({item['fix']})" for item in content["findings"]]
+    noted = folded(Problem(item["where"], item["what"], item["fix"]) for item in content["findings"])
+    findings = [f"note: {one.where}: {one.what} ({one.fix})" for one in noted]
     return "\n".join(lines + (findings or ["nothing is missing or unusual"]))
 
 

@@ -120,7 +120,7 @@ def gc(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
 
     with only_writer(run) if yes else nullcontext():
         plan = plan_gc(run, keep)
-        in_use = (f"{path}: another process is writing there" for path in plan.in_use)
+        in_use = (Problem(str(path), "another process is writing there") for path in plan.in_use)
         _show(_collection(plan) if as_json else _collection_text(plan), [*plan.left_alone, *in_use])
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to remove", err=True)
@@ -148,8 +148,10 @@ def _options(
     return ThinOptions(keep_optimizer_last or keep_full_last or 1, strategy, select)
 
 
-def _show(plan: dict[str, Any] | str, left_alone: Iterable[object]) -> None:
-    for what in left_alone:
+def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:
+    from llmtailor.findings import folded
+
+    for what in folded(left_alone):
         notify(f"left alone: {what}")
     click.echo(plan if isinstance(plan, str) else json.dumps(plan, indent=2))
 

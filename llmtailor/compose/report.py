@@ -13,7 +13,8 @@ from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.compose.averages import describe
-from llmtailor.errors import Problem
+from llmtailor.errors import Problem, counted
+from llmtailor.findings import folded
 from llmtailor.formats.clients import Client
 from llmtailor.formats.trainer import MANIFEST
 from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
@@ -210,13 +211,13 @@ def card(report: Report, tool_version: str, family: str, stage: int, client: Cli
     """Return the README of a composite: a model card with the table of its parts. Stage 0 is without DeepSpeed."""
     has_masters = family in (DEEPSPEED, UNIVERSAL)
     holds = "weights, fp32 master weights and optimizer moments" if has_masters else "weights and optimizer moments"
-    ranks = f"{report.world_size} rank{'s' if report.world_size != 1 else ''}"
+    ranks = counted(report.world_size, "rank")
     rows = "\n".join(
         f"| {row.label} | `{row.source}` | {row.step} | {row.staleness} | {row.num_bytes:,} |"
         for row in fold_layers(report.parts)
     )
-    notices = "\n".join(f"- {notice.where}: {notice.what}" for notice in report.notices) or "- none"
-    sources = f"{len(report.sources)} checkpoint{'s' if len(report.sources) != 1 else ''}"
+    notices = "\n".join(f"- {notice.where}: {notice.what}" for notice in folded(report.notices)) or "- none"
+    sources = counted(len(report.sources), "checkpoint")
     return f"""---
 tags:
 - llmtailor

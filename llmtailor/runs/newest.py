@@ -16,6 +16,7 @@ from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import preview, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.errors import TargetError
+from llmtailor.findings import folded
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
@@ -63,7 +64,7 @@ def compose_newest(
     if there is not None:
         root = composition.indexes[composition.base].root if composition.is_copy else composition.out
         return Newest(root, step, False)
-    for notice in composition.report.notices:
+    for notice in folded(composition.report.notices):
         logger.warning("%s", notice)
     try:
         preview(composition)

@@ -16,7 +16,7 @@ from llmtailor.compose.checks import differences
 from llmtailor.compose.plan import Opened, output_in
 from llmtailor.compose.report import total_setback
 from llmtailor.errors import Problem, Problems, SourceError, TailorError, about
-from llmtailor.findings import ERROR
+from llmtailor.findings import ERROR, folded
 from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER, is_partial, read_manifest
 from llmtailor.formats.registry import (
@@ -319,4 +319,4 @@ def _header(scan: Scan, assignment: Assignment) -> list[str]:
     setback = total_setback(base.setback_with(part, source.step_of(part)) for part, source in parts)
     if setback is not None:
         lines.append(f"estimated setback by stale parts: {about(setback)} steps")
-    return lines + [f"skipped: {problem.where}: {problem.what}" for problem in scan.skipped]
+    return lines + [f"skipped: {problem.where}: {problem.what}" for problem in folded(scan.skipped)]

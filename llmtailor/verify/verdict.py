@@ -8,7 +8,8 @@ from typing import Any
 
 from llmtailor.checkpoint.index import DCP, TRAINER, CheckpointIndex
 from llmtailor.checkpoint.placement import Runs
-from llmtailor.findings import ERROR, SEVERITIES, WARNING, Finding
+from llmtailor.errors import counted
+from llmtailor.findings import ERROR, SEVERITIES, WARNING, Finding, folded
 from llmtailor.formats.clients import client_of
 from llmtailor.formats.partial.manifest import FOLDER
 from llmtailor.formats.registry import display_name
@@ -112,7 +113,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 def to_text(verdict: Verdict) -> str:
     """Return the verdict in one line, followed by the findings, the most severe first."""
     counts = ", ".join(
-        f"{len(found)} {severity}{'s' if len(found) > 1 else ''}"
+        counted(len(found), severity)
         for severity in SEVERITIES
         if (found := verdict.of_severity(severity))
     )
@@ -120,10 +121,11 @@ def to_text(verdict: Verdict) -> str:
     if (index := verdict.index) is not None:
         read = "every byte was read" if verdict.is_deep else "structure only, no tensor was read"
         by = "" if index.client in (TRAINER, DCP) else f", resumed by {client_of(index).loader}"
-        lines.append(f"{index.format}, step {index.global_step}, for {index.world_size} ranks{by}; {read}")
+        ranks = counted(index.world_size, "rank")
+        lines.append(f"{index.format}, step {index.global_step}, for {ranks}{by}; {read}")
         if verdict.holding is not None:
             lines.append(_what_it_holds(verdict.holding, index, verdict.is_intact))
-    lines += [f"{finding.severity}: {finding}" for finding in verdict.findings]
+    lines += [f"{finding.severity}: {finding}" for finding in folded(verdict.findings)]
     return "\n".join(lines)
 
 
