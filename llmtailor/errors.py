@@ -15,8 +15,8 @@
     ├── Unanswered                   9  a helper process or another rank did not answer in time, or at all
     └── Interrupted                130  interrupted by Ctrl-C or SIGTERM
 
-An error carries *problems*, in the plural: all problems are reported together. Each says where it is, what it is, and
-how to fix it. `docs/errors.md` is generated from this file.
+An error carries *problems*, in the plural: all problems of a stage are reported together. Each says where it is, what
+it is, and how to fix it. `docs/errors.md` is generated from this file.
 
 The module also formats names, lists of names and sizes for messages.
 """

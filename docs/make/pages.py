@@ -90,8 +90,10 @@ error: {example}
 ```
 
 A message names the place (a path, a line of the recipe such as `recipe.yaml:12`, or a flag), the problem, and a fix.
-All problems are reported together, and the last line counts them. The exit code is that of the earliest stage that
-failed. Where nothing was written, the message says `nothing was written`.
+Checks are made in stages: the grammar of the recipe; then the sources, whether they fit together, the selectors and
+the output; then the plan and the free space. All problems of a stage are reported together, and the last line counts
+them. The exit code is that of the gravest kind, as in the table: the lowest number. Where nothing was written, the
+message says `nothing was written`.
 
 ## Exit codes
 

@@ -12,7 +12,7 @@ import click
 
 from llmtailor.cli.tables import table
 from llmtailor.compare.values import Change
-from llmtailor.model.states import MASTER
+from llmtailor.model.states import MASTER, WEIGHT
 
 if TYPE_CHECKING:
     from llmtailor.compare.diff import Diff
@@ -70,13 +70,18 @@ Table = tuple[tuple[str, ...], list[tuple[object, ...]], Sequence[int]]
 def _change_of_each_kind(
     found: Diff, labels: list[str], rows: Mapping[str, Mapping[str, Change]], kinds: list[str], by: str
 ) -> Table:
-    has_steps = by == "part" and any(a != b for a, b in found.part_steps.values())
-    head = (by, *(("A step", "B step") if has_steps else ()), *kinds, "changed")
+    masters, moments = found.master_steps, found.part_steps
+    has_steps = by == "part" and any(a != b for a, b in (*masters.values(), *moments.values()))
+    has_moments = has_steps and masters != moments
+    steps = (*(("A step", "B step") if has_steps else ()), *(("A moments at", "B moments at") if has_moments else ()))
+    head = (by, *steps, *kinds, "changed")
     cells: list[tuple[object, ...]] = []
     for label in labels:
         total = sum(rows[label].values(), Change())
         changes = (relative_text(rows[label].get(kind)) for kind in kinds)
-        cells.append((label, *(found.part_steps[label] if has_steps else ()), *changes, _share(total)))
+        of_moments = moments[label] if rows[label].keys() - {WEIGHT, MASTER} else ("-", "-")  # one has none
+        saved = (*(masters[label] if has_steps else ()), *(of_moments if has_moments else ()))
+        cells.append((label, *saved, *changes, _share(total)))
     return head, cells, range(1, len(head))
 
 

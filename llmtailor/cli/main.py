@@ -57,6 +57,18 @@ class _LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(f"llmtailor.cli.{file}"), cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            if close := difflib.get_close_matches(args[0], _COMMANDS, n=1):
+                error.message += f" Did you mean {close[0]!r}?"
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, what) for name, (_, what) in _COMMANDS.items()])
@@ -77,13 +89,12 @@ def cli() -> None:
 
     \b
     Examples:
+      llmtailor merge --run runs/x
+      llmtailor merge recipe.yaml runs/x/checkpoint-400-merged --num-gpu 8
+      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --num-gpu 4
+      llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor inspect runs/x/checkpoint-400
       llmtailor diff runs/x/checkpoint-300 runs/x/checkpoint-400
-      llmtailor verify runs/x/checkpoint-400 --deep
-      llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --num-gpu 4
-      llmtailor recipe runs/x --strategy parity -o recipe.yaml
-      llmtailor merge recipe.yaml --dry-run
-      llmtailor merge recipe.yaml runs/x/checkpoint-400-merged --num-gpu 8
       llmtailor salvage runs/x --dry-run
     """
 
@@ -93,8 +104,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = cli.main(standalone_mode=False)
-    except SystemExit:  # click exits with 1 when the output's reader is gone, as in `llmtailor inspect x | head -1`
-        sys.exit(BROKEN_PIPE)
+    except (
+        SystemExit
+    ) as end:  # click exits with 1 when the output's reader is gone, as in `llmtailor inspect x | head -1`
+        sys.exit(BROKEN_PIPE if end.code == 1 else end.code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

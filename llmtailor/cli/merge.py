@@ -56,18 +56,21 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
 
     \b
     Examples:
+      llmtailor merge --run runs/x
+      llmtailor merge --run runs/x --at 400 --dry-run
       llmtailor merge recipe.yaml --dry-run
       llmtailor merge recipe.yaml runs/x/checkpoint-400-merged --num-gpu 8
       llmtailor merge recipe.yaml --json | jq '.parts[] | {part, source, step}'
-      llmtailor merge --run runs/x
-      llmtailor merge --run runs/x --at 400 --strategy parity out/checkpoint-400
     """
+    from llmtailor.runs.folder import noticing_deletions
+
     choosing = {name: options.pop(name) for name in [*options] if name in CHOOSING}
     if run is not None:
         if out is not None:
             raise UsageError.at("--run", "it can't be combined with CONFIG", f"omit {config}")
         chosen = partial(choose, run, choosing)
-        _run_merge(chosen, config, allow_split=allow_split, reuse=config is None, **options)
+        with noticing_deletions(run, choosing["also"]):
+            _run_merge(chosen, config, allow_split=allow_split, reuse=config is None, **options)
         return
     if config is None:
         raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
@@ -214,6 +217,7 @@ def recipe(
       llmtailor recipe --explain configs/llmtailor-original.yaml
     """
     from llmtailor.compose.plan import explain_recipe
+    from llmtailor.runs.folder import noticing_deletions
     from llmtailor.storage.local import replace_durably
 
     if (run is None) == (explain is None):
@@ -227,7 +231,8 @@ def recipe(
         text = explain_recipe(explain, folder, allow_split=allow_split)
     else:
         assert run is not None
-        text = choose(run, options, folder)[0].text
+        with noticing_deletions(run, options["also"]):
+            text = choose(run, options, folder)[0].text
     if output is None:
         click.echo(text, nl=False)
     else:

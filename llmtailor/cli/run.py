@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -16,6 +18,12 @@ from llmtailor.errors import StorageError, UsageError
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_NODE = ("NODE_RANK", "SLURM_NODEID")
 """Besides the ranks of processes, these say which of several launchers of one job this is."""
+_UNASKED = "LLMTAILOR_UNASKED"
+"""The variable with a file that `integrations.startup` removes once a process looks for the Trainer"""
+_NEVER = (
+    "note: llmtailor run: no Python process on this machine imported transformers' Trainer, so nothing added a saver.\n"
+    "  fix: call attach or saver_for in the program, see docs/saving.md; python -I, -S and -E ignore llmtailor run"
+)
 
 
 @command(
@@ -32,7 +40,7 @@ _OF_NODE = ("NODE_RANK", "SLURM_NODEID")
 @click.option(
     "--on-restart",
     type=click.Choice(["refuse", "compose"]),
-    help="What training does where the run's folder holds partial checkpoints: refuse, or continue from the newest state.",
+    help="What training does where the run's folder holds partial checkpoints: refuse, or resume the newest state.",
 )
 @click.option(
     "--resume",
@@ -64,10 +72,14 @@ def run(resume: Path | None, program: tuple[str, ...], **options: object) -> Non
         raise UsageError.at(program[0], "there is no such program", "check the name, or give its path")
     if resume is not None and is_first_launcher(environ):
         _compose(resume)
+    end = _watch(environ)
     try:
         os.execve(found, [*program], environ)
     except OSError as error:
+        Path(environ[_UNASKED]).unlink()
         raise StorageError.at(found, f"it can't be started: {error.strerror}", "check the file") from error
+    finally:
+        os.close(end)
 
 
 run.allow_interspersed_args = False  # the options behind PROGRAM are its own
@@ -81,6 +93,23 @@ def prepare(environ: MutableMapping[str, str], given: dict[str, str]) -> None:
     Arguments.of(from_environment(environ))
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(_STARTUP), *paths]))
+
+
+def _watch(environ: MutableMapping[str, str]) -> int:
+    """Start a shell that says, when PROGRAM has ended, if no process of it looked for the Trainer.
+
+    PROGRAM replaces this process, so nobody else is left to say it. Return the end of a pipe that PROGRAM must inherit:
+    the shell waits until it is closed. It is no child of PROGRAM, which may wait for all of its children.
+    """
+    descriptor, environ[_UNASKED] = tempfile.mkstemp(prefix="llmtailor-run-")
+    os.close(descriptor)
+    script = 'exec 3<&0; (cat <&3; test -e "$1" && rm "$1" && echo "$2" >&2) >/dev/null &'
+    read, end = os.pipe()
+    words = ["/bin/sh", "-c", script, "sh", environ[_UNASKED], _NEVER]
+    subprocess.run(words, stdin=read, stdout=subprocess.DEVNULL, check=True, start_new_session=True)
+    os.close(read)
+    os.set_inheritable(end, True)
+    return end
 
 
 def is_first_launcher(environ: MutableMapping[str, str]) -> bool:

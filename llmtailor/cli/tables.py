@@ -25,7 +25,7 @@ def parts_text(report: Report) -> str:
         (
             row.label,
             row.source,
-            row.step if row.masters_step is None else f"{row.step} (masters {row.masters_step})",
+            row.steps,
             _staleness(row.staleness),
             *(() if setback is None else (about(row.setback or 0.0),)),
             size(row.num_bytes),
@@ -83,6 +83,7 @@ def salvage_text(salvage: Salvage) -> str:
 def inspection_text(content: Inspection) -> str:
     """Return a checkpoint's description as text."""
     is_adapter = any(file["path"] == ADAPTER for file in content["files"])
+    tensors = content["num_tensors"]
     unsaved = "those of an adapter" if is_adapter else "not saved"
     lines = [
         f"{content['name']}: {content['format']} (ZeRO stage {content['zero_stage']}), step {content['global_step']}, "
@@ -91,8 +92,8 @@ def inspection_text(content: Inspection) -> str:
         f"trained in {content['precision']}, weights {', '.join(content['weights_dtype']) or unsaved}, "
         f"optimizer {content['optimizer']} at step {', '.join(f'{step:g}' for step in content['optimizer_steps'])}"
         + (f", {counted(content['skipped_steps'], 'step')} skipped" if content["skipped_steps"] else ""),
-        f"{counted(content['num_layers'], 'layer')}, {content['num_params']:,} params in {content['num_tensors']['trainable']} "
-        f"trainable and {content['num_tensors']['frozen']} frozen tensors, {counted(content['num_tensors']['buffer'], 'buffer')}",
+        f"{counted(content['num_layers'], 'layer')}, {content['num_params']:,} params in {tensors['trainable']} "
+        f"trainable and {tensors['frozen']} frozen tensors, {counted(tensors['buffer'], 'buffer')}",
     ]
     lines += [f"tied: {name} is {stored}" for name, stored in content["tied"].items()]
     groups = [

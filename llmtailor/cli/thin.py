@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command, notify, progress_bar, say_moved
-from llmtailor.cli.options import CLONE, COUNT, JSON, RUN_DIR, YES
+from llmtailor.cli.options import CLONE, COUNT, JSON, RUN_DIR, TRUST_UNRECORDED, YES
 from llmtailor.errors import Problem, UsageError, size
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ if TYPE_CHECKING:
     help="Full checkpoints older than the newest K lose their optimizer states: weights, config and tokenizer stay, "
     "but nothing can resume from them.",
 )
+@TRUST_UNRECORDED
 @CLONE
 @YES
 @JSON
-def thin(run: Path, clone: Clone, yes: bool, as_json: bool, **options: Any) -> None:
+def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bool, **options: Any) -> None:
     """Free disk space in RUN_DIR by thinning out its older full checkpoints.
 
     The newest stay whole. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
@@ -81,7 +82,7 @@ def thin(run: Path, clone: Clone, yes: bool, as_json: bool, **options: Any) -> N
 
     wanted = _options(**options)
     with only_writer(run, make=not wanted.weights_only) if yes else nullcontext():
-        plan = plan_thinning(run, wanted)
+        plan = plan_thinning(run, wanted, trust_unrecorded=trust_unrecorded)
         _show(_thinning(plan) if as_json else _thinning_text(plan), plan.scan.skipped)
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
@@ -102,9 +103,10 @@ def thin(run: Path, clone: Clone, yes: bool, as_json: bool, **options: Any) -> N
 )
 @RUN_DIR
 @click.option("--keep", type=COUNT, metavar="N", help="Keep only the newest N composable steps. Default: all.")
+@TRUST_UNRECORDED
 @YES
 @JSON
-def gc(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
+def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: bool) -> None:
     """Remove partial checkpoints that no composable step needs, and unfinished or abandoned folders, from RUN_DIR.
 
     Without --keep, every composable step stays composable from exactly the same parts. Unfinished saves, abandoned
@@ -119,7 +121,7 @@ def gc(run: Path, keep: int | None, yes: bool, as_json: bool) -> None:
     from llmtailor.runs.gc import collect, plan_gc
 
     with only_writer(run) if yes else nullcontext():
-        plan = plan_gc(run, keep)
+        plan = plan_gc(run, keep, trust_unrecorded=trust_unrecorded)
         in_use = (Problem(str(path), "another process is writing there") for path in plan.in_use)
         _show(_collection(plan) if as_json else _collection_text(plan), [*plan.left_alone, *in_use])
         if not yes:
@@ -138,7 +140,10 @@ def _options(
     given += ["--keep-optimizer-last"] if keep_optimizer_last else []
     if len(given) != 1:
         what = f"{' and '.join(given)} can't be combined" if given else "it needs to know what older checkpoints keep"
-        fix = "give one of --strategy, --select and --keep-optimizer-last"
+        fix = (
+            "give one of --strategy parity (half of the layers each), --select SELECTOR (these parts) and "
+            "--keep-optimizer-last 2 (the weights alone); without --yes, the outcome is only shown"
+        )
         problems.append(Problem("thin", what, fix))
     if keep_optimizer_last and keep_full_last:
         fix = "omit it: the newest K of --keep-optimizer-last stay full"

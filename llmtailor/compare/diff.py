@@ -6,7 +6,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from llmtailor.compare.training import Difference, compare_training
 from llmtailor.compare.values import Change, compare
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.engine.streams import cannot_read
-from llmtailor.errors import MismatchError, UsageError
+from llmtailor.errors import MismatchError, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
-from llmtailor.model.parts import ModelStructure, layer_of
+from llmtailor.model.parts import ModelStructure, layer_of, nearest
 from llmtailor.model.roles import place_of
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.casts import FLOATING
@@ -53,13 +53,15 @@ class Diff:
     steps: tuple[int, int]
     """The global steps of A and B"""
     part_steps: dict[str, tuple[int, int]]
-    """Part -> the steps at which it was saved, of a composite or partial checkpoint not always the global step"""
+    """Part -> the steps at which its moments were saved, of a composite not always the global step"""
     training: tuple[Difference, ...]
     """What differs besides the values of states"""
     states: tuple[Compared, ...]
     """In the order of the model"""
     chosen: tuple[str, ...] = ()
     """The only kinds of states that were compared; empty for all"""
+    master_steps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Part -> the steps at which its masters were saved, which may be newer than the moments"""
 
     @property
     def is_equal(self) -> bool:
@@ -108,7 +110,9 @@ def diff_indexes(
         raise MismatchError.at(b.name, what, "compare checkpoints of the same model")
     held = list(dict.fromkeys(state.kind for state in common))
     if unknown := [kind for kind in kinds if kind not in held]:
-        raise UsageError.at("--kind", f"not in both checkpoints: {', '.join(unknown)}", f"both hold {', '.join(held)}")
+        raise UsageError(
+            Problem("--kind", f"not in both checkpoints: {kind!r}", nearest(kind, held)) for kind in unknown
+        )
     states = [state for state in common if not kinds or state.kind in kinds]
     part_steps = {part: (a.step_of(part), b.step_of(part)) for part in structure.parts}
     return Diff(
@@ -119,6 +123,7 @@ def diff_indexes(
         tuple(compare_training(a, b, structure)),
         _compare_states(a, b, structure, [_Unit(state, state.param) for state in states], on_progress),
         tuple(kinds),
+        {part: (a.master_step_of(part), b.master_step_of(part)) for part in structure.parts},
     )
 
 
@@ -262,6 +267,7 @@ def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
             for kind, change in kinds.items()
         ],
         "part_steps": {part: list(steps) for part, steps in found.part_steps.items()},
+        "master_steps": {part: list(steps) for part, steps in found.master_steps.items()},
     }
 
 

@@ -53,6 +53,11 @@ class PartRow:
         return self.part + (f" {self.only}" if self.only else "") + ("" if self.is_whole else self._tensors)
 
     @property
+    def steps(self) -> str:
+        """The step, and that of the masters if it is another"""
+        return str(self.step) if self.masters_step is None else f"{self.step} (masters {self.masters_step})"
+
+    @property
     def _tensors(self) -> str:
         return f" ({self.num_tensors} tensor{'s' * (self.num_tensors != 1)})"
 

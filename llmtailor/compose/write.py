@@ -361,11 +361,10 @@ def with_what_is_kept(
     """Return the error with the bytes that a resume will keep."""
     if stand_in_of(composition.out) or not (kept := staging.kept_bytes):
         return error
-    there = f"{kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
-    return type(error)(
-        replace(problem, fix=f"{problem.fix}; rerun the same command to resume with {there}")
-        for problem in error.problems
-    )
+    then = f"it resumes with {kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
+    if isinstance(error, StorageError):  # the others say already that the command is to be run again
+        then = f"then run the same command again: {then}"
+    return type(error)(replace(problem, fix=f"{problem.fix}; {then}") for problem in error.problems)
 
 
 def _has_all(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

@@ -38,6 +38,8 @@ from llmtailor.model.parts import (
 from llmtailor.model.roles import is_aside, place_of
 from llmtailor.recipe import GroupId, LayerRange, NamedWeight, PlaceRule, Whole
 
+WORDS = ("even", "odd", "layers", "all")
+"""The selectors without a number"""
 FORMS = "even, odd, first:n, last:n, 3, 8-15, layers, experts, non-expert, all, a part name, or a glob for tensor names"
 
 _SPAN = re.compile(r"(?:layers? )?([0-9]+)(?:\s*-\s*([0-9]+))?")
@@ -240,7 +242,8 @@ def _named(word: str, structure: ModelStructure) -> set[str]:
         return set(structure.names(word))
     if shares := {part for part in structure.parts if layer_of(part) == word}:
         return {name for name, part in structure.part_of.items() if part in shares}
-    valid = structure.part_of if word.count(".") > 1 or word.endswith((".weight", ".bias")) else structure.parts
+    is_tensor = word.count(".") > 1 or word.endswith((".weight", ".bias"))
+    valid = structure.part_of if is_tensor else [*structure.parts, *WORDS]
     raise SelectorError(f"the model has no part or tensor {quote(word)}", nearest(word, valid))
 
 

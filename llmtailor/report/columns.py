@@ -69,6 +69,7 @@ def by_layers(saves: Sequence[LoggedSave]) -> tuple[LoggedSave, ...]:
         replace(
             save,
             parts={name_of.get(part, part): why for part, why in save.parts.items()},
+            masters=tuple(dict.fromkeys(name_of.get(part, part) for part in save.masters)),
             drift=join(save.drift, fmean),
             steps_behind={part: int(age) for part, age in join(save.steps_behind, max).items()},
         )

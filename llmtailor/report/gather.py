@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,7 @@ def gather(
 
     Raises SourceError if the folder does not exist, and Interrupted.
     """
+    run = Path(os.path.abspath(run))  # as the sources of a composite are named
     folder = RunFolder(run)
     folder.full()
     survey = cache(survey_checkpoint)  # each checkpoint is read once for all that follows

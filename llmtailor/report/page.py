@@ -116,7 +116,11 @@ def _composite(facts: RunFacts) -> list[Node]:
         return [_text("Nothing can be composed now:"), tables.problems_list(problems[:_MOST_PROBLEMS]), rest]
     found = facts.composite
     oldest = max((row.staleness for row in found.report.parts), default=0)
-    old = [row.label for row in found.report.parts if row.staleness == oldest]
+    old = [
+        row.label + ("" if row.masters_step is None else " moments")
+        for row in found.report.parts
+        if row.staleness == oldest
+    ]
     age = f"The oldest parts are {oldest:,} steps older: {some(old)}." if oldest else "All parts are of that step."
     if found.there is not None:
         what = f"{found.there} is complete and has the newest of every part. It resumes at step "
@@ -239,8 +243,10 @@ def _ages(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
         return [_text("The log has no ages of parts.")]
     shade = pictures.shade_of(values)
     what = "A dot is a save of the part." if is_one else "A cell is the mean over the saves of its column."
+    has_masters = any(save.masters for save in facts.log.saves)
+    whose = "the moments of a part were" if has_masters else "a part was"
     chart = pictures.grid(
-        "steps since a part was saved, after each save",
+        f"steps since {whose} saved, after each save",
         parts,
         columns,
         lambda column, part: column.age(part),
@@ -254,6 +260,7 @@ def _ages(facts: RunFacts, parts: Sequence[str]) -> list[Node]:
     }
     return [
         _text(f"{what} The darker the cell, the older the part's newest save."),
+        _text("Saves also held the masters of other parts: the numbers say of which step.") if has_masters else None,
         chart,
         pictures.legend(shades) if shades else None,
         element("details", element("summary", "The same in numbers"), tables.parts_table(parts, facts)),

@@ -54,7 +54,7 @@ def composite_table(facts: RunFacts) -> Element:
     """Return the source and the age of every part of what ``merge --run`` would compose."""
     assert facts.composite is not None
     rows = [
-        (row.label, row.source, f"{row.step:,}", f"{row.staleness:,}", size(row.num_bytes))
+        (row.label, row.source, row.steps, f"{row.staleness:,}", size(row.num_bytes))
         for row in fold_experts(facts.composite.report.parts)
     ]
     return table(("part", "source", "step", "steps behind", "bytes"), rows, right=(2, 3, 4))
@@ -88,15 +88,18 @@ def parts_table(parts: Sequence[str], facts: RunFacts) -> Element:
     """Return when each part was saved, according to the log."""
     times = dict.fromkeys(parts, 0)
     newest: dict[str, int] = {}
+    masters: dict[str, int] = {}
     oldest = dict.fromkeys(parts, 0)
     for save in facts.log.saves:
         for part in save.parts:
             if part in times:
                 times[part] += 1
                 newest[part] = save.step
+        masters |= dict.fromkeys((*save.parts, *save.masters), save.step)
         for part, behind in save.steps_behind.items():
             if part in oldest:
                 oldest[part] = max(oldest[part], behind)
+    has_masters = any(save.masters for save in facts.log.saves)
     behind_now = facts.log.saves[-1].steps_behind if facts.log.saves else {}
     rows = [
         (
@@ -105,10 +108,13 @@ def parts_table(parts: Sequence[str], facts: RunFacts) -> Element:
             f"{newest[part]:,}" if part in newest else "-",
             f"{behind_now[part]:,}" if part in behind_now else "-",
             f"{oldest[part]:,}",
+            *((f"{masters[part]:,}" if part in masters else "-",) if has_masters else ()),
         )
         for part in parts
     ]
-    return table(("part", "saves", "newest at step", "steps behind", "most steps behind"), rows, right=(1, 2, 3, 4))
+    head = ["part", "saves", "newest at step", "steps behind", "most steps behind"]
+    head += ["masters at step"] if has_masters else []
+    return table(head, rows, right=range(1, len(head)))
 
 
 def saves_table(facts: RunFacts) -> list[Element]:

@@ -35,7 +35,7 @@ from typing import Any
 from llmtailor.checkpoint.lineage import Past, RunCheckpoint, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import ABANDONED, NAMES, read_json, step_of
-from llmtailor.errors import SourceError, StorageError, TailorError, TargetError
+from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, some
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, is_partial, read_manifest, step_in_name
 from llmtailor.formats.partial.read import looks_partial
@@ -149,7 +149,7 @@ class RunFolder:
         wanted = [(step, path) for step, path in found if at is None or step <= at]
         if not wanted:
             what = f"there is no checkpoint at or before step {at}; the first is {found[-1][0]}"
-            raise SourceError.at(display_name(self.run), what, "give a later step")
+            raise SourceError.at(display_name(self.run), what, "use --at with a later step, or omit it")
         return wanted
 
     def left_by_thin(self) -> list[Path]:
@@ -374,6 +374,28 @@ def only_writer(run: Path, *, make: bool = False) -> Iterator[None]:
         yield
     finally:
         folder.unlock()
+
+
+@contextmanager
+def noticing_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
+    """Say so if reading fails because checkpoints of a run are deleted meanwhile, as a training with a limit does."""
+    folder = RunFolder(run, also)
+
+    def there() -> list[Path]:
+        partial = (path for one in (folder, *folder.also) for path in one.complete().values())
+        return [*folder.full().values(), *partial]
+
+    before = there()
+    try:
+        yield
+    except (SourceError, OSError) as error:
+        left = {*there()}
+        if not (gone := [display_name(path) for path in before if path not in left]):
+            raise
+        what = f"deleted while they were read: {some(gone)}; a running training does that with keep_composable"
+        again = SourceError.at(display_name(run), what, "run the same command again")
+        again.is_reported = isinstance(error, TailorError) and error.is_reported
+        raise again from error
 
 
 @contextmanager

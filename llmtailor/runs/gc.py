@@ -57,13 +57,14 @@ class GcPlan:
     """Bytes"""
 
 
-def plan_gc(run: Path, keep: int | None) -> GcPlan:
+def plan_gc(run: Path, keep: int | None, *, trust_unrecorded: bool = False) -> GcPlan:
     """Decide what to remove; with ``keep``, only that many of the newest composable steps stay composable.
 
+    ``trust_unrecorded`` also counts full checkpoints that do not state their attempt.
     Raises SourceError if the newest checkpoint can't be used or no step can be composed.
     """
     run = Path(run).absolute()
-    scan = scan_run(run, every_chain=True)
+    scan = scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     check_newest(scan)
     parts = scan.structure.parts
     reachable = find_reachable(scan.usable, parts, keep)

@@ -37,6 +37,8 @@ class LoggedSave:
     """Part -> estimated rise of the loss with its own last save; see `saving.SaveReport`"""
     steps_behind: Mapping[str, int]
     """Part -> steps since its newest save, after this one"""
+    masters: tuple[str, ...] = ()
+    """Further parts, of which it holds the masters without the moments"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ def _save(step: int, content: Mapping[str, Any]) -> LoggedSave:
         {str(part): _change(value) for part, value in content.get("drift", {}).items()},
         {str(part): _change(value) for part, value in content.get("expected_loss", {}).items()},
         {str(part): _count(value) for part, value in content.get("steps_behind", {}).items()},
+        tuple(map(str, content.get("masters", ()))),
     )
 
 

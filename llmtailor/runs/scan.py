@@ -6,11 +6,19 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint, best_holders
+from llmtailor.checkpoint.lineage import (
+    Ledger,
+    Past,
+    RunCheckpoint,
+    best_holders,
+    composable_steps,
+    newest_resumable,
+)
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
 from llmtailor.compose.plan import Opened, output_in
@@ -40,6 +48,8 @@ from llmtailor.verify.verify import verify_checkpoint
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Index = Callable[[Path], CheckpointIndex]
+_SHOWN = 3
+"""Of many steps, so many of the first and of the last are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +284,13 @@ def choose_for_run(
         [Path(os.path.abspath(one)) for one in also],
     )
     if isinstance(how, StrategyOptions):
-        is_latest = how.strategy == "latest"
-        scan = scan_run(run, at, also=also, only_newest=is_latest, trust_unrecorded=trust_unrecorded, index=index)
+        scan_all = partial(scan_run, run, also=also, trust_unrecorded=trust_unrecorded, index=index)
+        steps = [step for step, _ in RunFolder(run, also).checkpoints()]
+        if at is not None and steps and at < steps[-1]:
+            what = f"there is no checkpoint at or before step {at}; the first is of step {steps[-1]}"
+            raise _not_composable(scan_all(), what)
+        scan = scan_all(at, only_newest=how.strategy == "latest")
+        _check_complete(scan, at, scan_all)
         assignment = assign(scan.usable, scan.structure, how)
     else:
         problems = Problems()
@@ -301,6 +316,29 @@ def choose_for_run(
     text = write_recipe(assignment, scan.structure, folder, _header(scan, assignment), output)
     recipe = Recipe.of(assignment, name, text, scan.skipped, output)
     return recipe, Opened({root: scan.indexes[root] for root in recipe.sources()})
+
+
+def _check_complete(scan: Scan, at: int | None, scan_all: Callable[[], Scan]) -> None:
+    """Raise SourceError if a scan up to step ``at`` found no complete state; ``scan_all`` is one of the whole run."""
+    parts = scan.structure.parts
+    holders = best_holders(scan.usable, parts)
+    until = f" at or before step {at}" if at is not None else ""
+    if missing := [part for part in parts if part not in holders]:
+        raise _not_composable(scan_all(), f"no usable checkpoint{until} holds {condense(missing)}")
+    if newest_resumable(scan.usable) is None:
+        what = f"no usable checkpoint{until} has the schedule and the trainer state, which a resume needs"
+        raise _not_composable(scan_all(), what)
+
+
+def _not_composable(scan: Scan, what: str) -> SourceError:
+    """Return the error for a step of a run, with the steps that can be composed."""
+    where, steps = display_name(scan.run), composable_steps(scan.usable, scan.structure.parts)
+    if not steps:
+        fix = "no step of this run can be composed: copy back what was deleted, or use another run"
+        return SourceError([Problem(where, what, fix), *scan.skipped])
+    shown = list(map(str, steps))
+    shown = [*shown[:_SHOWN], "...", *shown[-_SHOWN:]] if len(shown) > 2 * _SHOWN else shown
+    return SourceError.at(where, what, f"use --at with a step that can be composed: {', '.join(shown)}; or omit it")
 
 
 def _log_choice(assignment: Assignment) -> None:

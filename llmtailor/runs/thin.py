@@ -83,16 +83,23 @@ class ThinPlan:
     """For each step that stays composable"""
 
 
-def plan_thinning(run: Path, options: ThinOptions, new_id: Callable[[], str] = lambda: uuid.uuid4().hex) -> ThinPlan:
+def plan_thinning(
+    run: Path,
+    options: ThinOptions,
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    *,
+    trust_unrecorded: bool = False,
+) -> ThinPlan:
     """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
 
     ``new_id`` returns random ids of 32 hex digits; the plans of several ranks are the same if these are.
+    ``trust_unrecorded`` also thins out full checkpoints that do not state their attempt.
 
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
     invalid strategy or selectors.
     """
     run = Path(run).absolute()
-    folder, scan = RunFolder(run), scan_run(run, every_chain=True)
+    folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
     newest = scan.indexes[check_newest(scan)]
     structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
     trained = {structure.part_of[param] for param in trained_states(newest)}

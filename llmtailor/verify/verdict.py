@@ -113,9 +113,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 def to_text(verdict: Verdict) -> str:
     """Return the verdict in one line, followed by the findings, the most severe first."""
     counts = ", ".join(
-        counted(len(found), severity)
-        for severity in SEVERITIES
-        if (found := verdict.of_severity(severity))
+        counted(len(found), severity) for severity in SEVERITIES if (found := verdict.of_severity(severity))
     )
     lines = [f"{verdict.name}: {verdict.level}" + (f" ({counts})" if counts else "")]
     if (index := verdict.index) is not None:

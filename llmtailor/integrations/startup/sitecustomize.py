@@ -13,9 +13,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 _TRAINER = "transformers.trainer"
+_UNASKED = "LLMTAILOR_UNASKED"
+"""The variable with a file that is there as long as no process has looked for the Trainer: see llmtailor/cli/run.py"""
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120 - pathlib costs every process milliseconds
 
 
@@ -29,6 +32,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _TRAINER or self._is_looking:
             return None
+        with suppress(OSError):
+            os.unlink(os.environ.get(_UNASKED, ""))  # noqa: PTH108
         self._is_looking = True
         try:
             spec = importlib.util.find_spec(fullname)
