@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from llmtailor.errors import Problem, some
+from llmtailor.errors import PathIn, Problem, some
 
 ERROR = "error"
 """A stock resume fails, or silently continues from something other than the checkpoint claims."""
@@ -54,13 +54,14 @@ def folded(problems: Iterable[P]) -> list[P]:
     groups: dict[Hashable, list[tuple[P, str]]] = defaultdict(list)
     for one in listed:
         word, key = max(_without_a_word(one), key=lambda word_and_key: counts[word_and_key[1]])
-        groups[key].append((one, word.rstrip(".,;:)")))
+        groups[key].append((one, word))
     found = []
     for alike in groups.values():
-        first, others = alike[0][0], [word for _, word in alike[1:]]
-        is_many = len(alike) > _FEW
+        first, others = alike[0][0], [word.rstrip(".,;:)") for _, word in alike[1:]]
+        if isinstance(first.where, PathIn):
+            others = [name.removeprefix(f"{first.where.checkpoint}/") for name in others]
         what = f"{first.what}; the same for {some(others, _NAMED)}"
-        found += [replace(first, what=what)] if is_many else [one for one, _ in alike]
+        found += [replace(first, what=what)] if len(alike) > _FEW else [one for one, _ in alike]
     return found
 
 

@@ -66,7 +66,7 @@ class _LazyGroup(click.Group):
             import difflib
 
             if close := difflib.get_close_matches(args[0], _COMMANDS, n=1):
-                error.message += f" Did you mean {close[0]!r}?"
+                raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -132,7 +132,7 @@ def inspection_text(content: Inspection) -> str:
         "",
         f"{len(content['files'])} files, {size(content['num_bytes'])} ({content['num_bytes']:,} bytes)",
     ]
-    noted = folded(Problem(item["where"], item["what"], item["fix"]) for item in content["findings"])
+    noted = folded(Problem(item["where"] or "", item["what"] or "", item["fix"] or "") for item in content["findings"])
     findings = [f"note: {one.where}: {one.what} ({one.fix})" for one in noted]
     return "\n".join(lines + (findings or ["nothing is missing or unusual"]))
 

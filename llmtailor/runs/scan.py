@@ -287,7 +287,7 @@ def choose_for_run(
         scan_all = partial(scan_run, run, also=also, trust_unrecorded=trust_unrecorded, index=index)
         steps = [step for step, _ in RunFolder(run, also).checkpoints()]
         if at is not None and steps and at < steps[-1]:
-            what = f"there is no checkpoint at or before step {at}; the first is of step {steps[-1]}"
+            what = f"there is no checkpoint at or before step {at}; the first is {steps[-1]}"
             raise _not_composable(scan_all(), what)
         scan = scan_all(at, only_newest=how.strategy == "latest")
         _check_complete(scan, at, scan_all)

@@ -158,6 +158,11 @@ def test_and_not_used_if_the_run_itself_went_on(world):
     asked = json.loads(call("merge", "--run", world.run, "--trust-unrecorded", "--dry-run", "--json").stdout)
     assert asked["global_step"] == 11
     assert saver_attempt.saver is not None
+    for words in (["gc", world.run], ["thin", world.run, "--strategy", "parity"]):
+        refused = call(*words)
+        assert refused.exit_code == 4 and "use --trust-unrecorded" in refused.stderr
+        told = json.loads(call(*words, "--trust-unrecorded", "--json").stdout)
+        assert told["composable_before"] == told["composable_after"] == [3, 6, 9, 11]
 
 
 def test_the_log_of_saves_has_the_run_as_it_stands(world):

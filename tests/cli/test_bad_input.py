@@ -433,6 +433,26 @@ def test_a_reader_that_has_gone(run, arguments):
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["marge", "recipe.yaml"], "No such command 'marge'. Did you mean 'merge'?"),
+        (["thin", ".", "--select", "evn"], "did you mean 'even'?"),
+        (["thin", ".", "--select", "layer3"], "did you mean 'layer 3'?"),
+        (["diff", "checkpoint-100", "checkpoint-200", "--kind", "exp_agv"], "did you mean 'exp_avg'?"),
+    ],
+)
+def test_near_misses_get_a_suggestion(run, words, told):
+    result = run_here(*words, cwd=run)
+    assert (result.returncode, told in result.stderr) == (2, True), result.stderr
+
+
+def test_completion_of_the_shell(run):
+    asked = {"_LLMTAILOR_COMPLETE": "bash_complete", "COMP_WORDS": "llmtailor me", "COMP_CWORD": "1"}
+    result = run_here(cwd=run, env=asked)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "plain,merge\n", "")
+
+
 def test_usage(run):
     for arguments in (["merge"], ["nonsense"], ["merge", "a", "--num-gpu", "none"], ["merge", "a", "b", "c"]):
         result = run_here(*arguments, cwd=run)

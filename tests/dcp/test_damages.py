@@ -123,7 +123,7 @@ CASES: list[tuple[str, str, Damage, str, Code, str, str]] = [
      "global_step is 1",
      "**silent** (read)"),
     ("a rank's weights are lost", "hf", lambda root, _: next(root.glob("shard-00001-*")).unlink(), "error",
-     Code.FILE_MISSING, "the weights of 1 ranks are missing",
+     Code.FILE_MISSING, "the weights of 1 rank are missing",
      "fails (read)"),
     ("a truncated rank's weights", "hf", lambda root, _: cut(next(root.glob("shard-00001-*"))), "error",
      Code.FILE_DAMAGED, "truncated", "fails (read)"),

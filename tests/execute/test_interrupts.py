@@ -94,7 +94,7 @@ def test_a_polite_signal_says_how_to_go_on(run, wanted, number):
     code, stderr = interrupt(run, number, 100 << 20)
     assert code == 130
     assert "error: interrupted\n" in stderr
-    assert f"rerun the same command to resume with {peek(run / 'out').num_bytes:,} of" in stderr
+    assert f"it resumes with {peek(run / 'out').num_bytes:,} of" in stderr
     assert "Traceback" not in stderr
     assert not (run / "out").exists()
     assert "resuming the merge" in go_on(run, wanted)

@@ -80,6 +80,18 @@ def test_the_program_starts_prepared(tmp_path, script):
     done = run(SAVES, environ, sys.executable, "-c", program)
     assert done.returncode == 7, done.stderr
     assert done.stdout.startswith("full <sitecustomize._Finder")
+    assert "no Python process on this machine imported transformers' Trainer" in done.stderr
+
+
+def test_nothing_is_said_where_a_process_of_the_program_looked_for_the_trainer(script):
+    """And what watches is no child of the program, which may wait for all that it has."""
+    _, environ = script
+    looks = "import importlib.util; importlib.util.find_spec('transformers.trainer')"
+    waits = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True); os.wait()"
+    done = run([], environ, sys.executable, "-c", waits, looks)
+    assert (done.returncode, "ChildProcessError" in done.stderr, "note:" in done.stderr) == (1, True, False), (
+        done.stderr
+    )
 
 
 class Known(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -58,6 +58,7 @@ def test_it_says_what_went_back_before_it_writes(run: Path) -> None:
     told = json.loads(llmtailor("salvage", run, "--fragments", "--dry-run", "--json").stdout)
     assert told["outcome"] == "composite" and told["resume_from"] == str(run / "salvaged-checkpoint-300")
     assert {(row["step"], row["steps_back"]) for row in told["parts"]} == {(300, 0), (200, 100)}
+    assert f"then resume with --resume_from_checkpoint {run / 'salvaged-checkpoint-300'}" in done.stdout
 
 
 def test_the_card_says_what_was_lost(run: Path) -> None:
@@ -91,7 +92,7 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     for step in (100, 200, 300):
         optim_states(run / f"checkpoint-{step}", 1).unlink()
     done = llmtailor("salvage", run, "--fragments")
-    assert done.returncode == 4 and "lm_head: no checkpoint holds it intact" in done.stderr
+    assert done.returncode == 4 and "embed_tokens: no checkpoint holds it intact" in done.stderr
     assert llmtailor("salvage", tmp_path / "nowhere").returncode == 4
     assert llmtailor("salvage", run, "--replace", "-o", "x").returncode == 2
 

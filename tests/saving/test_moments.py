@@ -25,6 +25,7 @@ from llmtailor.runs.retention import find_reachable, needed  # noqa: E402
 from llmtailor.runs.scan import choose_for_run, describe_checkpoint  # noqa: E402
 from llmtailor.verify.inspect import describe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from report.parsing import Page  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 from saving.test_experts import saving, train  # noqa: E402
 
@@ -317,3 +318,36 @@ def test_a_composite_is_not_composed_again(tmp_path):
     ]
     sources = sources_at([found, *saves], 6, [*masters])
     assert {*sources.values()} == {found} and not newer_masters([found, *saves], sources)
+    assert run_here("merge", "--run", run, "--at", 4, tmp_path / "4").returncode == 0
+    shown = run_here("diff", tmp_path / "4", run / "checkpoint-6").stdout
+    row = next(row for row in shown.splitlines() if row.startswith(f"{part}  "))
+    before = newest(run, 4)
+    steps = [before[0][part], masters[part], before[1][part], moments[part]]
+    assert row.removeprefix(part).split()[:4] == list(map(str, steps)), shown
+    shown = run_here("diff", run / "checkpoint-6", run / "partial" / "step-00000006").stdout
+    row = next(row for row in shown.splitlines() if row.startswith(f"{part}  "))
+    assert row.removeprefix(part).split()[:4] == ["6", "6", "-", "-"], shown
+
+
+def test_a_report_tells_ages_of_masters_and_moments_apart(tmp_path):
+    """And lists a checkpoint once, however the run's folder is named."""
+    run = tmp_path / "run"
+    loop = Loop(run, policy="moments_in_turn:3").start()
+    train(loop, 3)
+    loop.saver.close()
+    masters, moments = newest(run, 6)
+    for is_composed in (False, True):
+        if is_composed:
+            assert run_here("merge", "--run", run).returncode == 0
+        assert run_here("report", "run", "--force", cwd=tmp_path).returncode == 0
+        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        names = page.table("checkpoint", "verdict").column("checkpoint")
+        assert names and sorted(names) == sorted(set(names))
+        assert "steps since the moments of a part were saved" in page.text
+        ages = page.table("part", "saves")
+        shown = {row[0]: (row[ages.head.index("masters at step")], row[2]) for row in ages.rows}
+        assert shown == {part: (str(masters[part]), str(moments[part])) for part in masters}
+        oldest = [part for part in moments if moments[part] == min(moments.values())]
+        assert f"{6 - moments[oldest[0]]} steps older: {oldest[0]} moments" in page.text
+    told = dict(zip(*map(page.table("part", "source").column, ("part", "step")), strict=True))
+    assert told[oldest[0]] == f"{moments[oldest[0]]} (masters 6)"

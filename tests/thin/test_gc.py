@@ -15,7 +15,9 @@ pytest.importorskip("torch")
 from helpers.checkpoints import make, optim_states
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
+from llmtailor.compose import plan, write
 from llmtailor.errors import SourceError
+from llmtailor.runs import scan
 from thin.scene import call, compose, folders, make_run, save_partial, sources, taken
 
 ODD = ["layer 1", "layer 3", "lm_head"]
@@ -63,6 +65,30 @@ def test_the_newest_steps_keep_what_they_need(run, tmp_path):
     for step, wanted in composites.items():
         assert sources(compose(run, step, tmp_path / f"after-{step}")) == wanted
     assert removed(call("gc", run, "--keep", 2, "--yes")) == []
+    for step, what in ((350, "no usable checkpoint at or before step 350 holds"), (200, "the first is 300")):
+        gone = CliRunner().invoke(cli, ["merge", "--run", str(run), "--at", str(step)])
+        assert (gone.exit_code, type(gone.exception)) == (1, SourceError)
+        assert what in str(gone.exception)
+        assert "use --at with a step that can be composed: 400, 500; or omit it" in str(gone.exception)
+
+
+@pytest.mark.parametrize("when", ["scan", "plan", "write"])
+def test_what_is_deleted_while_a_merge_reads(run, monkeypatch, when):
+    """As the saver of a running training does with ``keep_composable``."""
+    place = {"scan": (scan, "describe_checkpoint"), "plan": (plan, "plan_merge"), "write": (write, "write")}[when]
+    then = getattr(*place)
+
+    def delete(*arguments, **options):
+        for step in (100, 200, 300, 400):
+            shutil.rmtree(run / "partial" / f"step-00000{step}", ignore_errors=True)
+        return then(*arguments, **options)
+
+    monkeypatch.setattr(*place, delete)
+    result = CliRunner().invoke(cli, ["merge", "--run", str(run)])
+    assert isinstance(result.exception, SourceError)
+    [problem] = result.exception.problems
+    assert "deleted while they were read" in problem.what and "partial/step-00000100" in problem.what
+    assert problem.fix == "run the same command again"
 
 
 def test_full_checkpoints_do_not_stand_in(run, full):

@@ -13,6 +13,7 @@ import pytest
 import llmtailor
 from helpers.checkpoints import edit, make, optim_states
 from helpers.commands import run_here
+from llmtailor.findings import ERROR, NOTE, WARNING, Finding, folded
 
 VERIFY_KEYS = {
     *(
@@ -91,6 +92,33 @@ def test_errors_do_not(folder):
     ]
     assert "damaged state: exp_avg of model.norm.weight, elements 3-5" in lines
     assert call(folder, "verify", "run/checkpoint-100").stderr == ""
+
+
+def test_findings_of_one_kind_are_one_line(folder):
+    """Two are not; the counts and the JSON know each of them."""
+    checkpoint = make(folder / "of-5", 100, world_size=5)
+    for rank in range(1, 5):
+        (checkpoint / f"rng_state_{rank}.pth").unlink()
+    for rank in range(2):
+        cut(optim_states(checkpoint, rank))
+    lines = call(folder, "verify", checkpoint).stdout.splitlines()
+    assert lines[0].endswith("not resumable (2 errors, 4 warnings)")
+    assert [line.split(":")[0] for line in lines[2:]] == ["error", "  fix"] * 2 + ["warning", "  fix"]
+    assert lines[-2].endswith("is missing; the same for rng_state_2.pth, rng_state_3.pth and 1 more")
+    assert len(json.loads(call(folder, "verify", checkpoint, "--json").stdout)["findings"]) == 6
+
+
+def test_one_word_that_differs_makes_one_kind():
+    def lacks(rank, kind, param, severity=NOTE):
+        return Finding("a", f"rank {rank} lacks {kind} of {param}", f"give {param} a {kind}", severity=severity)
+
+    kinds = [(rank, kind) for rank in range(2) for kind in ("exp_avg", "exp_avg_sq")]
+    every = [lacks(rank, kind, f"p.{number}") for rank, kind in kinds for number in range(4)]
+    expected = [f"rank {rank} lacks {kind} of p.0; the same for p.1, p.2 and 1 more" for rank, kind in kinds]
+    assert [one.what for one in folded(every)] == expected
+    assert [one.fix for one in folded(every)] == [f"give p.0 a {kind}" for _, kind in kinds]
+    apart = [lacks(0, "exp_avg", f"p.{at}", severity) for at, severity in enumerate((ERROR, WARNING, NOTE))]
+    assert folded(apart) == apart and folded([apart[0]] * 9) == apart[:1]
 
 
 def test_json(folder):

@@ -29,7 +29,7 @@ from llmtailor.containers.safetensors import read_header
 from llmtailor.containers.torch_alike import AlikeBlobs
 from llmtailor.containers.torch_zip import decode_torch_file
 from llmtailor.containers.views import Window
-from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, some
+from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, counted, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.model.states import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
@@ -260,7 +260,7 @@ def read_shards(root: Path, name: str, problems: Problems) -> Folder | None:
     parts: dict[str, list[tuple[Chunk, TensorEntry]]] = {}
     ranks = [int(match[1]) for path in paths if (match := _SHARD.fullmatch(path))]
     if lost := sorted(set(range(1, max(ranks) + 1)) - set(ranks)):
-        what = f"the weights of {len(lost)} ranks are missing, first of rank {lost[0] - 1}"
+        what = f"the weights of {counted(len(lost), 'rank')} are missing, first of rank {lost[0] - 1}"
         problems.add(SourceError.at(name, what, COPY_CHECKPOINT, Code.FILE_MISSING))
     sound = len(problems.errors)
     for path in paths:

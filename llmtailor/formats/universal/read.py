@@ -24,7 +24,16 @@ from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Survey, Tenso
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
-from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.errors import (
+    COPY_CHECKPOINT,
+    PathIn,
+    Problems,
+    SourceError,
+    UnsupportedCheckpoint,
+    counted,
+    damaged,
+    some,
+)
 from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.field_tables import check_fields, facts_of_rank
 from llmtailor.formats.format import FileTrees, Trees, attempt
@@ -237,7 +246,8 @@ class _Reader:
     def _check_count(self, usual: ModelShard) -> None:
         have = len(self.files.model)
         if self.files.is_zero3 and have != usual.world_size:
-            what = f"there are model states of {have} ranks, but they say that {usual.world_size} ranks saved them"
+            saved = counted(usual.world_size, "rank")
+            what = f"there are model states of {counted(have, 'rank')}, but they say that {saved} saved them"
             raise SourceError.at(PathIn(self.name, self.files.tag), what, COPY_CHECKPOINT, Code.FILE_MISSING)
 
     def _check_order(self, config: Mapping[str, Any]) -> None:

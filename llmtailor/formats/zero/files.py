@@ -20,7 +20,7 @@ from typing import Any
 from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED
 from llmtailor.codes import Code
 from llmtailor.containers.json import ASIDE, NAMES, is_path_below, step_of
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, printable
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted, printable
 from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, detect_client
 from llmtailor.storage.local import read_source
 from llmtailor.storage.stand_in import locate, location_of
@@ -196,7 +196,9 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
     """
     have = len(files.optim)
     if have > world_size:
-        what = f"there are shards of {have} ranks, but they say that {world_size} ranks saved them"
+        what = (
+            f"there are shards of {counted(have, 'rank')}, but they say that {counted(world_size, 'rank')} saved them"
+        )
         fix = f"remove the shards of ranks {world_size} and up, left over from another run"
         problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_UNKNOWN))
     there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
