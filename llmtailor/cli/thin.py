@@ -122,7 +122,7 @@ def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: 
 
     with only_writer(run) if yes else nullcontext():
         plan = plan_gc(run, keep, trust_unrecorded=trust_unrecorded)
-        in_use = (Problem(str(path), "another process is writing there") for path in plan.in_use)
+        in_use = (Problem(str(path), "another process is writing there", "wait until it ends") for path in plan.in_use)
         _show(_collection(plan) if as_json else _collection_text(plan), [*plan.left_alone, *in_use])
         if not yes:
             click.echo("dry run: nothing was changed; use --yes to remove", err=True)
