@@ -19,7 +19,6 @@ from llmtailor.saving.options import Arguments, SavingOptions
 
 ROOT = Path(__file__).parents[1]
 STATED = re.compile(r"\bdefaults?(?: is|:)? (?:\[?`+|\")?([a-z_]+|[0-9.]*[0-9])\b", re.IGNORECASE)
-COUNTS = ("first", "last", "every", "over")
 SAVING = {
     **asdict(SavingOptions()),
     "policy": DEFAULT_POLICY,
@@ -37,8 +36,8 @@ def test_those_of_options():
             for literal in STATED.findall(getattr(option, "help", None) or ""):
                 if literal in POLICIES or literal[0].isdigit():
                     found[command, option.name] = literal
-    strategy = asdict(StrategyOptions("latest"))
-    chosen = {(name, option): str(strategy[option]) for name in ("merge", "recipe") for option in COUNTS}
+    counts = {name: str(value) for name, value in asdict(StrategyOptions("latest")).items() if type(value) is int}
+    chosen = {(command, name): value for command in ("merge", "recipe") for name, value in counts.items()}
     assumed = {("policy", name): f"{value:g}" for name, value in policy_command._ASSUMED.items()}
     named = {("run", "policy"): DEFAULT_POLICY, ("policy", "policies"): DEFAULT_POLICY}
     assert found == {**chosen, **assumed, **named, ("thin", "keep_full_last"): "1"}

@@ -83,7 +83,7 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
     base = newest_resumable(checkpoints)
     if base is None:
         what = "none of them is complete enough to resume from, so none can be the base"
-        fix = "a full checkpoint must supply the learning rate schedule and trainer state; give a later failure step"
+        fix = "a full checkpoint must supply the learning rate schedule and trainer state; use a later step (--at)"
         task.refuse("checkpoints", f"{_steps(task.steps)}: {what}", fix)
     source_of: dict[str, RunCheckpoint] = {}
     moments_of: dict[str, RunCheckpoint] = {}
@@ -101,7 +101,7 @@ def assign(checkpoints: Sequence[RunCheckpoint], structure: ModelStructure, opti
         source_of[part] = found = newer or found
         reason[part] = wish.why if found.step == wish.step else f"{wish.why}, but step {wish.step} lacks it"
     if missing:
-        fix = "give a later failure step, or another run, to include a full checkpoint"
+        fix = "use a later step (--at), or another run, to include a full checkpoint"
         task.refuse("checkpoints", f"no usable checkpoint holds {condense(missing)}", fix)
     if task.problems or base is None:
         raise RecipeError(dict.fromkeys(task.problems))
@@ -116,7 +116,7 @@ def _latest(task: _Task) -> _Wishes:
 def _parity(task: _Task) -> _Wishes:
     if len(task.steps) < 2:
         what = f"parity needs two checkpoints, but there is only step {task.steps[-1]}"
-        task.refuse("--strategy", what, "use the strategy latest, or give a later failure step")
+        task.refuse("--strategy", what, "use the strategy latest, or a later step (--at)")
         return {}
     before, newest = task.steps[-2:]
 

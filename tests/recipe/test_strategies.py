@@ -108,7 +108,7 @@ def test_reasons(run, strategy, options, expected):
          [("--aux", "'nrom'", "'norm'"), ("--aux", "'nose'", "norm"), ("--every", "none is number 9", "to 5")]),
         (RUN[:1], llama(2), "parity", {}, [("--strategy", "only step 100", "latest")]),
         ([replace(full(100), resumable=False), replace(full(200), resumable=False)], llama(2), "latest", {},
-         [("checkpoints", "100, 200: none of them is complete enough", "later failure step")]),
+         [("checkpoints", "100, 200: none of them is complete enough", "later step (--at)")]),
         ([partial(100, "layer 0", "norm", resumable=True), partial(200, "embed_tokens")], llama(3), "latest", {},
          [("checkpoints", "no usable checkpoint holds layers 1-2, lm_head", "full checkpoint")]),
     ],
