@@ -152,9 +152,15 @@ class UnsupportedCheckpoint(SourceError):
     meaning = "an intact checkpoint of an unsupported kind"
 
 
+class ObjectKeys(UnsupportedCheckpoint):
+    meaning = "an intact file whose dicts have objects as keys"
+
+
 class UnsafePickle(SourceError):
     code = Code.UNSAFE_PICKLE
     meaning = "a pickle names a global that no checkpoint needs"
+    names: tuple[tuple[str, str], ...] = ()
+    """Module and name of each global"""
 
 
 class MismatchError(TailorError):

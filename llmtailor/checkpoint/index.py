@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Absent, Bundled, Placement, Runs, count
+from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Placement, Runs, count
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
@@ -110,6 +110,11 @@ class TensorEntry:
     def is_here(self) -> bool:
         """Whether the checkpoint holds it, or some of it; False for what a partial checkpoint left out."""
         return not isinstance(self.place, Absent)
+
+    @property
+    def is_all_zero(self) -> bool:
+        """Whether no file holds it, because all elements are zero."""
+        return isinstance(self.place, AllZero)
 
     @property
     def runs(self) -> Runs:

@@ -211,6 +211,14 @@ class Absent:
         raise LookupError("the checkpoint does not hold this state")
 
 
+@dataclass(frozen=True, slots=True)
+class AllZero:
+    """In no file, because all elements are zero: moments of a param that has had no gradient yet."""
+
+    def cover(self, begin: int, end: int) -> Iterable[Fragment]:
+        return ()
+
+
 def union(*sets: Runs) -> Runs:
     """Return the elements that are in any of the sets."""
     joined: list[tuple[int, int]] = []

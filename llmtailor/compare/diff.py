@@ -241,6 +241,8 @@ class _Reader:
         if len(self._own.__dict__.get("buffer", b"")) < size:
             self._own.buffer = bytearray(max(size, CHUNK_ELEMENTS * itemsize))
         room = memoryview(self._own.buffer)[:size]
+        if held.is_all_zero:
+            room[:] = bytes(size)
         for fragment in held.place.cover(begin, end):
             low, high = ((element - begin) * itemsize for element in (fragment.begin, fragment.end))
             try:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
-from llmtailor.checkpoint.placement import Absent, Placement, Runs, without
+from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
 from llmtailor.model.states import BUFFER, State
 from llmtailor.storage.stand_in import location_of
@@ -88,7 +88,9 @@ class _Filler:
             if not supply.holds(begin, end):
                 return [slot]
             source, scale = supply.source, self.scales.get((state, supply.source), 1.0)
-            if supply.dtype == dtype and scale == 1:
+            if isinstance(supply.place, AllZero):
+                filled.append(Blend((), end - begin, dtype, source, state, begin))
+            elif supply.dtype == dtype and scale == 1:
                 for at, _, extent in supply.place.cover(begin, end):
                     filled.append(Copy(extent, source, state, at))
             else:

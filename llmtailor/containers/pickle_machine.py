@@ -213,12 +213,17 @@ def expect(value: Any, *kinds: type) -> Any:
     return value
 
 
+class ObjectKey(ValueError):
+    """A dict has an object as key."""
+
+
 def check_keys(keys: list[Any], objects: bool = False) -> list[Any]:
     for key in keys:
         if objects and isinstance(key, Call):
             continue
         if type(key) is not str and not (isinstance(key, int) and -MAX_KEY < key < MAX_KEY):
-            raise ValueError(f"a key that is neither a text nor a small integer but a {type(key).__name__}")
+            what = f"a key that is neither a text nor a small integer but a {type(key).__name__}"
+            raise ObjectKey(what) if isinstance(key, Call) else ValueError(what)
     return keys
 
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.pickle_machine import GETATTR, MAX_OPCODES, FindStorage, Machine
+from llmtailor.containers.pickle_machine import GETATTR, MAX_OPCODES, FindStorage, Machine, ObjectKey
 from llmtailor.containers.pickle_nodes import REBUILD_TENSOR, STORAGE_DTYPES, Call, Global, Ordered, as_tensor, children
-from llmtailor.errors import Problem, UnsafePickle, damaged
+from llmtailor.errors import ObjectKeys, Problem, UnsafePickle, damaged
 
 _NUMPY = {
     "numpy": {"ndarray", "dtype"},
@@ -75,8 +75,8 @@ def read_pickle(
     ``find_storage(dtype, key, numel, location)`` turns a torch persistent id into a `Storage`; without it
     persistent ids are refused. ``any_names`` accepts globals that are not on the list ``allowed``, as names.
     ``object_keys`` permits objects as keys of dicts.
-    Raises UnsafePickle, with every name, for globals not on the allow-list, and SourceError for a pickle that is
-    incomplete, damaged or crafted to exhaust memory or time.
+    Raises UnsafePickle, with every name, for globals not on the allow-list, ObjectKeys for a dict with objects as
+    keys, and SourceError for a pickle that is incomplete, damaged or crafted to exhaust memory or time.
     """
     machine, damage = Machine(data, find_storage, object_keys, max_opcodes), None
     try:
@@ -89,7 +89,12 @@ def read_pickle(
         named = _named(tree, set())
         refused = [name for name in refused if name not in GETATTR or name in named]
     if refused and not any_names:
-        raise UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]]) from damage
+        unsafe = UnsafePickle([_unsafe(name, where) for name in refused[:_SHOWN]])
+        unsafe.names = tuple((name.module, name.name) for name in refused)
+        raise unsafe from damage
+    if isinstance(damage, ObjectKey):
+        fix = "leave this checkpoint out, or save it again without that dict"
+        raise ObjectKeys.at(where, f"a dict can't be read: it has {damage}", fix) from damage
     if damage is not None:
         missing = isinstance(damage, (IndexError, KeyError))
         what = f"the pickle is damaged ({'it refers to missing items' if missing else damage})"

@@ -11,7 +11,7 @@ tests/verify/test_fields.py. Each table is beside the other checks of its file; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,10 +332,29 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
 
 
 def is_adam(tree: Any, *at: str) -> bool:
-    """Whether a state dict is of Adam or one of its kin, by its states or its hyperparameters."""
-    state, group = (*at, "state", EACH), (*at, "param_groups", EACH)
-    is_told = any(has(tree, *state, kind) for kind in ("exp_avg", "exp_avg_sq"))
-    return is_told or all(has(tree, *group, name) for name in ("betas", "weight_decay"))
+    """Whether a state dict is of Adam; see `keeps_as_adam`."""
+    return keeps_as_adam(keys_below(tree, *at, "state"), keys_below(tree, *at, "param_groups"))
+
+
+ADAM_KINDS = frozenset(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+
+
+def keeps_as_adam(kinds: Collection[str], options: Collection[str]) -> bool:
+    """Whether an optimizer is Adam, by all kinds of its states and all options of its param groups.
+
+    A moment that no param has tells another optimizer, unless the options are those of torch's or DeepSpeed's Adam.
+    """
+    return ADAM_KINDS.issuperset(kinds) and ({"exp_avg", "exp_avg_sq"} <= {*kinds} or has_adams_options(options))
+
+
+def has_adams_options(options: Collection[str]) -> bool:
+    """Whether param groups have options that only torch's and DeepSpeed's Adam have together."""
+    return "betas" in options and ("bias_correction" in options or {"amsgrad", "fused"} <= {*options})
+
+
+def keys_below(tree: Any, *at: str) -> frozenset[str]:
+    """Return the keys of all dicts in the list or dict at a path."""
+    return frozenset(key for _, one in find(tree, (*at, EACH)) if isinstance(one, dict) for key in one)
 
 
 def is_cpu_adam(tree: Any, *at: str) -> bool:

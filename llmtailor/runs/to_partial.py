@@ -36,6 +36,7 @@ from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State, is_moment
 from llmtailor.runs.folder import Kind, link_or_copy, staged
 from llmtailor.runs.together import write_files
+from llmtailor.storage.checksums import crc_of_zeros
 from llmtailor.storage.listing import FileFact, added_since
 from llmtailor.storage.local import Files, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
@@ -125,7 +126,10 @@ def check_same(
             covers = ([index.held[state].place.cover(*run) for run in one.held[state].runs] for state in pairs)
             extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
             crcs.append(_crcs(index.root, extents, stop, count))
-    differing = [state for state, here, there in zip(pairs, *crcs, strict=True) if here != there]
+    zeroed = {state: crc_of_zeros(one.held[state].num_bytes) for state in pairs if other.held[state].is_all_zero}
+    differing = [
+        state for state, here, there in zip(pairs, *crcs, strict=True) if here != zeroed.get(state, there)
+    ]
     differing += [state for state in mine if state not in other.held]
     wrong = [State(*state) for found in team.exchange(differing) for state in found]
     if wrong:

@@ -77,7 +77,7 @@ def bundle_states(
     for numel, streams in _bundles(index, saved_as):
         fresh = []
         for stream in streams:
-            if stream.held.is_here and stream.held.numel:
+            if stream.held.is_here and stream.held.numel and not stream.held.is_all_zero:
                 # tied names may share their bytes, and without DeepSpeed weights are masters
                 first, _ = stream.held.runs[0]
                 begins = next(iter(stream.held.place.cover(first, first + 1))).extent

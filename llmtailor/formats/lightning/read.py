@@ -27,7 +27,7 @@ from llmtailor.formats.lightning import tree as lightning
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.names import derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import parse_optimizer
-from llmtailor.formats.plain.read import check_steps, frozen_by_guess, hold_weights, make_index
+from llmtailor.formats.plain.read import check_steps, find_stateless, frozen_by_guess, hold_weights, make_index
 from llmtailor.formats.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.formats.trainer import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.formats.trainer_checks import RunFacts
@@ -82,12 +82,14 @@ def _index(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems
     groups = listed_names(saved, where) if has_names(saved) else derived_names(saved, model, where)
     known = fit(groups, saved, weights, model, model.buffers, where)
     trainer = replace(trainer, global_step=step, trees={**trainer.trees, CKPT: lightning.without_states(tree)})
-    index = make_index(root, where.checkpoint, saved, trainer, groups, known.params, known.tied)
+    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
+    index = make_index(root, where.checkpoint, saved, trainer, groups, known.params, known.tied, of_weights)
     index = replace(index, global_step=index.global_step if step is None else step)
     hyper = [group.hyper for group in saved.groups]
     findings = [*trainer.findings, *saved.findings, *lightning.check_loops(tree, where)]
     for one in schedulers:
         findings += [*check_scheduler(one, where), *compare_scheduler(read_scheduler(one), where, hyper, None)]
+    findings += find_stateless(index, where)
     if not has_names(saved):
         findings += frozen_by_guess(known.params, where)
     if lightning.SCALED not in tree:  # a step whose gradients overflow counts, but Adam makes none

@@ -305,7 +305,8 @@ def _index_plain(partial: Partial, client: str | None) -> CheckpointIndex:
     trained = {param for param, one in params.items() if one.role == "trainable"}
     if {param for group in groups for param in group} != trained:
         raise SourceError.at(name, "its optimizer's params differ from its manifest's", _FIX)
-    index = make_index(partial.root, name, optimizer, trainer, groups, params, manifest.tied)
+    dtypes = {param: fact.dtype for param, fact in manifest.params.items()}
+    index = make_index(partial.root, name, optimizer, trainer, groups, params, manifest.tied, dtypes)
     return replace(
         index,
         world_size=manifest.world_size,

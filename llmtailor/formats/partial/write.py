@@ -265,6 +265,8 @@ def _add_fragments(
             of_rank = cut_rows(rows, index.world_size) if held.numel else ()
             row = held.numel // max(rows, 1)
             yield from ((rank, low * row, high * row) for rank, (low, high) in enumerate(of_rank) if low < high)
+        elif held.is_all_zero:
+            yield 0, 0, held.numel
         else:
             for fragment in held.place.cover(0, held.numel):
                 yield rank_of.get(fragment.extent.path.rpartition("/")[2], 0), fragment.begin, fragment.end

@@ -27,6 +27,8 @@ _NAME_THEM = (
 )
 _SHOWN = 5
 _Shapes = Mapping[str, tuple[int, ...]]
+_Shape = tuple[int, ...] | None
+"""None for that of a param that has no state yet: any will do"""
 
 
 def has_names(saved: SavedOptimizer) -> bool:
@@ -77,18 +79,18 @@ def derived_names(saved: SavedOptimizer, model: ModelFacts, where: str) -> tuple
 
 
 def compare_shapes(
-    ids: Sequence[int], shapes: Sequence[tuple[int, ...]], names: Sequence[str], wanted: _Shapes, where: str
+    ids: Sequence[int], shapes: Sequence[_Shape], names: Sequence[str], wanted: _Shapes, where: str
 ) -> list[Problem]:
     """Return a problem for every id whose state's shape differs from its param's."""
     return [
         Problem(where, f"the state of id {number} has shape {list(shape)}, {name} has {list(wanted[name])}", _OTHER_RUN)
         for number, shape, name in zip(ids, shapes, names, strict=True)
-        if shape != wanted[name]
+        if shape is not None and shape != wanted[name]
     ]
 
 
 def _without_frozen(
-    group: int, shapes: Sequence[tuple[int, ...]], names: Sequence[str], params: _Shapes, where: str
+    group: int, shapes: Sequence[_Shape], names: Sequence[str], params: _Shapes, where: str
 ) -> tuple[str, ...] | None:
     """Return the names of fewer ids than the model has params: others are frozen; the shapes must be unambiguous.
 
@@ -108,11 +110,11 @@ def _without_frozen(
     return tuple(names[at] for at in early)
 
 
-def _match(wanted: Sequence[tuple[int, ...]], available: Sequence[tuple[int, ...]]) -> list[int] | None:
+def _match(wanted: Sequence[_Shape], available: Sequence[tuple[int, ...]]) -> list[int] | None:
     """Return the earliest positions of ``wanted`` in ``available``, in order; None if it is not contained."""
     found: list[int] = []
     for at, shape in enumerate(available):
-        if len(found) < len(wanted) and shape == wanted[len(found)]:
+        if len(found) < len(wanted) and wanted[len(found)] in (None, shape):
             found.append(at)
     return found if len(found) == len(wanted) else None
 
@@ -151,7 +153,8 @@ def fit(
         wanted = {**model.params, **{buffer: weights[buffer] for buffer in others if buffer in buffers}}
         tied = model.tied
     else:  # a custom model, known by the names in the param groups
-        wanted = {**dict(zip(trainable, shapes, strict=True)), **{other: weights[other] for other in others}}
+        known = {param: shape or weights.get(param, ()) for param, shape in zip(trainable, shapes, strict=True)}
+        wanted = {**known, **{other: weights[other] for other in others}}
         buffers = {other for other in others if weights_held[other].dtype not in FLOATING} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, where)

@@ -5,8 +5,9 @@
     state          {id: {step, exp_avg, exp_avg_sq}}       tensors in the shape and dtype of the param
     param_groups   [{lr, betas, .., params: [ids]}]        an extra key may list the params' names
 
-A stock resume checks little more than the number of ids: a missing state restarts Adam for its param, swapped states
-stay swapped in training (reading out of bounds if their shapes differ). All of this is refused here.
+A stock resume checks little more than the number of ids: swapped states stay swapped in training (reading out of
+bounds if their shapes differ), which is refused here. A param that has had no gradient yet has no state, and before the
+first step none has. Adam would start from zeros, so these are its moments here, at step 0.
 
 Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consistency rules. Pure.
 """
@@ -14,7 +15,7 @@ Also what a resume without DeepSpeed reads of ``optimizer.pt``, and its consiste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.field_tables import (
+    ADAM_KINDS,
     EACH,
     FAILS,
     FAILS_AT_STEP,
@@ -39,9 +41,11 @@ from llmtailor.formats.field_tables import (
     is_a,
     is_adam,
     is_number,
+    keys_below,
     optimizer_fields,
 )
 from llmtailor.formats.format import Trees
+from llmtailor.formats.other_optimizers import another, flattened, naming_others, refuse_others
 from llmtailor.formats.trainer_checks import find_refused
 
 _STEP, _ADAM = "torch.optim.AdamW.step", "Adam and its variants"
@@ -86,10 +90,10 @@ OPTIMIZER_TABLE = Table(
 def _check_groups(
     groups: Sequence[Mapping[str, Any]],
     ids: Sequence[Sequence[int]],
-    shapes: Mapping[int, tuple[int, ...]],
+    shapes: Mapping[int, tuple[int, ...] | None],
     where: str,
 ) -> Iterator[Finding]:
-    """Yield impossible values in param groups: ``ids`` are those of each, ``shapes`` their params'.
+    """Yield impossible values in param groups: ``ids`` are those of each, ``shapes`` their params', if known.
 
     A resume matches states by the order of the ids, not by their numbers, and torch numbers them in order.
     """
@@ -97,7 +101,7 @@ def _check_groups(
     if any(second < first for first, second in pairwise(listed)):
         fix = f"a resume silently gives each state to the param in its place; {COPY_FILE}"
         yield Finding(where, "the ids of the params are out of order", fix, Code.FIELD_CONFLICT, ERROR)
-    if decays_vectors_alone(groups, [[shapes[number] for number in group] for group in ids]):
+    if decays_vectors_alone(groups, [[shape for number in group if (shape := shapes[number])] for group in ids]):
         what = "only vectors have weight decay, as if the hyperparameters of the param groups were swapped"
         fix = f"silent: a resume decays the norms, not the matrices; {COPY_FILE}"
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
@@ -123,19 +127,22 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """The content of ``optimizer.pt``. Every id of a group has a state, and all have the same kinds."""
+    """The content of ``optimizer.pt``. All states have the same kinds."""
 
     groups: tuple[SavedGroup, ...]
     kinds: Mapping[int, Mapping[str, Tensor]]
-    """id -> kind -> tensor; all kinds of an id have one shape"""
+    """id -> kind -> tensor; all kinds of an id have one shape. Empty for a param that has had no gradient yet"""
     steps: Mapping[int, float]
+    """0 for a param that has had no gradient yet"""
     step_is_tensor: bool
     findings: tuple[Finding, ...] = ()
     """What makes a resume fail, or change, without preventing reading"""
+    zeroed: tuple[str, ...] = ()
+    """The kinds that a param gets with its first gradient, as zeros"""
 
-    def shape(self, number: int) -> tuple[int, ...]:
-        """Return the shape of the param with this id."""
-        return next(iter(self.kinds[number].values())).shape
+    def shape(self, number: int) -> tuple[int, ...] | None:
+        """Return the shape of the param with this id; None if it has no state."""
+        return next((tensor.shape for tensor in self.kinds[number].values()), None)
 
 
 def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,12 +154,14 @@ def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
     """Decode ``optimizer.pt``, or accelerate's ``optimizer.bin``; of its tensors only the 4 bytes of each ``step`` are
     read.
 
-    Raises SourceError, or UnsupportedCheckpoint for an optimizer whose state is not elementwise.
+    Raises SourceError, or UnsupportedCheckpoint for an optimizer whose states can't be composed.
     """
     if where.path not in trees.inside and not (trees.root / where.path).exists():
         fix = "copy it back; without it a resume fails, or silently loads neither the optimizer nor the schedule"
         raise SourceError.at(where, "the file is missing", fix, Code.FILE_MISSING)
-    return parse_optimizer(trees.root, trees.read(where.path, where).tree, where)
+    with naming_others(where):
+        tree = trees.read(where.path, where).tree
+    return parse_optimizer(trees.root, tree, where)
 
 
 def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
@@ -160,6 +169,10 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
 
     Raises what `read_optimizer` raises.
     """
+    if isinstance(tree, dict) and isinstance(state := tree.get("state"), dict):
+        kept = {number: flattened(one) if isinstance(one, dict) else one for number, one in state.items() if one != {}}
+        tree = {**tree, "state": kept}
+        _refuse_others(kept, keys_below(tree, "param_groups"), where)
     findings = [*find_refused(tree, where), *check_fields(tree, OPTIMIZER_TABLE, where)]
     try:
         saved = _read(root, tree, where)
@@ -173,17 +186,35 @@ def parse_optimizer(root: Path, tree: Any, where: str) -> SavedOptimizer:
     return replace(saved, findings=(*findings, *_check_groups(hyper, ids, shapes, where)))
 
 
+def _refuse_others(state: Mapping[Any, Any], options: Collection[str], where: str) -> None:
+    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed."""
+    states = [one for one in state.values() if isinstance(one, dict)]
+    objects = (value for one in states for kind, value in one.items() if kind != "step" and as_tensor(value) is None)
+    kinds = {frozenset(str(kind) for kind in one) for one in states}
+    refuse_others(kinds, {str(option) for option in options}, where, has_objects=any(True for _ in objects))
+
+
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     state = get(tree, "state", dict, where)
     groups = tuple(_read_group(group, where) for group in get(tree, "param_groups", list, where))
     ids = [number for group in groups for number in group.ids]
     _check_ids(ids, state, where)
-    kinds = _read_all(state, ids, where)
-    wanted = kinds[ids[0]].keys()
+    options = keys_below(tree, "param_groups")
+    kinds = _read_all(state, [number for number in ids if number in state], options, where)
+    wanted = next(iter(kinds.values()), dict.fromkeys(_OF_ADAM)).keys()
     if others := [number for number, tensors in kinds.items() if tensors.keys() != wanted]:
         raise damaged(where, f"the state of {_some(others)} has other kinds than {', '.join(wanted)}")
-    steps = {number: read_step(root, state[number]["step"], number, where) for number in ids}
-    return SavedOptimizer(groups, kinds, steps, all(as_tensor(state[number]["step"]) for number in ids))
+    if len(kinds) < len(ids) and not ADAM_KINDS.issuperset(wanted):
+        what = "some params have no states yet, and what the optimizer starts from is not known"
+        raise another(wanted, options, where, what)
+    steps = {number: read_step(root, state[number]["step"], number, where) if number in kinds else 0.0 for number in ids}
+    return SavedOptimizer(
+        groups,
+        {number: kinds.get(number, {}) for number in ids},
+        steps,
+        all(as_tensor(state[number]["step"]) for number in kinds),
+        zeroed=tuple(wanted),
+    )
 
 
 def _read_group(node: Any, where: str) -> SavedGroup:
@@ -203,14 +234,10 @@ def _read_group(node: Any, where: str) -> SavedGroup:
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
-    """Raise SourceError unless every id is owned once, and has a state."""
+    """Raise SourceError unless every id is owned once."""
     owned = Counter(ids)
     checks = (
         ("the param groups own {} twice", sorted(number for number, count in owned.items() if count > 1)),
-        (
-            "the optimizer state of {} is missing; a resume would restart Adam there",
-            [number for number in ids if number not in state],
-        ),
         ("it holds the state of {}, which no param group owns", [number for number in state if number not in owned]),
     )
     problems = [Problem(where, text.format(_some(found)), COPY_FILE) for text, found in checks if found]
@@ -220,46 +247,45 @@ def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:
         raise SourceError(problems)
 
 
-def _read_all(state: Mapping[Any, Any], ids: list[int], where: str) -> dict[int, dict[str, Tensor]]:
+def _read_all(
+    state: Mapping[Any, Any], ids: list[int], options: Collection[str], where: str
+) -> dict[int, dict[str, Tensor]]:
     """Return all states. Non-elementwise ones are damage if only some are; if all are, it is another optimizer."""
     kinds: dict[int, dict[str, Tensor]] = {}
-    others: list[UnsupportedCheckpoint] = []
+    others: list[Problem] = []
     for number in ids:
-        try:
-            kinds[number] = _read_kinds(as_dict(state[number], f"state[{number}]", where), number, where)
-        except UnsupportedCheckpoint as error:
-            others.append(error)
+        found = _read_kinds(as_dict(state[number], f"state[{number}]", where), number, where)
+        if isinstance(found, Problem):
+            others.append(found)
+        else:
+            kinds[number] = found
     if others and not kinds:
-        raise others[0]
-    if problems := [problem for error in others for problem in error.problems]:
-        raise SourceError(Problem(one.where, one.what, COPY_FILE, Code.STATE_SIZE) for one in problems)
+        raise another(frozenset().union(*(state[number] for number in ids)), options, where, others[0].what)
+    if others:
+        raise SourceError(others)
     return kinds
 
 
-def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor]:
-    """Return one id's tensors except the step. Raises UnsupportedCheckpoint if their shapes differ."""
+def _read_kinds(state: dict[Any, Any], number: int, where: str) -> dict[str, Tensor] | Problem:
+    """Return one id's tensors except the step, or why they are not the states of an optimizer like Adam."""
     kinds: dict[str, Tensor] = {}
     for kind, node in state.items():
         if kind == "step":
             continue
         if as_tensor(node) is None:
-            raise _not_elementwise(f"state {kind} of id {number} is not a tensor", where)
+            return Problem(where, f"state {kind} of id {number} is not a tensor", COPY_FILE, Code.STATE_SIZE)
         kinds[check_kind(kind, where)] = read_tensor(node, f"state[{number}][{kind}]", where)
     if "step" not in state or not kinds:
-        raise _not_elementwise(f"id {number} has no {'moments' if 'step' in state else 'step of its own'}", where)
+        what = f"id {number} has no {'moments' if 'step' in state else 'step of its own'}"
+        return Problem(where, what, COPY_FILE, Code.STATE_SIZE)
     if integers := [kind for kind in _OF_ADAM if kind in kinds and kinds[kind].dtype not in FLOATING]:
         what = f"{integers[0]} of id {number} is {kinds[integers[0]].dtype}, not floating-point"
         raise damaged(where, what, Code.STATE_DTYPE)
     if len({tensor.shape for tensor in kinds.values()}) > 1:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in kinds.items())
-        raise _not_elementwise(f"the states of id {number} have different shapes ({shapes})", where)
+        what = f"the states of id {number} have different shapes ({shapes})"
+        return Problem(where, what, COPY_FILE, Code.STATE_SIZE)
     return kinds
-
-
-def _not_elementwise(what: str, where: str) -> UnsupportedCheckpoint:
-    rule = "only Adam-like optimizers, with one element of state per element of the params, can be composed"
-    fix = "use AdamW; if this is AdamW, the file is damaged: copy it again"
-    return UnsupportedCheckpoint.at(where, f"{what}; {rule}", fix)
 
 
 def _some(ids: list[Any]) -> str:

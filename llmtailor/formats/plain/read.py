@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
-from llmtailor.checkpoint.placement import Contiguous, Sliced
+from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json, step_of
 from llmtailor.containers.safetensors import SINGLE, read_weights
@@ -28,7 +28,7 @@ from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.rng import find_lost_rng, rank_of
-from llmtailor.formats.scheduler import compare_scheduler
+from llmtailor.formats.scheduler import compare_scheduler, read_scheduler
 from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -132,7 +132,9 @@ def _index(
         groups = derived_names(optimizer, model, where)
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
-    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied)
+    dtypes = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
+    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied, dtypes)
+    findings += find_stateless(index, where)
     if not has_names(optimizer):
         findings += frozen_by_guess(known.params, where)
     if renamed := [param for param in known.params if param not in weights]:
@@ -165,6 +167,17 @@ def frozen_by_guess(params: Mapping[str, Param], where: str) -> Iterator[Finding
         yield Finding(where, what, fix, Code.STATE_MISSING)
 
 
+def find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
+    """Yield a finding on params without a state, which an optimizer of torch gives a param with its first gradient."""
+    lacking = dict.fromkeys(state.param for state, held in index.held.items() if held.is_all_zero)
+    if lacking:
+        fix = "nothing, if it has had no gradient yet, as in an unused head; if it was trained, its moments are lost"
+        what = f"the optimizer has no state of {some(lacking)}: a resume starts from zero moments there"
+        if len(lacking) == len(index.steps()):
+            what, fix = "the optimizer has no states, as before its first step", "nothing, if it has made no step yet"
+        yield Finding(where, what, fix, Code.STATE_MISSING)
+
+
 def compare_schedule(optimizer: SavedOptimizer, trainer: TrainerFiles, name: str) -> list[Finding]:
     """Return findings on a scheduler's state that does not fit the optimizer's groups."""
     hyper, where = [group.hyper for group in optimizer.groups], PathIn(name, trainer.client.scheduler)
@@ -179,8 +192,13 @@ def make_index(
     groups: Sequence[tuple[str, ...]],
     params: Mapping[str, Param],
     tied: Mapping[str, str],
+    dtypes: Mapping[str, str],
 ) -> CheckpointIndex:
-    """Return what is known from ``optimizer.pt`` and the names of its params: as if of one rank, in fp32."""
+    """Return what is known from ``optimizer.pt`` and the names of its params: as if of one rank, in fp32.
+
+    ``dtypes`` are those of the weights, which the moments have that do not exist yet.
+    """
+    usual = max(dtypes.values(), key=[*dtypes.values()].count, default="F32")
     owned = [
         (at, param, number)
         for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True))
@@ -203,6 +221,12 @@ def make_index(
             State(param, kind): TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
             for _, param, number in owned
             for kind, one in optimizer.kinds[number].items()
+        }
+        | {
+            State(param, kind): TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
+            for _, param, number in owned
+            if not optimizer.kinds[number]
+            for kind in optimizer.zeroed
         },
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
         sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
@@ -267,22 +291,30 @@ def hold_weights(
 def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
     """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
 
-    A param without gradients makes no step, so its states may lag behind, but only with its whole module. Raises
-    SourceError if no state is of the schedule's step.
+    A param without gradients makes no step, so its states may lag behind, but only with its whole module. One without a
+    state has made none. Raises SourceError if no state is of the schedule's step.
     """
-    counted, name = trainer.scheduler.num_steps if trainer.scheduler is not None else None, index.name
-    if not trainer.client.counts_steps:
+    client, name = trainer.client, index.name
+    counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
+    lacking = {state.param for state, held in index.held.items() if held.is_all_zero}
+    of_step: dict[float, list[str]] = {}
+    for param, step in index.steps().items():
+        if param not in lacking:
+            of_step.setdefault(step, []).append(param)
+    if not client.counts_steps and of_step:
         counted = index.global_step
+    elif not client.counts_steps:  # before the first step, no schedule has counted any
+        counted = read_scheduler(trainer.trees.get(client.scheduler)).num_steps
     if counted is None or MANIFEST in trainer.files:
         return
     usual = {counted - lag for lag in trainer.step_lags}
-    of_step: dict[float, list[str]] = {}
-    for param, step in index.steps().items():
-        of_step.setdefault(step, []).append(param)
-    client = trainer.client
     where = PathIn(name, client.optimizer)
     fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
-    if not usual.intersection(of_step):
+    if not of_step:
+        if counted > 0:
+            what = f"the optimizer has no states, but the schedule is at step {counted}"
+            raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+    elif not usual.intersection(of_step):
         what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
         raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
     for step, params in of_step.items():
@@ -290,8 +322,8 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
             continue
         if step > counted or step == 0 or len(params) == 1:
             what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
-            severity = WARNING if 0 < step < counted else ERROR
-            why = "nothing, if it had no gradients in some steps" if severity == WARNING else f"silent: {fix}"
+            severity = WARNING if step < counted else ERROR
+            why = "nothing, if it had no gradients in these steps" if severity == WARNING else f"silent: {fix}"
             yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
     if trainer.global_step not in (None, counted):
         what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"

@@ -1,0 +1,116 @@
+"""Optimizers whose checkpoints can't be judged, recognized by what they keep. Pure.
+
+The rule: a state that some params have and others lack is damage. What no param has tells another optimizer, which may
+be healthy, so it is refused once, by its likely name. Seen in torch 2.13, transformers 5.23, bitsandbytes 0.50, torchao
+0.18, schedulefree 1.4.1, grokadamw 0.1.2, galore_torch 1.0, apollo_torch 1.0.3, came_pytorch 0.1.3, adam-mini 1.1.1,
+torch-optimi 0.3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from llmtailor.errors import ObjectKeys, UnsafePickle, UnsupportedCheckpoint, some
+from llmtailor.formats.field_tables import has_adams_options, keeps_as_adam
+
+_RULE = (
+    "its checkpoints can be neither judged nor composed; only optimizers like Adam can, with a step and one element of "
+    "state per element of the params"
+)
+_FIX = "resume with the training itself; to compose checkpoints, train with AdamW"
+_NOT_RESUMED = "no stock resume loads its states; to resume, and to compose checkpoints, train with AdamW"
+BITSANDBYTES = "__bnb_optimizer_quant_state__"
+"""bitsandbytes nests its tensors under this key of a param's state in files, not in memory."""
+
+_LOW_BIT = "a low-bit optimizer of torchao"
+_BY_PACKAGE = {"torchao": _LOW_BIT, "galore_torch": "GaLore", "apollo_torch": "APOLLO"}
+"""Package of a class that a pickle names -> optimizer"""
+_BESIDE = {
+    *(("torch.serialization", "_get_layout"), ("torch.storage", "UntypedStorage")),
+    ("torch._utils", "_rebuild_wrapper_subclass"),
+}
+"""What torch names for tensors of such classes"""
+
+_BY_STATE = {
+    "qmap1": "an 8-bit optimizer of bitsandbytes",
+    "exp_avg_res_row": "CAME",
+    "exp_avg_sq_row": "Adafactor",
+    "row_var": "torch's Adafactor",
+    "vmean": "Adam-mini",
+    "mu_product": "NAdam",
+    "ax": "ASGD",
+    "kahan_comp": "an optimizer of optimi",
+    "scaled_grad": "APOLLO",
+    "projector": "GaLore",
+}
+"""States that only optimizers have whose states can't be composed -> optimizer"""
+_BY_OPTION = {
+    "grokking_signal_fns": "GrokAdamW",
+    "weight_lr_power": "a schedule-free optimizer",
+    "use_muon": "Muon with Adam for some params",
+    "ns_steps": "Muon",
+    "nesterov": "SGD",
+    "t_beta3": "an optimizer of bitsandbytes",
+}
+"""Options of param groups -> optimizer. Some of them may also have states that can be composed."""
+
+
+def refuse_others(
+    states: Collection[Collection[str]], options: Collection[str], where: str, *, has_objects: bool = False
+) -> None:
+    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed, and not for a damaged Adam.
+
+    ``states`` are the kinds of state of each param, ``step`` among them, ``options`` those of all param groups,
+    ``has_objects`` whether some state is neither a tensor nor a number.
+    """
+    unlike = {frozenset(one) for one in states if one}
+    every: frozenset[str] = frozenset().union(*unlike)
+    if not every:
+        is_known = has_adams_options(options)
+    elif keeps_as_adam(every, options):
+        is_known = True
+    else:
+        is_nested = all(one <= other or other <= one for one in unlike for other in unlike)
+        is_known = is_nested and {"step"} < every and not (has_objects or every & _BY_STATE.keys())
+    if not is_known:
+        raise another(every, options, where)
+
+
+def another(
+    kinds: Collection[str], options: Collection[str], where: str, why: str = ""
+) -> UnsupportedCheckpoint:
+    """Return the error for another optimizer than Adam, with its likely name, and ``why`` it is one."""
+    named = [name for key, name in _BY_STATE.items() if key in kinds]
+    named += [name for key, name in _BY_OPTION.items() if key in options]
+    shown = [*kinds] or {*options} - {"params", "lr", "initial_lr", "weight_decay"}
+    keeps = f"it keeps {some(sorted(shown))}" if kinds else f"it keeps no states, and has {some(sorted(shown))}"
+    what = f"its optimizer is {[*named, 'unlike Adam'][0]} ({why or keeps}): {_RULE}"
+    return UnsupportedCheckpoint.at(where, what, _FIX)
+
+
+@contextmanager
+def naming_others(where: str) -> Iterator[None]:
+    """Name the optimizer whose file can't be decoded, if its classes tell: raises UnsupportedCheckpoint instead."""
+    try:
+        yield
+    except ObjectKeys as error:
+        what = f"its optimizer is GrokAdamW (the keys of its states are the params themselves): {_RULE}"
+        raise UnsupportedCheckpoint.at(where, what, _NOT_RESUMED) from error
+    except UnsafePickle as error:
+        classes = {*error.names} - _BESIDE
+        found = {_BY_PACKAGE.get(module.partition(".")[0]) for module, _ in classes}
+        if None in found or len(found) != 1:
+            raise
+        [optimizer] = found
+        fix = _FIX if optimizer == _LOW_BIT else _NOT_RESUMED  # weights_only=True refuses the others' classes
+        what = f"its optimizer is {optimizer} (it keeps {some(sorted(map('.'.join, classes)))}): {_RULE}"
+        raise UnsupportedCheckpoint.at(where, what, fix) from error
+
+
+def flattened(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the states of a param as bitsandbytes has them in memory; it loads them in either form."""
+    inner = state.get(BITSANDBYTES)
+    outer = {kind: value for kind, value in state.items() if kind != BITSANDBYTES}
+    return {**outer, **inner} if isinstance(inner, dict) else dict(state)
