@@ -30,6 +30,7 @@ class Code(Enum):
     FILE_MISSING = "file-missing", "a file is missing"
     FILE_DAMAGED = "file-damaged", "a file is truncated, or not of the format its name implies"
     COMPRESSED = "compressed", "a torch file is compressed: a resume reads it, but llmtailor can't"
+    LEGACY = "legacy", "a torch file is in the format from before torch 1.6: a resume reads it, but llmtailor can't"
     FILE_UNREADABLE = "file-unreadable", "the operating system refuses to read a file"
     FILE_CHANGED = "file-changed", "a file changed while it was being read"
     NOT_A_FILE = "not-a-file", "a folder, pipe, socket or device has the name of a file"

@@ -7,6 +7,7 @@
     ├── RecipeError                  3  the recipe is malformed or contradicts itself
     ├── SourceError                  4  a checkpoint is missing, damaged or of an unsupported kind
     │   ├── UnsupportedCheckpoint       an intact checkpoint of an unsupported kind
+    │   │   └── ObjectKeys              an intact file whose dicts have objects as keys
     │   └── UnsafePickle                a pickle names a global that no checkpoint needs
     ├── MismatchError                5  the sources do not fit together
     ├── TargetError                  6  the output exists, is in use, has another unfinished merge, or overlaps a source

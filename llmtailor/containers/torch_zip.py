@@ -54,6 +54,9 @@ _SCALAR = 8
 """Maximum size in bytes of a storage that counts as a scalar, such as Adam's step"""
 _U32 = 0xFFFFFFFF
 _SAVE_AGAIN = "save it again uncompressed: torch.save(torch.load(FILE, weights_only=False), FILE)"
+_SAVE_NEW = "save it again with a current torch: torch.save(torch.load(FILE), FILE)"
+_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""The number that files from before torch 1.6 begin with, pickled, after the protocol"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def parse_torch_file(file: SourceFile, where: str) -> ParsedFile:
         what = f"{error}: torch.load reads such a file, but llmtailor can neither check nor use it"
         raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED) from error
     except (BadZip, UnicodeDecodeError) as error:
-        raise damaged(where, _why_no_zip(file, error), Code.FILE_DAMAGED) from error
+        raise _no_zip(file, where, error) from error
     order = records.get(f"{prefix}/byteorder")
     if order and file.read(order.start, min(order.stop, order.start + 8)) != b"little":
         raise SourceError.at(where, "the tensors are big-endian", "save it again on a little-endian machine")
@@ -169,15 +172,20 @@ def read_attributes(root: Path, path: str, where: str) -> dict[Any, Any]:
     return tree.state
 
 
-def _why_no_zip(file: SourceFile, error: Exception) -> str:
-    head = file.read(0, min(4, file.num_bytes))
+def _no_zip(file: SourceFile, where: str, error: Exception) -> SourceError:
+    """Return the error for a file that is no intact zip: it may be in torch's legacy format."""
+    head = file.read(0, min(2 + len(_LEGACY), file.num_bytes))
+    if head[:1] == b"\x80" and head[2:] == _LEGACY:
+        what = "the file is in torch's legacy format (before 1.6): torch.load reads it, but llmtailor does not"
+        return UnsupportedCheckpoint.at(where, what, _SAVE_NEW, Code.LEGACY)
+    what = f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
     if not head:
-        return "the file is empty"
-    if head[:1] == b"\x80":
-        return "the file is in torch's legacy format (before 1.6) or a bare pickle, not a torch.save zip"
-    if head != b"PK\x03\x04":
-        return f"the file is not a torch.save file (it has {file.num_bytes} bytes and begins with {head!r})"
-    return f"the file is truncated or damaged at {file.num_bytes} bytes ({error})"
+        what = "the file is empty"
+    elif head[:1] == b"\x80":
+        what = "the file is a bare pickle, not a torch.save file"
+    elif head[:4] != b"PK\x03\x04":
+        what = f"the file is not a torch.save file (it has {file.num_bytes} bytes and begins with {head[:4]!r})"
+    return damaged(where, what, Code.FILE_DAMAGED)
 
 
 _HEADERS = "pickle and zip headers"
@@ -389,5 +397,5 @@ def _records_in(file: SourceFile, where: str) -> tuple[Record, ...]:
     try:
         found = read_records(file, may_be_deflated=True)
     except (BadZip, UnicodeDecodeError) as error:
-        raise damaged(where, f"the file is truncated or damaged ({error})", Code.FILE_DAMAGED) from error
+        raise _no_zip(file, where, error) from error
     return tuple(sorted(found.values(), key=lambda record: record.start))

@@ -123,6 +123,7 @@ def _unsafe(name: Global, where: str) -> Problem:
         f"the pickle names {name}, which no checkpoint needs",
         "do not load this file with torch.load unless you trust it; leave this checkpoint out, or save it again "
         "without that object",
+        Code.UNSAFE_PICKLE,
     )
 
 

@@ -44,7 +44,7 @@ def check_target(out: Path, sources: list[Path], replace: bool) -> None:
     if out.name in ("", ".."):
         raise TargetError.at(out, "the output has no folder name", "name the new folder itself")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise TargetError.at(out, "the output exists and is not a folder", "choose another output, or remove it")
+        raise TargetError.at(out, "the output exists and is not a folder", "choose another output, or move it away")
     if out.exists() and not replace and not is_unfinished(out):
         raise already_there(out)
 

@@ -90,5 +90,5 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
             is_split=any(notice.get("code") == Code.SPLIT_WEIGHTS.value for notice in content["notices"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        fix = "copy the checkpoint again, or remove the file to skip all checks against it"
+        fix = "copy the checkpoint again; without the file, nothing is compared with it"
         raise SourceError.at(where, f"the manifest is damaged ({error!r})", fix, Code.MANIFEST) from error

@@ -29,7 +29,7 @@ _BY_PACKAGE = {"torchao": _LOW_BIT, "galore_torch": "GaLore", "apollo_torch": "A
 """Package of a class that a pickle names -> optimizer"""
 _BESIDE = {
     *(("torch.serialization", "_get_layout"), ("torch.storage", "UntypedStorage")),
-    ("torch._utils", "_rebuild_wrapper_subclass"),
+    *(("torch._utils", "_rebuild_wrapper_subclass"), ("torch._utils", "_rebuild_tensor_v3")),
 }
 """What torch names for tensors of such classes"""
 
@@ -78,9 +78,7 @@ def refuse_others(
         raise another(every, options, where)
 
 
-def another(
-    kinds: Collection[str], options: Collection[str], where: str, why: str = ""
-) -> UnsupportedCheckpoint:
+def another(kinds: Collection[str], options: Collection[str], where: str, why: str = "") -> UnsupportedCheckpoint:
     """Return the error for another optimizer than Adam, with its likely name, and ``why`` it is one."""
     named = [name for key, name in _BY_STATE.items() if key in kinds]
     named += [name for key, name in _BY_OPTION.items() if key in options]

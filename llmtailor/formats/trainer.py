@@ -219,7 +219,7 @@ def file_fact(path: Path) -> FileFact | None:
 
 def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
     what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
-    if any(re.fullmatch(r"pytorch_model.*\.bin", path) for path in files):
+    if any(map(is_pickled_weights, files)):
         what = "the weights are in pytorch_model.bin form, which is left out"
     fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
     return Finding(name, what, fix, Code.WEIGHTS_MISSING)
@@ -235,6 +235,11 @@ def _check_rates(tree: Any, where: str) -> SchedulerFacts:
 def is_weight_file(path: str) -> bool:
     """Return whether a file in the root holds weights or their index: written again, or left out."""
     return path.endswith(".safetensors") or path == INDEX or bool(_OTHER_WEIGHTS.fullmatch(path))
+
+
+def is_pickled_weights(path: str) -> bool:
+    """Return whether a file in the root holds weights in the form of ``torch.save``, which is not read."""
+    return bool(_OTHER_WEIGHTS.fullmatch(path)) and path.endswith(".bin")
 
 
 def is_tokenizer_file(path: str) -> bool:

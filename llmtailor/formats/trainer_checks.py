@@ -136,7 +136,7 @@ def check_scaler(tree: Any, facts: RunFacts, where: str) -> Iterator[Finding]:
     yield from check_file(tree, SCALER_TABLE, "a loss scale", where)
     if facts.scales_loss is False:
         what = "the run trained without a loss scale, and can't load one"
-        yield Finding(where, what, "a resume fails; remove the file", Code.FIELD_UNKNOWN, ERROR)
+        yield Finding(where, what, "a resume fails; move the file out of the folder", Code.FIELD_UNKNOWN, ERROR)
 
 
 INTERVAL = number("number other than 0", lambda value: value != 0, (0,))

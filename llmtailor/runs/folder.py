@@ -200,7 +200,7 @@ class RunFolder:
                 raise ValueError(f"its schema is not {_SCHEMA!r}")
             return list(map(_read_attempt, listed))
         except ValueError as error:
-            fix = "restore it; or remove it, if the run never resumed from a step before its newest save"
+            fix = "restore it; or move it away, if the run never resumed from a step before its newest save"
             raise SourceError.at(where, f"the attempt record is damaged: {error}", fix) from error
 
     def lock(self) -> None:

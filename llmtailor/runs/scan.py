@@ -249,7 +249,7 @@ def check_newest(scan: Scan) -> Path:
     else:
         reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
         what = "nothing can resume from the newest checkpoint, so nothing older is touched"
-    fix = "wait if it is still being saved; otherwise fix or remove it, then run this again"
+    fix = "wait if it is still being saved; otherwise fix it, or move it out of the folder, then run this again"
     raise SourceError([Problem(display_name(newest), what, fix), *reasons])
 
 

@@ -127,14 +127,12 @@ def check_same(
             extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
             crcs.append(_crcs(index.root, extents, stop, count))
     zeroed = {state: crc_of_zeros(one.held[state].num_bytes) for state in pairs if other.held[state].is_all_zero}
-    differing = [
-        state for state, here, there in zip(pairs, *crcs, strict=True) if here != zeroed.get(state, there)
-    ]
+    differing = [state for state, here, there in zip(pairs, *crcs, strict=True) if here != zeroed.get(state, there)]
     differing += [state for state in mine if state not in other.held]
     wrong = [State(*state) for found in team.exchange(differing) for state in found]
     if wrong:
         names = some(f"{state.kind} of {state.param}" for state in wrong)
-        fix = "they belong to different attempts: remove the unwanted one by hand"
+        fix = "they belong to different attempts: move one of them out of the run's folder"
         raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}", fix)
 
 

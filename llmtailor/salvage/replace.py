@@ -89,7 +89,7 @@ def unfinished_replacement(run: Path) -> Replacement | None:
             raise ValueError(latest)
         names = {target, run / _name(record["new"]["from"]), *(run / _name(row["from"]) for row in record["aside"])}
     except (KeyError, TypeError, ValueError, SourceError) as error:
-        fix = "check which folder is which, then remove this file"
+        fix = "check which folder is which, then move this file out of the run's folder"
         raise StorageError.at(path, "the record of interrupted renames is damaged", fix) from error
     now = {_fingerprint(folder): folder for folder in (*names, *aside.values()) if folder.exists()}
     left = {now[files]: to for files, to in aside.items() if files in now and now[files] != to}

@@ -322,7 +322,7 @@ def take_over(copier: Copier, run: RunFolder, ranks: Ranks) -> list[int]:
     known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
     if others := sorted({step for one in nodes for step, (*_, lineage) in one.items() if lineage not in known}):
         what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
-        raise UsageError(Problem("staging_dir", what, "remove them, or give this run a folder of its own"))
+        raise UsageError(Problem("staging_dir", what, "move them to another folder, or give this run one of its own"))
     steps = sorted({step for one in nodes for step in one})
     copied = []
     for step in ranks.on_first(lambda: [at for at in steps if not copier.last.has(at)]):

@@ -62,7 +62,7 @@ def resume(
         what = f"another run has saved here, up to step {max(there)}"
         fix = (
             'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
-            "this run, or remove the folder"
+            "this run, or move the folder elsewhere"
         )
         raise TargetError.at(folder.partial, what, fix)
     resumed = _find(folder, training, parts, step, lineage, trainer_state)

@@ -69,6 +69,8 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
             check_file(index.root, path, where)
         except (OSError, ValueError, RecursionError) as error:
             yield Finding(where, f"the file is not JSON ({error})", _FIX, Code.FILE_DAMAGED, WARNING)
+        except UnsupportedCheckpoint:  # torch reads it
+            continue
         except SourceError as error:
             for problem in error.problems:
                 yield Finding(problem.where, problem.what, _FIX, problem.code, WARNING)
@@ -90,7 +92,7 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
     yield from check_step(index, step_in_name(index.root.name), fix)
 
 
-_NOT_LOOKED_INTO = (Code.COMPRESSED, Code.STATE_LAYOUT)
+_NOT_LOOKED_INTO = (Code.COMPRESSED, Code.LEGACY, Code.STATE_LAYOUT)
 """Read by torch; its content is unknown here."""
 _MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
 logger = logging.getLogger(__name__)

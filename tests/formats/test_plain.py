@@ -100,9 +100,9 @@ DAMAGE = {
         lambda root: (root / "optimizer.pt").write_bytes((root / "optimizer.pt").read_bytes()[:5000]),
         "truncated",
     ),
-    "a state is missing": (
-        lambda root: edit_optimizer(root, lambda tree: tree["state"].pop(3)),
-        "the optimizer state of id 3 is missing",
+    "no states after a step": (
+        lambda root: edit_optimizer(root, lambda tree: tree["state"].clear()),
+        "no states, but the schedule is at step 1",
     ),
     "an id is missing": (
         lambda root: edit_optimizer(root, lambda tree: drop_id(tree, 3, 0)),
@@ -128,7 +128,7 @@ DAMAGE = {
         lambda root: edit_optimizer(root, lambda tree: tree["state"][0].update(more=tree["state"][0]["exp_avg"])),
         "other kinds",
     ),
-    "not elementwise": (lambda root: edit_optimizer(root, factored), "only Adam-like"),
+    "not elementwise": (lambda root: edit_optimizer(root, factored), "its optimizer is Adafactor"),
     "no step": (lambda root: edit_optimizer(root, lambda tree: tree["state"][0].pop("step")), "no step of its own"),
     "three groups": (
         lambda root: edit_optimizer(
@@ -166,7 +166,7 @@ DAMAGE = {
 
 UNDECIDED = {
     *(
-        "only Adam-like",
+        "its optimizer is Adafactor",
         "config.json: the file is missing",
         "the shapes do not show which",
         "not the Trainer's two",

@@ -17,7 +17,7 @@ from llmtailor.checkpoint.layout import Bytes, Copy, Zeros
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
 from llmtailor.containers.torch_zip import ALIGNMENT, lay_out_torch_file, read_torch_file
-from llmtailor.errors import SourceError, UnsafePickle
+from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint
 
 DTYPES = [
     torch.float32,
@@ -139,7 +139,7 @@ def corrupt(path, how):
         (lambda data: b"", "empty"),
         (lambda data: data[:-8], "truncated"),
         (lambda data: data[: len(data) // 2], "truncated"),
-        (lambda data: b"\x80\x02" + data[2:], "legacy"),
+        (lambda data: b"\x80\x02" + data[2:], "bare pickle"),
         (lambda data: b"hello" * 100, "not a torch.save file"),
         (lambda data: data.replace(b"littl", b"biggg"), "big-endian"),
         (lambda data: data.replace(b"weight", b"wEight", 1), "CRC"),
@@ -158,7 +158,7 @@ def test_a_missing_file_and_torchs_legacy_format(tmp_path):
     with pytest.raises(SourceError, match="missing"):
         read_torch_file(tmp_path, "x.pt", "x.pt")
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(SourceError, match="legacy"):
+    with pytest.raises(UnsupportedCheckpoint, match="legacy"):
         read_torch_file(tmp_path, "old.pt", "old.pt")
 
 

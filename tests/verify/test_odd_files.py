@@ -87,26 +87,37 @@ def deflate(path: Path) -> None:
     torch.load(path, weights_only=False)  # stock reads it
 
 
+def save_as_before_1_6(path: Path) -> None:
+    torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+
+
+FORMS = pytest.mark.parametrize(("form", "code"), [(deflate, Code.COMPRESSED), (save_as_before_1_6, Code.LEGACY)])
+"""Those that stock reads, and llmtailor doesn't"""
+
+
+@FORMS
 @pytest.mark.parametrize("path", ["scheduler.pt", "rng_state_0.pth"])
-def test_a_compressed_file_of_the_trainer_is_no_damage(checkpoint: Path, path: str):
-    deflate(checkpoint / path)
+def test_another_form_of_a_file_of_the_trainer_is_no_damage(checkpoint: Path, path: str, form: Any, code: Code):
+    form(checkpoint / path)
     verdict = verify_checkpoint(checkpoint, name="x", deep=True)
-    assert [(one.code, one.path, one.severity) for one in verdict.findings] == [(Code.COMPRESSED, path, WARNING)]
-    assert verdict.is_resumable
+    assert [(one.code, one.path, one.severity) for one in verdict.findings] == [(code, path, WARNING)]
+    assert verdict.is_resumable and "torch.save" in verdict.findings[0].fix
 
 
-def test_a_compressed_file_that_no_resume_reads_is_not_even_told(checkpoint: Path):
-    deflate(checkpoint / "training_args.bin")
+@FORMS
+def test_another_form_of_a_file_that_no_resume_reads_is_not_even_told(checkpoint: Path, form: Any, code: Code):
+    form(checkpoint / "training_args.bin")
     assert not verify_checkpoint(checkpoint, name="x", deep=True).findings
 
 
+@FORMS
 @pytest.mark.parametrize("paths", [[OPTIM], [MODEL], [OPTIM, OPTIM.replace("rank_1", "rank_0")]])
-def test_compressed_states_can_not_be_judged(checkpoint: Path, paths: list[str]):
+def test_states_in_another_form_can_not_be_judged(checkpoint: Path, paths: list[str], form: Any, code: Code):
     for path in paths:
-        deflate(checkpoint / path)
+        form(checkpoint / path)
     with pytest.raises(UnsupportedCheckpoint) as refused:
         verify_checkpoint(checkpoint, name="x")
-    assert {(one.code, one.path) for one in refused.value.problems} == {(Code.COMPRESSED, path) for path in paths}
+    assert {(one.code, one.path) for one in refused.value.problems} == {(code, path) for path in paths}
 
 
 def test_tensors_that_do_not_lie_in_one_piece_can_not_be_judged(checkpoint: Path):

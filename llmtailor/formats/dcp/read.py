@@ -52,6 +52,7 @@ from llmtailor.formats.dcp.roles import with_buffers
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.manifest import read_manifest
+from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.formats.plain.read import listed_buffers
 from llmtailor.formats.rng import find_lost_rng, is_rng_file
 from llmtailor.formats.scheduler import compare_scheduler
@@ -185,6 +186,7 @@ class _Indexing:
         folder = self.folders.optimizer
         optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where)
         trained = [param for group in optimizer.groups for param in group.params]
+        self._refuse_others(optimizer, trained)
         prefix, weights, others = self._weights(rest, trained)
         self._check_states(optimizer, weights)
         steps = self._steps(optimizer, trained)
@@ -240,6 +242,15 @@ class _Indexing:
         prefix, weights, more = split_model(own, trained, where, is_alone=True)
         _, _, others = split_model(rest, (), self.optimizer_where, is_alone=False) if rest else ("", {}, {})
         return prefix, weights, {**more, **others}
+
+    def _refuse_others(self, optimizer: Optimizer, trained: list[str]) -> None:
+        """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed."""
+        numbers = [optimizer.numbers.get(param, {}).keys() for param in trained]
+        tensors = [optimizer.tensors.get(param, {}).keys() for param in trained]
+        kinds = [one | other for one, other in zip(numbers, tensors, strict=True)]
+        options = {option for group in optimizer.groups for option in group.hyper}
+        has_objects = any(one - {"step"} for one in numbers)
+        refuse_others(kinds, options, self.optimizer_where, has_objects=has_objects)
 
     def _check_states(self, optimizer: Optimizer, weights: Mapping[str, Stored]) -> None:
         problems, kinds_of = [], dict[frozenset[str], list[str]]()

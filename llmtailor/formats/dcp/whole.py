@@ -25,6 +25,7 @@ from llmtailor.containers.pickle_nodes import as_tensor
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import COPY_FILE, PathIn, SourceError
 from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored
+from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.model.states import ITEMSIZE
 
 OPTIMIZER_FILE = "optimizer.bin"
@@ -41,7 +42,8 @@ def read_model_file(root: Path, name: str) -> Folder:
 def read_optimizer_file(root: Path, name: str) -> Folder:
     """Read the optimizer's states and param groups. Raises SourceError if the file is missing or damaged."""
     where = PathIn(name, OPTIMIZER_FILE)
-    tree = read_torch_file(root, OPTIMIZER_FILE, where).tree
+    with naming_others(where):
+        tree = read_torch_file(root, OPTIMIZER_FILE, where).tree
     tensors, objects = _split(_walk(tree, where), where)
     return Folder(tensors, objects, files=(OPTIMIZER_FILE,))
 

@@ -24,6 +24,7 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.clients import CKPT, CLIENTS
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.lightning import tree as lightning
+from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.names import derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import parse_optimizer
@@ -48,7 +49,7 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
         trainer, where = _alone(root), PathIn(name, ".")
-        tree = attempt(lambda: trees.read(".", where).tree, problems)
+        tree = attempt(lambda: _read(trees, where), problems)
     else:
         trainer, where = read_trainer_files(trees, name, problems, LIGHTNING), PathIn(name, CKPT)
         tree = trainer.trees.get(CKPT)
@@ -60,6 +61,11 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
     if tree is not None:
         index = attempt(lambda: _index(root, where, tree, trainer, problems), problems)
     return Survey(index, problems)
+
+
+def _read(trees: FileTrees, where: PathIn) -> Any:
+    with naming_others(where):
+        return trees.read(where.path, where).tree
 
 
 def _alone(root: Path) -> TrainerFiles:

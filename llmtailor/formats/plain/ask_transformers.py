@@ -30,7 +30,7 @@ _IRRELEVANT = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|aut
 loaded from the Hub, and ``auto_map`` code."""
 MAX_DATA_BYTES = 4 << 30
 """Memory limit of the process; a model without its tensors' data takes a few hundred MB."""
-_NAME_THEM = "train with the params' names in the param groups (lt_params)"
+_NAME_THEM = "train with the params' names in the param groups: give the optimizer model.named_parameters()"
 _FIX = f"install a transformers that knows this model, or {_NAME_THEM}"
 
 _PROGRAM = r"""

@@ -207,7 +207,9 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     if len(kinds) < len(ids) and not ADAM_KINDS.issuperset(wanted):
         what = "some params have no states yet, and what the optimizer starts from is not known"
         raise another(wanted, options, where, what)
-    steps = {number: read_step(root, state[number]["step"], number, where) if number in kinds else 0.0 for number in ids}
+    steps = {
+        number: read_step(root, state[number]["step"], number, where) if number in kinds else 0.0 for number in ids
+    }
     return SavedOptimizer(
         groups,
         {number: kinds.get(number, {}) for number in ids},

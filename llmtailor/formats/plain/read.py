@@ -30,6 +30,7 @@ from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
 from llmtailor.formats.rng import find_lost_rng, rank_of
 from llmtailor.formats.scheduler import compare_scheduler, read_scheduler
 from llmtailor.formats.trainer import (
+    ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
     MANIFEST,
@@ -37,6 +38,7 @@ from llmtailor.formats.trainer import (
     SCALER,
     SCHEDULER,
     TrainerFiles,
+    is_pickled_weights,
     read_trainer_files,
 )
 from llmtailor.formats.trainer_checks import CONFIG_TABLE
@@ -50,6 +52,12 @@ BUFFERS_KEY = "buffers"
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files of a DeepSpeed or FSDP checkpoint"""
 _PLAIN = (OPTIMIZER, SCHEDULER, *(CLIENTS[ACCELERATE].optimizer, CLIENTS[ACCELERATE].scheduler, "random_states_0.pkl"))
+
+
+_AS_SAFETENSORS = (
+    "save in safetensors form (the default of the Trainer and of accelerate); or load this checkpoint with what saved "
+    "it, and save it again so"
+)
 
 
 def detects(root: Path) -> bool:
@@ -87,8 +95,16 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
 def _weights(
     root: Path, name: str, optimizer: SavedOptimizer | None, trainer: TrainerFiles
 ) -> Mapping[State, TensorEntry]:
-    """Return the weights of the model, or of the trained adapter. Raises SourceError."""
-    if ADAPTER_CONFIG not in trainer.files:
+    """Return the weights of the model, or of the trained adapter.
+
+    Raises SourceError, or UnsupportedCheckpoint if the only ones are those of ``torch.save``.
+    """
+    is_adapter = ADAPTER_CONFIG in trainer.files
+    has_weights = ADAPTER in trainer.files if is_adapter else trainer.weights or not trainer.has_all_weights
+    if not has_weights and (pickled := next(filter(is_pickled_weights, sorted(trainer.files)), None)):
+        what = "the only weights are in this file, which a resume reads, but llmtailor does not"
+        raise UnsupportedCheckpoint.at(PathIn(name, pickled), what, _AS_SAFETENSORS)
+    if not is_adapter:
         return trainer.weights
     trained = [param for group in optimizer.groups for param in group.names or ()] if optimizer else []
     return {State(param, WEIGHT): held for param, held in read_adapter(root, name, trained).items()}
@@ -96,8 +112,8 @@ def _weights(
 
 def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
     """Yield findings on files that a resume loads instead of the weights in the index."""
-    if OTHER_WEIGHTS in trainer.files and SINGLE not in trainer.files:
-        fix = "silent: a resume loads it instead of the safetensors beside it; remove it"
+    if OTHER_WEIGHTS in trainer.files and SINGLE not in trainer.files and trainer.weights:
+        fix = "silent: a resume loads it instead of the safetensors beside it; move the wrong ones out of the folder"
         yield Finding(PathIn(name, OTHER_WEIGHTS), "there are two sets of weights", fix, Code.FIELD_CONFLICT, ERROR)
     for path in sorted(root.iterdir()):
         if "pytorch_model_fsdp" in path.name and path.is_dir():
@@ -132,8 +148,8 @@ def _index(
         groups = derived_names(optimizer, model, where)
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
-    dtypes = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied, dtypes)
+    of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
+    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied, of_weights)
     findings += find_stateless(index, where)
     if not has_names(optimizer):
         findings += frozen_by_guess(known.params, where)

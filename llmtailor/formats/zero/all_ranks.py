@@ -7,15 +7,17 @@ archives and in tensors, whose places are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Storage, children
-from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError
+from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, UnsupportedCheckpoint
 from llmtailor.findings import Finding
-from llmtailor.formats.format import Decoded, Trees, attempt
+from llmtailor.formats.format import Decoded, Trees
+from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.formats.zero.files import ShardFiles, check_archive
 from llmtailor.formats.zero.shards import Shard
 
@@ -44,7 +46,9 @@ def read_all(
         file = trees.open(path, where)
         shard = known.get(file.key) if file.key else None
         if shard is None:
-            shard = read(file.decode(), trees.root, path, where, files.is_zero3)
+            with naming_others(where) if path in files.optim else nullcontext():
+                decoded = file.decode()
+            shard = read(decoded, trees.root, path, where, files.is_zero3)
             if file.key and not _has_bytes(shard.rest):
                 known[file.key] = shard
         elif files.is_zero3:
@@ -52,7 +56,21 @@ def read_all(
         found.extend(replace(finding, where=where) if shard.path != path else finding for finding in shard.findings)
         return shard
 
-    shards = [None if path in files.missing else attempt(lambda: read_one(path), problems) for path in paths]  # noqa: B023
+    refused: set[str] = set()
+
+    def read_or_report(path: str) -> AnyShard | None:
+        try:
+            return read_one(path)
+        except UnsupportedCheckpoint as error:  # an optimizer is the same on all ranks, and refused once
+            texts = {problem.what for problem in error.problems if problem.code is Code.UNSUPPORTED}
+            if not texts or not texts <= refused:
+                problems.add(error)
+            refused.update(texts)
+        except SourceError as error:
+            problems.add(error)
+        return None
+
+    shards = [None if path in files.missing else read_or_report(path) for path in paths]
     return _drop_unlike(shards, paths, name, problems)
 
 

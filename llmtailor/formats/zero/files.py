@@ -88,7 +88,7 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
     model = {int(match[1]) for name in names if (match := _MODEL.fullmatch(name))}
     if len(prefixes) > 1:
         what = "there are optimizer shards both with and without the bf16_ prefix"
-        fix = "two runs have saved here; remove the files of the wrong one"
+        fix = "two runs have saved here; move the files of one to another folder"
         problems.add(SourceError.at(place, what, fix, Code.FILE_NAME))
         return None
     is_zero3 = bool(model) or WHOLE_MODEL not in names
@@ -199,7 +199,7 @@ def fit_world_size(files: ShardFiles, world_size: int, where: str, problems: Pro
         what = (
             f"there are shards of {counted(have, 'rank')}, but they say that {counted(world_size, 'rank')} saved them"
         )
-        fix = f"remove the shards of ranks {world_size} and up, left over from another run"
+        fix = f"move the shards of ranks {world_size} and up, of another run, out of the folder"
         problems.add(SourceError.at(PathIn(where, files.tag), what, fix, Code.FILE_UNKNOWN))
     there = {path.rpartition("/")[2] for path in (*files.optim, *files.model) if path not in files.missing}
     return files if have == world_size else _of_ranks(files, world_size, frozenset(there), where, problems)

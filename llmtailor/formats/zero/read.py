@@ -251,7 +251,10 @@ def check_folder(
         fix = f"write the tag into it: {write_latest(index.root / LATEST, files.tag)}"
         yield Finding(PathIn(index.name, LATEST), what, fix, Code.FILE_NAME, WARNING)
     if SCALER in trainer.files:
-        what, fix = "DeepSpeed keeps the loss scale itself", "a resume fails if it finds this file; remove it"
+        what, fix = (
+            "DeepSpeed keeps the loss scale itself",
+            "a resume fails if it finds this file; move it out of the folder",
+        )
         yield Finding(PathIn(index.name, SCALER), what, fix, Code.FIELD_UNKNOWN, ERROR)
     enabled = section(config, "bf16").get("enabled")
     if isinstance(enabled, bool) and enabled != files.is_bf16:

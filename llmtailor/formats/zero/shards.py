@@ -42,6 +42,7 @@ from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import Finding
 from llmtailor.formats.field_tables import check_fields, facts_of_rank
 from llmtailor.formats.format import Decoded
+from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
 from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.files import check_archive, unsupported_parallelism
@@ -153,6 +154,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         inner = get(outer, inner_key, dict, where)
         groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
+        _refuse_others(state, [hyper for _, hyper in groups], where)
         ids = [flat_id for owned, _ in groups for flat_id in owned]
         if ids != list(range(len(masters))) or not (is_zero3 or len(groups) == len(masters)):
             what = f"{len(masters)} master tensors, but the param groups own {ids}, in this order"
@@ -216,10 +218,18 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
     )
 
 
+def _refuse_others(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
+    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed. Without any, fp16 has overflowed."""
+    options = {str(option) for hyper in groups for option in hyper}
+    kinds = [frozenset(map(str, one)) for one in state.values() if isinstance(one, dict)]
+    if state or "betas" not in options:
+        refuse_others(kinds, options, where)
+
+
 def _check_zero3(outer: dict[str, Any], where: str) -> None:
     if "base_optimizer_state" in outer:
         what = "it is an optimizer shard of ZeRO-1 or ZeRO-2, but its model states are of ZeRO-3"
-        raise SourceError.at(where, what, "two runs have saved here; remove the files of the wrong one")
+        raise SourceError.at(where, what, "two runs have saved here; move the files of one to another folder")
     read_stage(outer, (3,), "with the name of a ZeRO-3 shard", where)
     if "loss_scaler" not in outer:
         what = "loss_scaler is missing; DeepSpeed refuses to resume without it"

@@ -1,0 +1,297 @@
+"""Healthy checkpoints of optimizers that can't be judged are refused once, by name. Params may lack a gradient."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.real
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers.optimization import Adafactor  # noqa: E402
+
+from helpers.checkpoints import edit  # noqa: E402
+from helpers.commands import run_here  # noqa: E402
+from llmtailor.codes import Code  # noqa: E402
+from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
+from llmtailor.findings import NOTE  # noqa: E402
+from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.model.states import State  # noqa: E402
+from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE  # noqa: E402
+from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from plain.training import train  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    return shutil.copytree(trained.checkpoint(4), tmp_path / "checkpoint-4")
+
+
+def stepped(optimizer: Any) -> dict[str, Any]:
+    """Return the state dict of an optimizer that has made a step."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def of_stock(trained, make) -> dict[str, Any]:
+    groups = trained.trainer.optimizer.param_groups
+    params = [[torch.nn.Parameter(param.detach().clone()) for param in group["params"]] for group in groups]
+    return stepped(make([{"params": group} for group in params]))
+
+
+def of_muon(trained) -> dict[str, Any]:
+    matrices = [torch.nn.Parameter(torch.ones(4, 4))]
+    return stepped(torch.optim.Muon(matrices))
+
+
+def changed(tree: dict[str, Any], change, **options: Any) -> dict[str, Any]:
+    """Return Adam's state dict as another optimizer would have it."""
+    states = {number: change(state) for number, state in tree["state"].items()}
+    groups = [{**group, **options} for group in tree["param_groups"]]
+    return {"state": states, "param_groups": groups}
+
+
+def without_adams_options(tree: dict[str, Any]) -> dict[str, Any]:
+    kept = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
+    return {**tree, "param_groups": [{key: group[key] for key in kept} for group in tree["param_groups"]]}
+
+
+def as_schedule_free(state):
+    return {"z": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def as_8_bit(state):
+    codes = {"state1": state["exp_avg"].byte(), "state2": state["exp_avg_sq"].byte(), "qmap1": torch.zeros(256)}
+    return {"step": 4, "__bnb_optimizer_quant_state__": codes}
+
+
+def as_ademamix(state):
+    both = {"state1": torch.stack([state["exp_avg"]] * 2), "state2": state["exp_avg_sq"]}
+    return {"step": 4, "__bnb_optimizer_quant_state__": both}
+
+
+class Kept:
+    """An object in a state, of a class of another package."""
+
+
+def of_package(monkeypatch, module: str, name: str, tree: dict[str, Any]) -> dict[str, Any]:
+    kind = type(name, (Kept,), {"__module__": module})
+    words = module.split(".")
+    for end in range(1, len(words) + 1):
+        path = ".".join(words[:end])
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    setattr(sys.modules[module], name, kind)
+    return changed(tree, lambda state: {**state, "projector": kind()})
+
+
+def by_params(tree: dict[str, Any]) -> dict[str, Any]:
+    state = {torch.nn.Parameter(torch.ones(2)): {"step": 4}}
+    return {"state": {}, "param_groups": [{**tree["param_groups"][0], "state": state}, *tree["param_groups"][1:]]}
+
+
+SGD, OLD_ADAM = torch.optim.SGD, without_adams_options
+OTHERS = {
+    "SGD": lambda trained, tree, patch: of_stock(trained, lambda groups: SGD(groups, lr=0.1)),
+    "SGD (it keeps momentum_buffer)": (
+        lambda trained, tree, patch: of_stock(trained, lambda groups: SGD(groups, lr=0.1, momentum=0.9))
+    ),
+    "Adafactor": lambda trained, tree, patch: of_stock(trained, lambda groups: Adafactor(groups, lr=None)),
+    "torch's Adafactor": lambda trained, tree, patch: of_stock(trained, torch.optim.Adafactor),
+    "NAdam": lambda trained, tree, patch: of_stock(trained, torch.optim.NAdam),
+    "ASGD": lambda trained, tree, patch: of_stock(trained, torch.optim.ASGD),
+    "Muon": lambda trained, tree, patch: of_muon(trained),
+    "a schedule-free optimizer": (
+        lambda trained, tree, patch: changed(OLD_ADAM(tree), as_schedule_free, k=4, weight_sum=1.0, weight_lr_power=2.0)
+    ),
+    "an 8-bit optimizer of bitsandbytes": lambda trained, tree, patch: changed(OLD_ADAM(tree), as_8_bit),
+    "an optimizer of bitsandbytes": lambda trained, tree, patch: changed(OLD_ADAM(tree), as_ademamix, t_beta3=None),
+    "GrokAdamW": lambda trained, tree, patch: by_params(tree),
+    "GaLore": (
+        lambda trained, tree, patch: of_package(patch, "galore_torch.galore_projector", "GaLoreProjector", tree)
+    ),
+    "a low-bit optimizer of torchao": (
+        lambda trained, tree, patch: of_package(patch, "torchao.optim.subclass_8bit", "OptimState8bit", tree)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_are_refused_once_by_name(name, trained, checkpoint, monkeypatch):
+    path = checkpoint / "optimizer.pt"
+    torch.save(OTHERS[name](trained, torch.load(path), monkeypatch), path)
+    for read in (verify_checkpoint, index_checkpoint):
+        with pytest.raises(UnsupportedCheckpoint) as refused:
+            read(checkpoint)
+        [problem] = refused.value.problems
+        assert problem.what.startswith(f"its optimizer is {name}") and problem.path == "optimizer.pt" and problem.fix
+    if "torchao" in name:
+        done = run_here("convert", checkpoint, checkpoint.with_name("out"))
+        assert done.returncode == 4 and "torchao" in done.stderr and "bug" not in done.stderr
+
+
+def test_an_unknown_class_stays_unsafe(checkpoint, monkeypatch):
+    path = checkpoint / "optimizer.pt"
+    torch.save(of_package(monkeypatch, "somebody.else", "Thing", torch.load(path)), path)
+    verdict = verify_checkpoint(checkpoint)
+    assert verdict.level == NOT_RESUMABLE
+    assert {finding.code for finding in verdict.findings} == {Code.UNSAFE_PICKLE}
+
+
+def flat(state):
+    return {"step": 4, "state1": state["exp_avg"], "state2": state["exp_avg_sq"]}
+
+
+def nested(state):
+    one = flat(state)
+    return {"step": one.pop("step"), "__bnb_optimizer_quant_state__": one}
+
+
+def test_32_bit_states_of_bitsandbytes_are_read_nested_and_flat(checkpoint):
+    """Files nest them, partial checkpoints have them as in memory."""
+    path, found = checkpoint / "optimizer.pt", []
+    adam = without_adams_options(torch.load(path))
+    for form in (flat, nested):
+        torch.save(changed(adam, form, betas=(0.99, 0.0), eps=0.0), path)  # its RMSprop has such options
+        assert verify_checkpoint(checkpoint, deep=True).level == RESUMABLE
+        index = index_checkpoint(checkpoint)
+        found.append({state: (held.dtype, held.shape) for state, held in index.held.items()})
+    assert found[0] == found[1] and State("model.norm.weight", "state2") in found[0]
+
+
+def test_a_moment_that_no_param_has_tells_another_optimizer(checkpoint):
+    path = checkpoint / "optimizer.pt"
+    tree = torch.load(path)
+    lion = changed(without_adams_options(tree), lambda state: {"step": state["step"], "exp_avg": state["exp_avg"]})
+    torch.save(lion, path)
+    assert verify_checkpoint(checkpoint).level == RESUMABLE
+    lion["state"][3]["exp_avg_sq"] = tree["state"][3]["exp_avg_sq"]
+    torch.save(lion, path)
+    assert verify_checkpoint(checkpoint).level == NOT_RESUMABLE
+
+
+def skip_a_layer(model: Any) -> None:
+    """Leave a layer out of the computation: its params never get a gradient."""
+    model.model.layers[1].forward = lambda hidden, *args, **kwargs: hidden
+
+
+@pytest.fixture(scope="module")
+def unused(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("unused"), prepare=skip_a_layer)
+
+
+def test_params_without_a_gradient_are_no_damage(unused, tmp_path):
+    source, out = unused.checkpoint(2), tmp_path / "checkpoint-2"
+    verdict = verify_checkpoint(source, deep=True)
+    [finding] = verdict.findings
+    assert (verdict.level, finding.severity, finding.code) == (RESUMABLE, NOTE, Code.STATE_MISSING)
+    assert "model.layers.1.self_attn.q_proj.weight" in finding.what
+    assert run_here("convert", source, out, "--to", "trainer").returncode == 0
+    assert verify_checkpoint(out, deep=True).level == RESUMABLE
+    resumed = train(tmp_path, prepare=skip_a_layer, resume_from=out)
+    wanted, have = (load_file(one.checkpoint(4) / "model.safetensors") for one in (unused, resumed))
+    assert all(torch.equal(have[name], tensor) for name, tensor in wanted.items())
+    assert verify_checkpoint(resumed.checkpoint(4), deep=True).is_resumable
+
+
+@pytest.mark.parametrize("options", [("--stage", "2"), ("--to", "dcp"), ("--stage", "3", "--num-gpu", "2")])
+def test_moments_that_do_not_exist_yet_are_zeros_in_all_formats(unused, options, tmp_path):
+    out = tmp_path / "checkpoint-2"
+    done = run_here("convert", unused.checkpoint(2), out, *options)
+    assert done.returncode == 0, done.stderr
+    assert verify_checkpoint(out, deep=True).is_resumable
+    back = tmp_path / "back" / "checkpoint-2"
+    if options[0] == "--stage":  # whose groups have one step for all params
+        return
+    assert run_here("convert", out, back, "--to", "trainer").returncode == 0
+    states = torch.load(back / "optimizer.pt")["state"]
+    assert {float(state["step"]) for state in states.values()} == {0.0, 2.0}
+    assert all(bool(state["exp_avg_sq"].any()) == bool(state["step"]) for state in states.values())
+
+
+def test_thin_and_diff_know_moments_that_do_not_exist_yet(unused, tmp_path):
+    folder = tmp_path / "run"
+    for step in (2, 4):
+        shutil.copytree(unused.checkpoint(step), folder / f"checkpoint-{step}")
+    before = unused.checkpoint(2)
+    done = run_here("thin", folder, "--strategy", "parity", "--yes")
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "checkpoint-2"
+    assert run_here("merge", "--run", folder, "--at", "2", out).returncode == 0
+    assert "different: 0 of " in run_here("diff", before, out).stdout
+
+
+def test_a_save_before_the_first_step_is_no_damage(tmp_path):
+    """accelerate's ``checkpoint_0``."""
+    from accelerate import Accelerator
+
+    from real.models import build
+
+    def prepare() -> tuple[Any, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = build("llama", 2, False)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    accelerator, model, _ = prepare()
+    source, out = tmp_path / "checkpoint_0", tmp_path / "out"
+    accelerator.save_state(str(source))
+    accelerator.unwrap_model(model).config.save_pretrained(source)
+    verdict = verify_checkpoint(source)
+    assert (verdict.level, [finding.code for finding in verdict.findings]) == (RESUMABLE, [Code.STATE_MISSING])
+    assert run_here("convert", source, out).returncode == 0
+    found = []
+    for root in (source, out):
+        accelerator, model, optimizer = prepare()
+        accelerator.load_state(str(root))
+        tokens = torch.arange(12)[None]
+        for _ in range(2):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+def test_weights_in_pytorch_model_bin_alone_are_unsupported(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    torch.save(load_file(weights), checkpoint / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        verify_checkpoint(checkpoint)
+    [problem] = refused.value.problems
+    assert problem.path == "pytorch_model.bin" and "safetensors" in problem.fix and "remove" not in problem.fix
+    assert run_here("verify", checkpoint).returncode == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "zero2"])
+def test_under_deepspeed_another_optimizer_is_refused_once(name, runs, tmp_path):
+    root = shutil.copytree(runs[name].checkpoint(4), tmp_path / "checkpoint-4")
+
+    def as_sgd(tree: Any) -> None:
+        outer = tree["optimizer_state_dict"]
+        inner = outer.get("base_optimizer_state") or outer["optimizer_state_dict"]
+        inner["state"].clear()
+        kept = [{"params": group["params"], "lr": group["lr"], "nesterov": False} for group in inner["param_groups"]]
+        inner["param_groups"][:] = kept
+
+    shards: list[Path] = [*root.glob("global_step*/*optim_states.pt")]
+    for shard in shards:
+        edit(shard, as_sgd)
+    with pytest.raises(UnsupportedCheckpoint, match="its optimizer is SGD") as refused:
+        verify_checkpoint(root)
+    assert len(shards) > len(refused.value.problems) == 1
