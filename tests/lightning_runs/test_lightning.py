@@ -242,7 +242,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], Code]] = [
     ("no count", edited(lambda tree: _progress(tree)["optimizer"].clear()), Code.FIELD_TYPE),
     ("another count", edited(lambda tree: tree.update(global_step=3)), Code.STEPS_DIFFER),
     ("moments of another save", edited(_steps), Code.STEPS_DIFFER),
-    ("a state missing", edited(lambda tree: tree["optimizer_states"][0]["state"].pop(3)), Code.OTHER),
+    ("no states", edited(lambda tree: tree["optimizer_states"][0]["state"].clear()), Code.STEPS_DIFFER),
     ("a schedule of other groups", edited(_shorter), Code.SCHEDULER_LENGTH),
 ]
 

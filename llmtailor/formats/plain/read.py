@@ -317,7 +317,7 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
     for param, step in index.steps().items():
         if param not in lacking:
             of_step.setdefault(step, []).append(param)
-    if not client.counts_steps and of_step:
+    if not client.counts_steps and (of_step or trainer.global_step is not None):
         counted = index.global_step
     elif not client.counts_steps:  # before the first step, no schedule has counted any
         counted = read_scheduler(trainer.trees.get(client.scheduler)).num_steps
