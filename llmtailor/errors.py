@@ -7,6 +7,7 @@
     ├── RecipeError                  3  the recipe is malformed or contradicts itself
     ├── SourceError                  4  a checkpoint is missing, damaged or of an unsupported kind
     │   ├── UnsupportedCheckpoint       an intact checkpoint of an unsupported kind
+    │   │   ├── AnotherOptimizer        an intact checkpoint of an optimizer whose states can't be judged
     │   │   └── ObjectKeys              an intact file whose dicts have objects as keys
     │   └── UnsafePickle                a pickle names a global that no checkpoint needs
     ├── MismatchError                5  the sources do not fit together
@@ -151,6 +152,10 @@ def damaged(where: str, what: str, code: Code = Code.DAMAGED) -> SourceError:
 class UnsupportedCheckpoint(SourceError):
     code = Code.UNSUPPORTED
     meaning = "an intact checkpoint of an unsupported kind"
+
+
+class AnotherOptimizer(UnsupportedCheckpoint):
+    meaning = "an intact checkpoint of an optimizer whose states can't be judged"
 
 
 class ObjectKeys(UnsupportedCheckpoint):

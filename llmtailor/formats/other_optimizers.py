@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from llmtailor.errors import ObjectKeys, UnsafePickle, UnsupportedCheckpoint, some
+from llmtailor.errors import AnotherOptimizer, ObjectKeys, UnsafePickle, some
 from llmtailor.formats.field_tables import has_adams_options, keeps_as_adam
 
 _RULE = (
@@ -34,6 +34,7 @@ _BESIDE = {
 """What torch names for tensors of such classes"""
 
 _BY_STATE = {
+    BITSANDBYTES: "an optimizer of bitsandbytes",
     "qmap1": "an 8-bit optimizer of bitsandbytes",
     "exp_avg_res_row": "CAME",
     "exp_avg_sq_row": "Adafactor",
@@ -60,7 +61,7 @@ _BY_OPTION = {
 def refuse_others(
     states: Collection[Collection[str]], options: Collection[str], where: str, *, has_objects: bool = False
 ) -> None:
-    """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed, and not for a damaged Adam.
+    """Raise AnotherOptimizer for an optimizer whose states can't be composed, and not for a damaged Adam.
 
     ``states`` are the kinds of state of each param, ``step`` among them, ``options`` those of all param groups,
     ``has_objects`` whether some state is neither a tensor nor a number.
@@ -78,24 +79,24 @@ def refuse_others(
         raise another(every, options, where)
 
 
-def another(kinds: Collection[str], options: Collection[str], where: str, why: str = "") -> UnsupportedCheckpoint:
+def another(kinds: Collection[str], options: Collection[str], where: str, why: str = "") -> AnotherOptimizer:
     """Return the error for another optimizer than Adam, with its likely name, and ``why`` it is one."""
     named = [name for key, name in _BY_STATE.items() if key in kinds]
     named += [name for key, name in _BY_OPTION.items() if key in options]
     shown = [*kinds] or {*options} - {"params", "lr", "initial_lr", "weight_decay"}
     keeps = f"it keeps {some(sorted(shown))}" if kinds else f"it keeps no states, and has {some(sorted(shown))}"
     what = f"its optimizer is {[*named, 'unlike Adam'][0]} ({why or keeps}): {_RULE}"
-    return UnsupportedCheckpoint.at(where, what, _FIX)
+    return AnotherOptimizer.at(where, what, _FIX)
 
 
 @contextmanager
 def naming_others(where: str) -> Iterator[None]:
-    """Name the optimizer whose file can't be decoded, if its classes tell: raises UnsupportedCheckpoint instead."""
+    """Name the optimizer whose file can't be decoded, if its classes tell: raises AnotherOptimizer instead."""
     try:
         yield
     except ObjectKeys as error:
         what = f"its optimizer is GrokAdamW (the keys of its states are the params themselves): {_RULE}"
-        raise UnsupportedCheckpoint.at(where, what, _NOT_RESUMED) from error
+        raise AnotherOptimizer.at(where, what, _NOT_RESUMED) from error
     except UnsafePickle as error:
         classes = {*error.names} - _BESIDE
         found = {_BY_PACKAGE.get(module.partition(".")[0]) for module, _ in classes}
@@ -104,7 +105,7 @@ def naming_others(where: str) -> Iterator[None]:
         [optimizer] = found
         fix = _FIX if optimizer == _LOW_BIT else _NOT_RESUMED  # weights_only=True refuses the others' classes
         what = f"its optimizer is {optimizer} (it keeps {some(sorted(map('.'.join, classes)))}): {_RULE}"
-        raise UnsupportedCheckpoint.at(where, what, fix) from error
+        raise AnotherOptimizer.at(where, what, fix) from error
 
 
 def flattened(state: Mapping[Any, Any]) -> dict[Any, Any]:

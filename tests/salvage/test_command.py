@@ -211,7 +211,7 @@ def test_an_interrupted_replace_leaves_alone_what_has_changed_since(run: Path, m
 def test_a_damaged_record_of_renames_is_refused(run: Path, record: str) -> None:
     (damaged(run) / replacing.RECORD).write_text(record)
     done = llmtailor("salvage", run, "--replace")
-    assert done.returncode == 8 and "remove this file" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 8 and "move this file" in done.stderr and "Traceback" not in done.stderr
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == [
         f"checkpoint-{step}00" for step in (1, 2, 3)
     ]

@@ -278,20 +278,37 @@ def test_weights_in_pytorch_model_bin_alone_are_unsupported(checkpoint):
     assert run_here("verify", checkpoint).returncode == 4
 
 
+def sgd(states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
+    states.clear()
+    groups[:] = [{"params": group["params"], "lr": group["lr"], "nesterov": False} for group in groups]
+
+
+def adafactor(states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
+    """Transformers' own keeps one number beside a flat tensor: the vector of ZeRO is not factored."""
+    for number, state in states.items():
+        states[number] = {"step": 4, "exp_avg_sq": state["exp_avg_sq"], "RMS": torch.tensor(1.0)}
+
+
+def lion(states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
+    for number, state in states.items():
+        states[number] = {"step": 4, "__bnb_optimizer_quant_state__": {"state1": state["exp_avg"]}}
+
+
 @pytest.mark.parametrize("name", ["llama", "zero2"])
-def test_under_deepspeed_another_optimizer_is_refused_once(name, runs, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "told"), [(sgd, "SGD"), (adafactor, "unlike Adam .it keeps RMS"), (lion, "an optimizer of bitsandbytes")]
+)
+def test_under_deepspeed_another_optimizer_is_refused_once(name, change, told, runs, tmp_path):
     root = shutil.copytree(runs[name].checkpoint(4), tmp_path / "checkpoint-4")
 
-    def as_sgd(tree: Any) -> None:
+    def edit_states(tree: Any) -> None:
         outer = tree["optimizer_state_dict"]
         inner = outer.get("base_optimizer_state") or outer["optimizer_state_dict"]
-        inner["state"].clear()
-        kept = [{"params": group["params"], "lr": group["lr"], "nesterov": False} for group in inner["param_groups"]]
-        inner["param_groups"][:] = kept
+        change(inner["state"], inner["param_groups"])
 
     shards: list[Path] = [*root.glob("global_step*/*optim_states.pt")]
     for shard in shards:
-        edit(shard, as_sgd)
-    with pytest.raises(UnsupportedCheckpoint, match="its optimizer is SGD") as refused:
+        edit(shard, edit_states)
+    with pytest.raises(UnsupportedCheckpoint, match=f"its optimizer is {told}") as refused:
         verify_checkpoint(root)
     assert len(shards) > len(refused.value.problems) == 1

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Storage, children
-from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problems, SourceError, UnsupportedCheckpoint
+from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError
 from llmtailor.findings import Finding
 from llmtailor.formats.format import Decoded, Trees
 from llmtailor.formats.other_optimizers import naming_others
@@ -56,16 +56,16 @@ def read_all(
         found.extend(replace(finding, where=where) if shard.path != path else finding for finding in shard.findings)
         return shard
 
-    refused: set[str] = set()
+    is_another = False
 
     def read_or_report(path: str) -> AnyShard | None:
+        nonlocal is_another
         try:
             return read_one(path)
-        except UnsupportedCheckpoint as error:  # an optimizer is the same on all ranks, and refused once
-            texts = {problem.what for problem in error.problems if problem.code is Code.UNSUPPORTED}
-            if not texts or not texts <= refused:
+        except AnotherOptimizer as error:
+            if not is_another:  # it is the same on all ranks, and refused once
                 problems.add(error)
-            refused.update(texts)
+            is_another = True
         except SourceError as error:
             problems.add(error)
         return None

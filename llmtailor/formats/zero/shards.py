@@ -38,9 +38,9 @@ from llmtailor.containers import fields
 from llmtailor.containers.fields import Tensor, as_dict, get, get_count, read_tensor
 from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_ints, as_tensor
-from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.errors import AnotherOptimizer, SourceError, damaged, some
 from llmtailor.findings import Finding
-from llmtailor.formats.field_tables import check_fields, facts_of_rank
+from llmtailor.formats.field_tables import ADAM_KINDS, check_fields, facts_of_rank
 from llmtailor.formats.format import Decoded
 from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
@@ -221,9 +221,11 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
 def _refuse_others(state: Mapping[Any, Any], groups: list[Mapping[str, Any]], where: str) -> None:
     """Raise UnsupportedCheckpoint for an optimizer whose states can't be composed. Without any, fp16 has overflowed."""
     options = {str(option) for hyper in groups for option in hyper}
-    kinds = [frozenset(map(str, one)) for one in state.values() if isinstance(one, dict)]
+    states = [one for one in state.values() if isinstance(one, dict)]
+    views = [as_tensor(node) for one in states for kind, node in one.items() if kind not in ADAM_KINDS]
+    has_objects = any(view is None or len(view.shape) != 1 for view in views)
     if state or "betas" not in options:
-        refuse_others(kinds, options, where)
+        refuse_others([{*map(str, one)} for one in states], options, where, has_objects=has_objects)
 
 
 def _check_zero3(outer: dict[str, Any], where: str) -> None:
@@ -260,7 +262,7 @@ def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str,
         raise unsupported_parallelism(where, "DeepSpeed expert parallelism (MoE)", "a param group says moe: True")
     if group.get("use_muon"):
         what, fix = "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
-        raise UnsupportedCheckpoint.at(where, what, fix)
+        raise AnotherOptimizer.at(where, what, fix)
     return ids, {key: value for key, value in group.items() if key != "params"}
 
 
