@@ -16,6 +16,12 @@ from typing import Any
 
 from llmtailor.model.states import ITEMSIZE
 
+NAMES_KEY = "lt_params"
+"""In a param group that `llmtailor.training` made, or that is written here: the names of its params, which torch itself
+does not save."""
+NAME_KEYS = (NAMES_KEY, "param_names")
+"""Keys that list these names; the second is torch's own, for optimizers made of named params. They survive a resume."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
@@ -23,6 +29,19 @@ class ParamGroup:
 
     params: tuple[str, ...]
     hyper: Mapping[str, Any]
+    """Everything else in the group, lists of names included"""
+
+
+def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's hyperparameters without the names of its params."""
+    return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
+
+
+def with_names(group: Mapping[str, Any], params: Sequence[str]) -> dict[str, Any]:
+    """Return a param group that lists the names of its params: as it does, or else under our own key."""
+    lists = [group.get(key) for key in NAME_KEYS]
+    is_there = any(isinstance(names, (list, tuple)) and [*names] == [*params] for names in lists)
+    return dict(group) if is_there else {**group, NAMES_KEY: list(params)}
 
 
 @dataclass(frozen=True, slots=True)

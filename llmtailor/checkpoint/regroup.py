@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.checkpoint.optimizer import NAME_KEYS, ParamGroup
 from llmtailor.errors import MismatchError, Problem, SourceError
 from llmtailor.model.parts import ModelStructure
 
 KEEP, LAYER, DEFAULT = "keep", "layer", "default"
 CHOICES = (KEEP, LAYER, DEFAULT)
-
-NAMES_KEY = "lt_params"
-"""In a group of `llmtailor.training`: the names of its params, which torch itself does not save."""
-_NAMES_KEYS = (NAMES_KEY, "param_names")  # the latter is torch's own, for optimizers made of named params
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
 """Names that transformers 5.23 excludes from weight decay. It also excludes params inside an ``nn.LayerNorm``."""
@@ -163,8 +159,8 @@ def _check_agreement(base: CheckpointIndex, origins: Sequence[Sequence[int]], ho
 def _hyper_of(params: tuple[str, ...], hypers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the hyperparameters of a new group, without labels that differ between its old groups."""
     differing = _differing(hypers)
-    merged = {key: value for key, value in hypers[0].items() if key not in differing or key in _NAMES_KEYS}
-    return {key: list(params) if key in _NAMES_KEYS else value for key, value in merged.items()}
+    merged = {key: value for key, value in hypers[0].items() if key not in differing or key in NAME_KEYS}
+    return {key: list(params) if key in NAME_KEYS else value for key, value in merged.items()}
 
 
 def _differing(hypers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, Copy, Piece
+from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.containers.json import read_json
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
 from llmtailor.errors import PathIn
@@ -143,7 +144,7 @@ def _parts_of(names: Iterable[str], structure: ModelStructure) -> str:
 
 
 def _hyper(index: CheckpointIndex) -> dict[str, Mapping[str, Any]]:
-    return {name: group.hyper for group in index.groups for name in group.params}
+    return {name: without_names(group.hyper) for group in index.groups for name in group.params}
 
 
 def _trees(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:

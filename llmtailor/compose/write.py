@@ -39,7 +39,6 @@ from llmtailor.errors import (
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.manifest import read_merge
-from llmtailor.formats.plain.optimizer import without_names
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
 from llmtailor.recipe import Recipe
@@ -369,5 +368,4 @@ def with_what_is_kept(
 
 def _has_all(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether a param group has all hyperparameters; a format may add those that its loader asks for."""
-    have = without_names(written)
-    return all(key in have and have[key] == value for key, value in without_names(wanted).items())
+    return all(key in written and written[key] == value for key, value in wanted.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,6 @@ def _no_constant(name: str) -> Any:
 MAX_NAME = 1000
 MAX_COUNT = 1 << 53
 """Counts are below this, so that they are exact as floats, which Adam's steps are."""
-NAMES = "checkpoint-N, step-N, step_N, step=N, global_stepN or *step=N.ckpt"
-"""Those that `step_of` knows, as messages list them"""
-ABANDONED, DAMAGED, REPLACED, SALVAGED = ASIDE = ("abandoned-", "damaged-", "replaced-", "salvaged-")
-"""What is put before the name of a checkpoint that is to be found no more, or not yet"""
-_CHECKPOINT = re.compile(
-    r"(?:checkpoint-|step-|step_|global_step)([0-9]{1,18})|step=([0-9]{1,18})"
-    rf"|(?!{'|'.join(ASIDE)})(?:.+-)?step=([0-9]{{1,18}})(?:-.+)?\.ckpt"
-)
-"""The names of the Trainer, of torchtitan, of loops, of DeepSpeed's tag folders, and of Lightning, whose names may say
-more"""
 
 
 def check_name(name: Any, what: str, where: str) -> str:
@@ -92,9 +81,3 @@ def is_path_below(path: str) -> bool:
 def is_count(value: Any) -> bool:
     """Return whether a value is a count; True and False are not, though Python treats them as ints."""
     return type(value) is int and 0 <= value < MAX_COUNT
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """Return the step in the name of a folder or file, or None if the name is not a checkpoint's."""
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
-    return int(match[match.lastindex or 0]) if match else None

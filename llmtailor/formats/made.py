@@ -13,6 +13,7 @@ from typing import Any
 from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex, DcpEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.json import is_count
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, client_of, is_accelerates, is_trainers_file
@@ -69,15 +70,17 @@ def scheduler_tree(base: CheckpointIndex, from_group: Sequence[int] | None) -> A
     return regroup_scheduler(tree, base.name, len(base.groups), from_group)
 
 
-def rates(base: CheckpointIndex, wanted: Wanted) -> list[float]:
-    """Return the learning rate that each wanted param group started with, as far as it is known."""
+def first_rates(base: CheckpointIndex, wanted: Wanted) -> list[Any]:
+    """Return the learning rate that each wanted param group started with; None if it is not known.
+
+    A group's ``lr`` does not tell: DeepSpeed's schedulers, and loops that set it, leave no ``initial_lr``.
+    """
     known = read_scheduler(saved_scheduler(base)).base_rates
     origins = wanted.from_group or range(len(wanted.layout.groups))
-    found = []
-    for group, origin in zip(wanted.layout.groups, origins, strict=True):
-        default = known[origin] if len(known) == len(base.groups) else group.hyper.get("lr", 0.0)
-        found.append(group.hyper.get("initial_lr", default))
-    return found
+    return [
+        group.hyper.get("initial_lr", known[origin] if len(known) == len(base.groups) else None)
+        for group, origin in zip(wanted.layout.groups, origins, strict=True)
+    ]
 
 
 def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
@@ -106,13 +109,18 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
     if wanted.client == TRAINER:
+        config = next((tree.get("ds_config") for tree in base.train.optim if tree), None)
+        size = config.get("train_micro_batch_size_per_gpu") if isinstance(config, dict) else None
         what = f"it holds no {TRAINER_STATE}; one is made, with step {base.global_step} and an empty log"
         fix = (
             "set logging_steps, save_steps and eval_steps in it to those of the run that resumes: the Trainer takes "
             "them from there, not from its arguments, and they are 500 here"
         )
+        if not is_count(size) or not size:
+            size, more = 1, "; with auto_find_batch_size, set train_batch_size, too, which is 1 here"
+            fix += more
         notices.append(Problem(base.name, what, fix))
-        data = json.dumps(_trainer_state(base.global_step), indent=2, sort_keys=True).encode() + b"\n"
+        data = json.dumps(_trainer_state(base.global_step, size), indent=2, sort_keys=True).encode() + b"\n"
         made.append(FileLayout(TRAINER_STATE, (Bytes(data, "made for the step"),)))
     return made, notices
 
@@ -120,25 +128,29 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
 def scheduler_for(base: CheckpointIndex, wanted: Wanted) -> tuple[Any, list[Problem]]:
     """Return the state of a scheduler of torch that has counted the base's steps, for another client.
 
-    If the base holds none, it is made from the rates in the param groups, and a notice says so.
+    If the base holds none, it is made from the rates in the param groups, and a notice says so. Without ``base_lrs``, a
+    scheduler keeps those that the run's arguments give it.
     """
     tree, notices = scheduler_tree(base, wanted.from_group), []
     if tree is None or not read_scheduler(tree).lengths:
         why = "it holds no scheduler state" if tree is None else "its scheduler's state is not torch's"
-        groups, step = wanted.layout.groups, base.global_step
+        step, first = base.global_step, first_rates(base, wanted)
+        last = [group.hyper["lr"] for group in wanted.layout.groups if "lr" in group.hyper]
         tree = {
-            "base_lrs": rates(base, wanted),
+            **({} if None in first else {"base_lrs": first}),
             "last_epoch": step,
             "_step_count": step + 1,
             "_is_initial": False,
             "_get_lr_called_within_step": False,
-            "_last_lr": [group.hyper.get("lr", 0.0) for group in groups],
-            "lr_lambdas": [None] * len(groups),
+            "_last_lr": last,
+            "lr_lambdas": [None] * len(first),
         }
         in_file = wanted.client != DEEPSPEED
         made = CLIENTS[wanted.client].scheduler if in_file else f"{LR_SCHEDULER} in the model states"
         what = f"{why}; {made} is made for step {step}, from the rates in the param groups"
         fix = "nothing for the schedules that the Trainer makes of a lambda (linear, cosine, ..); others start anew"
+        if None in first:
+            fix += "; the rates that they start from are not known, and are those of the run that resumes"
         notices.append(Problem(base.name, what, fix))
     return tree, notices
 
@@ -188,7 +200,8 @@ def _other_ranks(base: CheckpointIndex, ranks: int) -> Iterator[Problem]:
         yield Problem(base.name, what, "seed each process after load_state, if they must draw different numbers")
 
 
-def _trainer_state(step: int) -> dict[str, Any]:
+def _trainer_state(step: int, batch_size: int) -> dict[str, Any]:
+    """Return transformers' own defaults, with the step, and the batch of each process, which may not be missing."""
     control = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
     return {
         "best_global_step": None,
@@ -208,7 +221,7 @@ def _trainer_state(step: int) -> dict[str, Any]:
         "save_steps": 500,
         "stateful_callbacks": {"TrainerControl": control},
         "total_flos": 0.0,
-        "train_batch_size": 1,
+        "train_batch_size": batch_size,
         "trial_name": None,
         "trial_params": None,
     }

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
@@ -26,7 +27,6 @@ from llmtailor.storage.stand_in import location_of, stand_in_of
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
 """Text that needs no quotes, even in [a, b]"""
-_STEP_OF_FOLDER = re.compile(r"(?:checkpoint|step)-(\d{1,18})")
 _NO_PART = "schedule, random number states and trainer state"
 
 
@@ -121,13 +121,13 @@ def write_normal_form(
         if part not in split:
             names_of.setdefault(source_of[name], []).append(name)
     document = _Document(folder, [f"the normal form of {recipe.name}"])
-    base_step = _step(base)
+    base_step = step_of(base)
     entries: list[tuple[Origin, list[str], str | None]] = [(source, names, None) for source, names in names_of.items()]
     for moved in dict.fromkeys(moments_of.values()):
         names = [name for name in structure.part_of if moments_of.get(name) == moved]
         entries.append((moved, names, ONLY_MOMENTS))
     for source, names, only in entries:
-        step = _step(source) if isinstance(source, Path) else None
+        step = step_of(source) if isinstance(source, Path) else None
         age = [_age(step, base_step)] if source != base and step is not None and base_step is not None else []
         document.sources.append((source, names, age + _shares(names, structure), only))
     for part in split:
@@ -240,11 +240,6 @@ def _shares(names: Collection[str], structure: ModelStructure) -> list[str]:
     """Return the parts taken whole and those taken in part, as comments."""
     whole, split = structure.divide(names)
     return [condense(whole)] * bool(whole) + [f"some tensors of {condense(split)}"] * bool(split)
-
-
-def _step(path: Path) -> int | None:
-    match = _STEP_OF_FOLDER.fullmatch(path.name)
-    return int(match[1]) if match else None
 
 
 def spell(names: Collection[str], structure: ModelStructure) -> tuple[str, ...]:

@@ -33,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.lineage import Past, RunCheckpoint, read_past
+from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import ABANDONED, NAMES, read_json, step_of
+from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, some
 from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, is_partial, read_manifest, step_in_name

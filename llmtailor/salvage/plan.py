@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.lineage import RunCheckpoint
+from llmtailor.checkpoint.step_names import SALVAGED
 from llmtailor.compose.plan import Composition, Opened, Options, plan_merge
 from llmtailor.compose.write import is_written
-from llmtailor.containers.json import MAX_BYTES, SALVAGED
+from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there

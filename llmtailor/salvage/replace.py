@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
-from llmtailor.containers.json import ASIDE, DAMAGED, MAX_NAME, REPLACED, is_path_below, read_json, step_of
+from llmtailor.checkpoint.step_names import ASIDE, DAMAGED, REPLACED, step_of
+from llmtailor.containers.json import MAX_NAME, is_path_below, read_json
 from llmtailor.engine.placing import put_in_place
 from llmtailor.engine.staging import remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError

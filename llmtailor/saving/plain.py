@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from llmtailor.checkpoint.optimizer import with_names
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
-from llmtailor.formats.plain.optimizer import NAME_KEYS
 from llmtailor.formats.trainer import OPTIMIZER, SCALER
 from llmtailor.formats.weights import NAMING
 from llmtailor.model.disk_names import on_disk
@@ -195,9 +195,7 @@ class PlainTraining:
                 }
                 for number, state in states.items()
             },
-            "param_groups": [
-                {**group, NAME_KEYS[0]: list(names)} for group, names in zip(groups, self._groups, strict=True)
-            ],
+            "param_groups": [with_names(group, names) for group, names in zip(groups, self._groups, strict=True)],
         }
 
 

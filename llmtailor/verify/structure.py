@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.clients import client_of

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from clients.conftest import Loops
 from dcp.holding import read, same
 from helpers.commands import forget_urls, run_here
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.cli.main import cli
-from llmtailor.containers.json import step_of
 from llmtailor.errors import SourceError
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.states import WEIGHT

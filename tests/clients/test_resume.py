@@ -65,6 +65,7 @@ SHORT = [
     Case("engine-2", 1),
     Case("engine-3", 3),
     Case("accelerate-fsdp", 3),
+    Case("engine-3", 2, 2),
     Case("accelerate-2", 2, 3),
     Case("accelerate-2", 2, 0),
 ]
@@ -97,6 +98,17 @@ def salvaged_tags(loops: Loops, run: Path) -> Path:
     return run
 
 
+def unclipped(loops: Loops, out: Path) -> Spec:
+    """A resume from a copy that says that gradients are not clipped, which its config leaves to DeepSpeed."""
+    case = Case("engine-3", 2, 2)
+    convert(loops.checkpoint(case.source), out, stage=case.stage)
+    for path in out.glob("*/*_optim_states.pt"):
+        tree = torch.load(path, weights_only=False)
+        tree["optimizer_state_dict"]["clip_grad"] = 0.0
+        torch.save(tree, path)
+    return replace(case.spec(out), name="unclipped")
+
+
 @pytest.fixture(scope="module")
 def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Convert what the tests of this session ask for, and resume from it in one set of ranks for each number."""
@@ -114,6 +126,7 @@ def resumed(request: pytest.FixtureRequest, loops: Loops, tmp_path_factory: pyte
         run = copy_of_partial(loops[name].folder, folder / name / "run")
         out = compose(run, STEP, folder / name / f"checkpoint-{STEP}")
         batches.setdefault(2, []).append(spec.resumed(out, name, saver=""))
+    batches.setdefault(2, []).append(unclipped(loops, folder / "unclipped" / f"checkpoint-{STEP}"))
     run = salvaged_tags(loops, folder / "tags")
     for name, place in (("by-latest", run), ("by-name", run / "checkpoint-4")):
         batches.setdefault(2, []).append(TWO_RANKS["engine-3"].resumed(place, name, steps=5, save_steps=5))
@@ -149,6 +162,15 @@ def test_the_client_resumes_from_partial_checkpoints_of_its_loop(
     verdict = verify_checkpoint(Path(run.spec.resume_from), deep=True)
     assert verdict.level == RESUMABLE and not verdict.findings
     assert verdict.index is not None and verdict.index.client == spec.client
+
+
+def test_gradients_are_clipped_as_the_config_says_or_deepspeed_does(loops: Loops, resumed: dict[str, Any]) -> None:
+    """ZeRO-1 and ZeRO-2 clip at what the checkpoint says, ZeRO-3 does not save it: without it, both at the default."""
+    wanted = {step: loss for step, loss in loops["engine-3"].losses.items() if step > STEP}
+    assert len(wanted) == 4 and resumed[str(Case("engine-3", 2, 2))].losses == pytest.approx(wanted, rel=RELATIVE)
+    lost = resumed["unclipped"].losses
+    assert lost[STEP + 1] == pytest.approx(wanted[STEP + 1], rel=RELATIVE)
+    assert all(lost[step] != pytest.approx(wanted[step], rel=RELATIVE) for step in wanted if step > STEP + 1)
 
 
 def test_an_engine_finds_what_salvage_has_put_in_place(resumed: dict[str, Any]) -> None:

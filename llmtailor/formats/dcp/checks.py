@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.clients import TRAINER_STATE

@@ -39,10 +39,10 @@ from llmtailor.checkpoint.index import (
     TrainState,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.fields import FLOATING, Tensor, read_step
-from llmtailor.containers.json import step_of
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.checks import compare_steps, find_rounded

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, SHARDS, WHOLE, CheckpointIndex, DcpEntry, DcpStyle, TensorEntry
-from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
+from llmtailor.checkpoint.layout import FileLayout, Piece, Slot
 from llmtailor.checkpoint.optimizer import ParamGroup
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.dcp import KeyPath
-from llmtailor.containers.pickle_nodes import make_tensor
+from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
@@ -33,10 +32,9 @@ from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import LR_SCHEDULER, made_client_files, of_others, rates, scheduler_tree
-from llmtailor.formats.plain.optimizer import without_names
+from llmtailor.formats.made import LR_SCHEDULER, first_rates, made_client_files, of_others, scheduler_tree
 from llmtailor.formats.plain.write import check as check_masters
-from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights
+from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights, step_node
 from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.trainer import (
     ADAPTER_CONFIG,
@@ -185,7 +183,7 @@ class _Target:
             model[name] = make_tensor(dtype, shape, _slots(state, dtype)(0, numel) if numel else ())
         states = {
             param: {
-                "step": make_tensor("F32", (), _step(step, param)(0, 1)),
+                "step": step_node(self.base, step, param),
                 **{kind: self._moment(State(param, kind), held) for kind, held in kinds[param].items()},
             }
             for param, step in self._steps().items()
@@ -235,7 +233,11 @@ class _Target:
                     dtype = "F32" if base.has_masters else held.live_dtype
                     content = _slots(State(param, kind), dtype)
                     folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
-                folder.add_tensor(self._path(STATE, param, "step"), "F32", (), _step(steps[param], param), is_cut=False)
+                path, step = self._path(STATE, param, "step"), step_node(base, steps[param], param)
+                if (view := as_tensor(step)) is None:
+                    folder.add_object(path, step)
+                else:
+                    folder.add_tensor(path, "F32", (), _constant(view.storage.content), is_cut=False)
         for number, group in enumerate(layout.groups):
             options = self.options(group, number)
             if self.style.is_flat:
@@ -257,10 +259,20 @@ class _Target:
 
     def options(self, group: ParamGroup, number: int) -> dict[str, Any]:
         """Return the options of a param group, with those that its loader asks for."""
-        own = without_names(group.hyper)
         if self.base.train.dcp:
-            return own
-        return {"initial_lr": rates(self.base, self.wanted)[number], **_DEFAULTS, **own}
+            return dict(group.hyper)
+        first = first_rates(self.base, self.wanted)[number]
+        own = {"initial_lr": group.hyper.get("lr") if first is None else first}  # as a scheduler of torch does
+        return {**own, **self._defaults(), **group.hyper}
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the options that torch's AdamW has and DeepSpeed's own optimizers don't save."""
+        config = next((tree.get("ds_config") for tree in self.base.train.optim if tree), None)
+        made = config.get("optimizer") if isinstance(config, dict) else None
+        if not isinstance(made, dict) or str(made.get("type")).lower() != "adam":
+            return _DEFAULTS
+        options = made.get("params")
+        return {**_DEFAULTS, "decoupled_weight_decay": not options or options.get("adam_w_mode", True) is not False}
 
     def add_others(self, folder: FolderBuilder) -> None:
         """Add what belongs neither to the model nor to the optimizer, among it the scheduler's state."""
@@ -295,5 +307,5 @@ def _slots(state: State, dtype: str) -> Content:
     return lambda begin, end: (Slot(state, dtype, begin, end),)
 
 
-def _step(step: float, param: str) -> Content:
-    return lambda begin, end: (Bytes(struct.pack("<f", step), f"step of {param}"),)
+def _constant(content: tuple[Piece, ...]) -> Content:
+    return lambda begin, end: content

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.placement import Runs, count, union
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import MAX_DIMENSIONS
@@ -82,7 +83,6 @@ FOLDER = "partial"
 """Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
 TREE = "tree:"
 _TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-_FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _FIX = "leave this checkpoint out; its save is damaged"
 
 
@@ -93,8 +93,8 @@ def folder_name(step: int) -> str:
 
 def step_in_name(name: str) -> int | None:
     """Return the step in a folder's name, or None if the name is not a partial checkpoint's."""
-    match = _FOLDER_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    step = step_of(Path(name))
+    return step if step is not None and name == folder_name(step) else None
 
 
 def bundle_name(rank: int, world_size: int) -> str:

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.optimizer import NAME_KEYS
 from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.json import check_name
@@ -112,8 +113,6 @@ def _check_groups(
 
 
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
-NAME_KEYS = ("lt_params", "param_names")
-"""Keys of a param group that list the names of its params: llmtailor's and torch's. They survive a resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +122,7 @@ class SavedGroup:
     ids: tuple[int, ...]
     names: tuple[str, ...] | None
     hyper: Mapping[str, Any]
+    """Everything else, the lists of names included"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,6 @@ class SavedOptimizer:
     def shape(self, number: int) -> tuple[int, ...] | None:
         """Return the shape of the param with this id; None if it has no state."""
         return next((tensor.shape for tensor in self.kinds[number].values()), None)
-
-
-def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters without the names of its params."""
-    return {key: value for key, value in hyper.items() if key not in NAME_KEYS}
 
 
 def read_optimizer(trees: Trees, where: PathIn) -> SavedOptimizer:
@@ -232,7 +227,7 @@ def _read_group(node: Any, where: str) -> SavedGroup:
         if len(listed) != len(ids):
             raise damaged(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}")
         names = tuple(check_name(name, key, where) for name in listed)
-    return SavedGroup(ids, names, {key: value for key, value in without_names(group).items() if key != "params"})
+    return SavedGroup(ids, names, {key: value for key, value in group.items() if key != "params"})
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:

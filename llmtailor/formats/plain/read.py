@@ -16,8 +16,9 @@ from pathlib import Path
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
+from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_json, step_of
+from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, WARNING, Finding

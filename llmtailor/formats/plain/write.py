@@ -5,8 +5,8 @@ model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They h
 what a resume looks for, also from a partial base. From a plain base the files keep their names, order and
 dtypes, unless a resume would not find a param by its name there.
 
-The groups list the names of their params, so that the checkpoint can be read again whatever its groups are; the Trainer
-keeps the key and saves it again.
+The groups list the names of their params, so that the checkpoint can be read again whatever its groups are: as the
+base's do, and else under a key of ours; the Trainer keeps the key and saves it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
-from llmtailor.checkpoint.optimizer import OptimizerLayout
+from llmtailor.checkpoint.optimizer import OptimizerLayout, with_names
 from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
@@ -26,7 +26,6 @@ from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, Unsupp
 from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.made import made_client_files, of_others
-from llmtailor.formats.plain.optimizer import NAME_KEYS, without_names
 from llmtailor.formats.plain.read import BUFFERS_KEY
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCHEDULER, lay_out_trainer_files
 from llmtailor.formats.weights import adapter_file, new_weights
@@ -105,13 +104,19 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, 
     for group in layout.groups:
         ids = list(range(len(state), len(state) + len(group.params)))
         for number, param in zip(ids, group.params, strict=True):
-            step = (Bytes(struct.pack("<f", steps[number]), f"step of {param}"),)
             state[number] = {
-                "step": make_tensor("F32", (), step),
+                "step": step_node(base, steps[number], param),
                 **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
             }
-        nodes.append({**without_names(group.hyper), NAME_KEYS[0]: list(group.params), "params": ids})
+        nodes.append({**with_names(group.hyper, group.params), "params": ids})
     return {"state": state, "param_groups": nodes}
+
+
+def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
+    """Return a param's step in the form of torch's AdamW, or as the number that the base has instead."""
+    if not (base.has_masters or base.train.step_is_tensor):
+        return int(step)
+    return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of {what}"),))
 
 
 def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:

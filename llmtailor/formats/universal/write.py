@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
-from llmtailor.checkpoint.optimizer import OptimizerLayout
+from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
 from llmtailor.containers.pickle_nodes import Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
@@ -99,8 +99,8 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
     return {
         **unknown(outer, is_kept),
         **({} if is_bf16 else {"zero_stage": make_stage(layout.stage)}),
-        **scaling_nodes(outer),
-        **clipping_node(target.base, rest),
+        **scaling_nodes(outer, is_needed=True),  # ZeRO-3 reads it
+        **clipping_node(rest),
         "ds_version": rest.get("ds_version") or DS_VERSION,
         "param_groups": groups,
         "optimizer_state_dict": {
@@ -128,7 +128,7 @@ def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]
     if len({one.step for one in layout.sub_groups}) > 1:
         what = f"a resume with ZeRO-3 gives all params one step, {layout.sub_groups[0].step:g}"
         yield Problem(base.name, what, "resume with ZeRO-1 or ZeRO-2, which keep the step of each group")
-    if unlike := _unlike_options(layout):
+    if unlike := [key for key in _unlike_options(layout) if key not in NAME_KEYS]:
         what = f"the param groups differ in {', '.join(unlike)}, which a resume with ZeRO-3 takes from its own config"
         yield Problem(base.name, what, "resume with the options of the run that saved it")
     if base.settings.round_robin:

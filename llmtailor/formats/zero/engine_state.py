@@ -19,11 +19,15 @@ def make_stage(stage: int) -> Call:
     return Call(_STAGE, (stage,))
 
 
-def clipping_node(base: CheckpointIndex, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``clip_grad`` of an ``optim_states``, if the base tells it."""
-    outer = rest["optimizer_state_dict"]
-    clip_grad = outer.get("clip_grad", (rest.get("ds_config") or {}).get("gradient_clipping", 0.0))
-    return {"clip_grad": clip_grad} if base.train.optim else {}
+def clipping_node(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``clip_grad`` of an ``optim_states``, if the base's or its config states it.
+
+    ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none, too).
+    """
+    config = rest.get("ds_config")
+    clip_grad = config.get("gradient_clipping") if isinstance(config, dict) else None
+    stated = rest["optimizer_state_dict"].get("clip_grad", clip_grad if type(clip_grad) in (int, float) else None)
+    return {} if stated is None else {"clip_grad": stated}
 
 
 def unknown(outer: Mapping[str, Any], is_kept: bool) -> dict[str, Any]:
@@ -31,8 +35,13 @@ def unknown(outer: Mapping[str, Any], is_kept: bool) -> dict[str, Any]:
     return {key: value for key, value in outer.items() if is_kept and key not in _MADE}
 
 
-def scaling_nodes(outer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loss scaler of an ``optim_states``. BF16_Optimizer saves none; the others need one."""
+def scaling_nodes(outer: Mapping[str, Any], is_needed: bool) -> dict[str, Any]:
+    """Return the loss scaler of an ``optim_states``, if the base's states it, or a resume can't do without.
+
+    If it is made, it is that of DeepSpeed for bf16 and fp32. BF16_Optimizer saves none.
+    """
+    if not is_needed and "loss_scaler" not in outer:
+        return {}
     static = Call(_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
     return {
         "loss_scaler": outer.get("loss_scaler") or static,

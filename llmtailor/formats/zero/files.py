@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED
+from llmtailor.checkpoint.step_names import ASIDE, NAMES, UNIVERSAL_SUFFIX, step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import ASIDE, NAMES, is_path_below, step_of
+from llmtailor.containers.json import is_path_below
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted, printable
 from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, detect_client
 from llmtailor.storage.local import read_source
 from llmtailor.storage.stand_in import locate, location_of
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-UNIVERSAL = "_universal"
+UNIVERSAL = UNIVERSAL_SUFFIX
 """What the names of the tag folders of universal checkpoints end in"""
 _RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
 _OPTIM = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")

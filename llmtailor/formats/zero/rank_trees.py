@@ -116,7 +116,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     masters = [flat(one, MASTER) for one in cut]
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
     optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
-    stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer)
+    stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer, stage == 3 or bool(base.stage))
     around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
     if "ds_config" in around:
         around["ds_config"] = target.adapt_config(around["ds_config"] or {})
@@ -132,7 +132,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     vectors = [target.vector(one) for one in cut]
     made = {
         **({} if is_bf16 else scaling),
-        **clipping_node(base, rest),
+        **clipping_node(rest),
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
         **({} if is_bf16 else stage_node),

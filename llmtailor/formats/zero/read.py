@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, CheckpointIndex, Survey, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, round_robin
+from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, Problems, SourceError
 from llmtailor.findings import ERROR, WARNING, Finding
@@ -34,7 +35,6 @@ from llmtailor.formats.zero.contradictions import Shards, find_contradictions
 from llmtailor.formats.zero.files import (
     LATEST,
     LATEST_UNIVERSAL,
-    UNIVERSAL,
     ShardFiles,
     is_tag_alone,
     survey_shard_files,
@@ -187,12 +187,12 @@ def optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str:
 def check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     """Raise SourceError unless model states and optimizer states come from the same save.
 
-    Nothing in the files says so directly: the tag counts global steps, and so do the model states, and Adam has
-    made a step for each that was not skipped. A composite may mix steps, or reset them; its manifest says which. After
-    it, Adam may be ``lags`` steps behind the run.
+    Nothing in the files says so directly: DeepSpeed's own tag counts global steps, and so do the model states, and Adam
+    has made a step for each that was not skipped. A composite may mix steps, or reset them; its manifest says which.
+    After it, Adam may be ``lags`` steps behind the run.
     """
-    place, tag_step = PathIn(index.name, index.tag), index.tag.removeprefix("global_step").removesuffix(UNIVERSAL)
-    if tag_step.isdigit() and int(tag_step) != index.global_step:
+    place, tag_step = PathIn(index.name, index.tag), step_of_tag(index.tag)
+    if tag_step not in (None, index.global_step):
         what = f"the model states are from step {index.global_step}, but the tag folder says {tag_step}"
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
     steps = {one.step for one in index.sub_groups}

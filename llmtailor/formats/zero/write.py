@@ -7,7 +7,7 @@ Everything that is not a state (hyperparameters, loss scaler, counters, ds_confi
 copied from the base. On another number of ranks, rank r copies that of the base's rank r modulo its world size. In a
 salvage, an unreadable rank's files are modelled on the first readable rank's: they differ only in states. If the base
 was trained without DeepSpeed, it is what DeepSpeed 0.19.8 would have written; what a resume takes from its own config
-is left out rather than invented: ``clip_grad`` and ``global_samples``.
+is left out rather than invented: ``clip_grad``, ``global_samples`` and, but for ZeRO-3, the loss scaler.
 """
 
 from __future__ import annotations

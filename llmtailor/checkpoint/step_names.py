@@ -1,0 +1,31 @@
+"""The step in the name of a checkpoint's folder, file or tag. Pure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+NAMES = "checkpoint-N, step-N, step_N, step=N, global_stepN or *step=N.ckpt"
+"""Those that `step_of` knows, as messages list them"""
+ABANDONED, DAMAGED, REPLACED, SALVAGED = ASIDE = ("abandoned-", "damaged-", "replaced-", "salvaged-")
+"""What is put before the name of a checkpoint that is to be found no more, or not yet"""
+UNIVERSAL_SUFFIX = "_universal"
+"""What ``ds_to_universal`` appends to a tag"""
+_CHECKPOINT = re.compile(
+    r"(?:checkpoint-|step-|step_|global_step)([0-9]{1,18})|step=([0-9]{1,18})"
+    rf"|(?!{'|'.join(ASIDE)})(?:.+-)?step=([0-9]{{1,18}})(?:-.+)?\.ckpt"
+)
+"""The names of the Trainer, of torchtitan, of loops, of DeepSpeed's tag folders, and of Lightning, whose names may say
+more"""
+_OWN_TAG = "global_step"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in the name of a folder or file, or None if the name is not a checkpoint's."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(match[match.lastindex or 0]) if match else None
+
+
+def step_of_tag(tag: str) -> int | None:
+    """Return the step in a tag of DeepSpeed's own making. Any other tag is what a loop has called it, numbers too."""
+    return step_of(Path(tag.removesuffix(UNIVERSAL_SUFFIX))) if tag.startswith(_OWN_TAG) else None
