@@ -16,7 +16,7 @@ dict, whatever wraps its modules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.fields import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
+from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.folder import Stored
 
 STATE, GROUPS = "state", "param_groups"
@@ -33,6 +34,21 @@ BUFFERS = ("llmtailor", "buffers")
 """Path of the names of buffers, in what llmtailor writes: a training saves them like params"""
 _USUAL = ("optimizer", "optim")
 MAX_GROUPS = 100_000
+ADAMW = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Options of torch 2.13's AdamW, and their defaults"""
+_IN_ALL = (*ADAMW, "lr", "initial_lr", "param_names")
+"""Options that torch gives to all param groups or to none"""
 
 
 @dataclass(slots=True)
@@ -170,6 +186,15 @@ def _check_owned(optimizer: Optimizer, where: str) -> None:
         problems.append(Problem(where, what, COPY_CHECKPOINT, Code.FIELD_UNKNOWN))
     if problems:
         raise SourceError(problems)
+
+
+def check_options(optimizer: Optimizer, where: str) -> Iterator[Finding]:
+    """Yield a finding for each option that some param groups lack: ``dcp.load`` raises for keys that are not there."""
+    for key in _IN_ALL:
+        lacking = [number for number, group in enumerate(optimizer.groups) if key not in group.hyper]
+        if 0 < len(lacking) < len(optimizer.groups):
+            what = f"{key} of param group {lacking[0]} is missing, which other groups have"
+            yield Finding(where, what, f"a resume fails; {COPY_CHECKPOINT}", Code.FIELD_MISSING, ERROR)
 
 
 def split_model(

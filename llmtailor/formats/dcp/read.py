@@ -47,7 +47,7 @@ from llmtailor.errors import PathIn, Problem, Problems, SourceError, Unsupported
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.checks import compare_steps, find_rounded
 from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards, read_folder, read_shards
-from llmtailor.formats.dcp.keys import BUFFERS, Optimizer, sort_keys, split_model
+from llmtailor.formats.dcp.keys import BUFFERS, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.roles import with_buffers
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
 from llmtailor.formats.format import FileTrees, attempt
@@ -383,6 +383,8 @@ class _Indexing:
     ) -> Iterator[Finding]:
         for folder in self.folders.all:
             yield from folder.findings
+        if self.folders.form != WHOLE:  # torch fills in what is missing from that
+            yield from check_options(optimizer, self.optimizer_where)
         hyper = [group.hyper for group in optimizer.groups]
         if self.trainer:
             there, client = {*self.trainer.files, *self.trainer.inside}, self.trainer.client

@@ -28,7 +28,7 @@ from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
 from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
-from llmtailor.formats.dcp.keys import BUFFERS, GROUPS, STATE, merge_alike
+from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.format import Wanted
@@ -44,19 +44,6 @@ from llmtailor.formats.trainer import (
 )
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
 
-_DEFAULTS = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-"""Options of torch 2.13's AdamW"""
 _STYLES = {FSDP: DcpStyle("model", "optimizer"), DCP: DcpStyle("model", "optim")}
 """Of a base that has none of its own"""
 _NOT_HERE = {OPTIMIZER, SCALER, "latest", "zero_to_fp32.py", "zero_to_torch.py"}
@@ -270,9 +257,9 @@ class _Target:
         config = next((tree.get("ds_config") for tree in self.base.train.optim if tree), None)
         made = config.get("optimizer") if isinstance(config, dict) else None
         if not isinstance(made, dict) or str(made.get("type")).lower() != "adam":
-            return _DEFAULTS
+            return ADAMW
         options = made.get("params")
-        return {**_DEFAULTS, "decoupled_weight_decay": not options or options.get("adam_w_mode", True) is not False}
+        return {**ADAMW, "decoupled_weight_decay": not options or options.get("adam_w_mode", True) is not False}
 
     def add_others(self, folder: FolderBuilder) -> None:
         """Add what belongs neither to the model nor to the optimizer, among it the scheduler's state."""
@@ -296,7 +283,7 @@ class _Target:
         if self.base.has_masters:
             what = "its weights are written as the fp32 master weights; loss scale, counters and ds_config are left out"
             found.append(Problem(self.base.name, what, "resume with a model in fp32, and mixed precision as before"))
-        added = sorted(set(_DEFAULTS) - {key for group in self.wanted.layout.groups for key in group.hyper})
+        added = sorted(set(ADAMW) - {key for group in self.wanted.layout.groups for key in group.hyper})
         if added and not self.base.train.dcp:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
             found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))
