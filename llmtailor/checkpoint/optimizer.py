@@ -21,6 +21,8 @@ NAMES_KEY = "lt_params"
 does not save."""
 NAME_KEYS = (NAMES_KEY, "param_names")
 """Keys that list these names; the second is torch's own, for optimizers made of named params. They survive a resume."""
+SAVED_NAMES = "llmtailor_names"
+"""The same in a partial checkpoint, which has them whatever the run's own groups list"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def without_names(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names(group: Mapping[str, Any], params: Sequence[str]) -> dict[str, Any]:
-    """Return a param group that lists the names of its params: as it does, or else under our own key."""
+    """Return a param group that lists the names of its params: as it does, or else under `NAMES_KEY`."""
     lists = [group.get(key) for key in NAME_KEYS]
     is_there = any(isinstance(names, (list, tuple)) and [*names] == [*params] for names in lists)
     return dict(group) if is_there else {**group, NAMES_KEY: list(params)}

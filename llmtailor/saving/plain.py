@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llmtailor.checkpoint.optimizer import with_names
+from llmtailor.checkpoint.optimizer import SAVED_NAMES
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.trainer import OPTIMIZER, SCALER
@@ -195,7 +195,9 @@ class PlainTraining:
                 }
                 for number, state in states.items()
             },
-            "param_groups": [with_names(group, names) for group, names in zip(groups, self._groups, strict=True)],
+            "param_groups": [
+                {**group, SAVED_NAMES: list(names)} for group, names in zip(groups, self._groups, strict=True)
+            ],
         }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
@@ -26,7 +27,7 @@ from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problems, TailorError, UsageError
 from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.clients import TRAINER_STATE
-from llmtailor.formats.trainer_checks import CALLBACKS, MARK
+from llmtailor.formats.trainer_checks import CALLBACKS, MARK, TRAINING_ARGS
 from llmtailor.policies import Policy
 from llmtailor.saving.beside import OfTrainer
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
@@ -336,7 +337,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._log()
 
     def _write_state(self, folder: Path) -> None:
-        """Write ``trainer_state.json`` as the Trainer does, with the states of callbacks that have one."""
+        """Write ``trainer_state.json``, with the states of callbacks that have one, and the arguments, as the Trainer
+        does."""
         trainer = self.trainer
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
@@ -346,6 +348,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
                 else:
                     trainer.state.stateful_callbacks[name] = callback.state()
         trainer.state.save_to_json(str(folder / TRAINER_STATE))
+        torch.save(trainer.args, folder / TRAINING_ARGS)
 
 
 def _savers_of(trainer: Trainer) -> list[PartialSaving]:

@@ -15,7 +15,7 @@ from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.clients import client_of
 from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
-from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST
+from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
@@ -55,10 +55,15 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         if have != written:
             text = f"{what} was {_number(written)} when written, and is now {_number(have)}"
             yield Finding(where, text, _COPY_AGAIN, Code.MANIFEST, ERROR)
+    others = [path for path in index.files if is_weight_file(path) and path not in manifest.files]
     for path, (num_bytes, _) in manifest.files.items():
         place, fact = PathIn(index.name, path), index.files.get(path)
         severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, _ON_PURPOSE)
-        if fact is None:
+        is_same = fact is not None and fact.num_bytes == num_bytes
+        if others and is_weight_file(path) and not is_same and not index.is_partial:  # an index has all weights
+            what = f"the weights are no longer in the files that were written, but in {some(others)}"
+            yield Finding(place, what, _ON_PURPOSE, Code.MANIFEST, WARNING)
+        elif fact is None:
             yield Finding(place, "the file was written but is now missing", fix, Code.FILE_MISSING, severity)
         elif fact.num_bytes != num_bytes:
             text = f"it had {num_bytes:,} bytes when written, and now has {fact.num_bytes:,}"

@@ -315,6 +315,7 @@ def test_other_parallelism_is_refused_by_name(run, change, told):
         (["pytorch_model_fsdp_0/.metadata"], "this folder holds weights only"),
         ([".metadata"], "the pickle is damaged"),
         (["model.safetensors"], "weights only"),
+        (["mp_rank_00_model_states.pt"], "without ZeRO (stage 0)"),  # a tag folder, named itself
         ([], "this is not a checkpoint"),
     ],
 )

@@ -24,7 +24,7 @@ SAVERS = {
         Spec("engine-saver", stage=2, scheduler="", saver="full"),
         Spec("accelerate-2-saver", "accelerate", stage=2, objects=True, saver="full"),
         Spec("accelerate-3-saver", "accelerate", stage=3, scheduler="", objects=True, saver="full"),
-        Spec("accelerate-ddp-saver", "accelerate", stage=0, dtype="fp32", objects=True, saver="full"),
+        Spec("accelerate-ddp-saver", "accelerate", 0, dtype="fp32", named=True, objects=True, saver="full"),
         Spec(
             *("accelerate-fsdp-saver", "accelerate", 0),
             fsdp=True,

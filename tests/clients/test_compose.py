@@ -19,7 +19,7 @@ from transformers import Trainer  # noqa: E402
 import llmtailor  # noqa: E402
 from clients.conftest import Loops  # noqa: E402
 from clients.runs import TWO_RANKS  # noqa: E402
-from clients.test_resume import convert  # noqa: E402
+from clients.test_resume import convert, copy_of_partial  # noqa: E402
 from dcp.holding import read, same  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.recipes import odd_layers_from  # noqa: E402
@@ -179,6 +179,20 @@ def test_diff_sees_what_accelerate_saves_beside_the_states(loops: Loops, tmp_pat
         result = CliRunner().invoke(cli, ["diff", str(source), str(out)])
         assert path in result.stdout
         shutil.copy(source / path, out / path)
+
+
+def test_names_of_params_stay_under_the_key_of_the_base(loops: Loops, tmp_path: Path) -> None:
+    """Callers compare param groups, and the loader of FSDP asks for torch's own key."""
+    source = loops.checkpoint("accelerate-named")
+    saved = torch.load(source / "optimizer.bin")["param_groups"]
+    out = convert(source, tmp_path / "checkpoint-2")
+    assert torch.load(out / "optimizer.bin")["param_groups"] == saved and "param_names" in saved[0]
+    run = copy_of_partial(loops["accelerate-ddp-saver"].folder, tmp_path / "run")
+    outs = [convert(source, tmp_path / "layers", groups="layer"), compose_run(run, 2, tmp_path / "of-saves")]
+    for out in outs:
+        for group in torch.load(out / "optimizer.bin")["param_groups"]:
+            assert len(group["param_names"]) == len(group["params"]) and "lt_params" not in group
+        assert verify_checkpoint(out, deep=True).is_resumable
 
 
 def test_client_state_of_an_engine_is_kept(loops: Loops, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dcp.holding import read, same  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.containers.safetensors import SINGLE  # noqa: E402
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
+from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
@@ -162,6 +163,9 @@ def test_weights_in_several_files_are_refused_where_one_is_read(loops: Loops, tm
     model = AutoModelForCausalLM.from_pretrained(source)
     (source / SINGLE).unlink()
     model.save_pretrained(source, max_shard_size="40KB")
+    verdict = verify_checkpoint(source, deep=True)  # of a composite, whose weights the user has sharded anew
+    assert verdict.is_resumable and {one.severity for one in verdict.findings} == {WARNING}
+    assert any("the weights are no longer in the files that were written" in one.what for one in verdict.findings)
     with pytest.raises(UnsupportedCheckpoint, match=f"{SINGLE} only"):
         convert(source, tmp_path / "out", layout="accelerate")
 

@@ -60,7 +60,7 @@ DAMAGES: list[tuple[str, str, Damage, str, Code]] = [
      Code.FILE_MISSING),
     ("engine-3", "no model shard", lose("global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt"), ERROR,
      Code.FILE_MISSING),
-    ("engine-1", "a shard cut short", cut("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), ERROR,
+    ("engine-1", "a shard cut short", cut("1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), ERROR,
      Code.FILE_DAMAGED),
     ("accelerate-3", "no latest", lose("latest"), WARNING, Code.FILE_NAME),
     ("accelerate-3", "no optimizer shard", lose("pytorch_model/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), ERROR,
@@ -84,7 +84,7 @@ def test_what_the_client_saves_is_resumable(name: str, loops: Loops) -> None:
         for is_deep in (False, True):
             verdict = verify_checkpoint(loops.checkpoint(name, step), is_deep)
             assert (verdict.level, verdict.findings) == (RESUMABLE, ())
-    assert find_latest(loops[name].folder).path == loops.checkpoint(name, 4)
+    assert find_latest(loops[name].folder).path == loops.checkpoint(name, loops[name].spec.steps)
     told = inspect_checkpoint(loops.checkpoint(name))
     assert (told["client"], told["global_step"], told["findings"]) == (TWO_RANKS[name].client, 2, [])
 
@@ -146,7 +146,7 @@ def test_another_loader_can_be_asked_for(loops: Loops) -> None:
         return {one.path for one in verdict.of_severity(ERROR)}
 
     assert lacks("engine-3", "trainer") == {"trainer_state.json"}  # its schedule is in the model states
-    assert lacks("engine-1", "trainer") == {"trainer_state.json", "scheduler.pt"}
+    assert lacks("engine-1", "trainer") == {"1", "trainer_state.json", "scheduler.pt"}  # a tag of its own
     assert lacks("engine-2", "trainer") == {"trainer_state.json", "checkpoint"}
     assert lacks("accelerate-2", "trainer") == {"trainer_state.json", "scheduler.pt", "pytorch_model"}
     assert lacks("accelerate-2", "deepspeed") == set()

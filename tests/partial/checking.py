@@ -18,7 +18,7 @@ from partial.composing import compose
 from partial.harness import Done, without_saver
 from partial.same import differences
 
-NOT_OURS = {"training_args.bin", "zero_to_fp32.py", "zero_to_torch.py"}
+NOT_OURS = {"zero_to_fp32.py", "zero_to_torch.py"}
 """Files of the Trainer's checkpoints that no resume reads"""
 ABOUT = {"llmtailor.json", "README.md"}
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmtailor.checkpoint.index import DcpEntry
-from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.fields import check_kind
@@ -157,9 +157,9 @@ def _alike(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
 
 
 def merge_alike(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """Return groups with equal options as one, in order of appearance."""
+    """Return groups with equal options as one, in order of appearance. Lists of names are left out."""
     merged: list[ParamGroup] = []
-    for group in groups:
+    for group in (ParamGroup(one.params, without_names(one.hyper)) for one in groups):
         at = next((at for at, one in enumerate(merged) if one.hyper == group.hyper), None)
         if at is None:
             merged.append(group)

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, SHARDS, WHOLE, CheckpointIndex, DcpEntry, DcpStyle, TensorEntry
 from llmtailor.checkpoint.layout import FileLayout, Piece, Slot
-from llmtailor.checkpoint.optimizer import ParamGroup
+from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.dcp import KeyPath
 from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
@@ -66,7 +66,7 @@ class DcpWriter:
         """
         _check_base(base)
         style = base.train.dcp if base.train.dcp and base.run_family == self.family else _STYLES[self.family]
-        if style.is_flat and merge_alike(wanted.layout.groups) != [*wanted.layout.groups]:
+        if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
         target = _Target(base, wanted, style)
@@ -246,6 +246,8 @@ class _Target:
 
     def options(self, group: ParamGroup, number: int) -> dict[str, Any]:
         """Return the options of a param group, with those that its loader asks for."""
+        if self.style.is_flat:
+            return without_names(group.hyper)
         if self.base.train.dcp:
             return dict(group.hyper)
         first = first_rates(self.base, self.wanted)[number]

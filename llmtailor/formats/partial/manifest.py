@@ -93,8 +93,7 @@ def folder_name(step: int) -> str:
 
 def step_in_name(name: str) -> int | None:
     """Return the step in a folder's name, or None if the name is not a partial checkpoint's."""
-    step = step_of(Path(name))
-    return step if step is not None and name == folder_name(step) else None
+    return step_of(Path(name)) if name.startswith("step-") and len(name) >= len(folder_name(0)) else None
 
 
 def bundle_name(rank: int, world_size: int) -> str:

@@ -321,7 +321,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
                 tree = {**tree, "optimizer_state_dict": {k: v for k, v in outer.items() if k != "param_slice_mappings"}}
             add(rank, path, tree if outer is not None else _model_tree(tree, index, rank))
     else:
-        add(0, client_of(index).optimizer, optimizer_tree(index, index.layout))
+        add(0, client_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
     if index.train.dcp is not None:
         add(0, STYLE, style_tree(index.train.dcp))
     owners = {client_of(index).scheduler: 0, **({} if index.has_masters else {SCALER: 0})}

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.optimizer import NAME_KEYS
+from llmtailor.checkpoint.optimizer import NAME_KEYS, SAVED_NAMES
 from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_step, read_tensor
 from llmtailor.containers.json import check_name
@@ -219,7 +219,7 @@ def _read_group(node: Any, where: str) -> SavedGroup:
     ids = as_ints(group.get("params"))
     if ids is None:
         raise damaged(where, "a param group's params are not a list of ids")
-    names, key = None, next((key for key in NAME_KEYS if group.get(key) is not None), "")
+    names, key = None, next((key for key in (SAVED_NAMES, *NAME_KEYS) if group.get(key) is not None), "")
     if key:
         listed = group[key]
         if not isinstance(listed, (list, tuple)):
@@ -227,7 +227,7 @@ def _read_group(node: Any, where: str) -> SavedGroup:
         if len(listed) != len(ids):
             raise damaged(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}")
         names = tuple(check_name(name, key, where) for name in listed)
-    return SavedGroup(ids, names, {key: value for key, value in group.items() if key != "params"})
+    return SavedGroup(ids, names, {key: value for key, value in group.items() if key not in ("params", SAVED_NAMES)})
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:

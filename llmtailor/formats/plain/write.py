@@ -18,7 +18,7 @@ from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Slot
-from llmtailor.checkpoint.optimizer import OptimizerLayout, with_names
+from llmtailor.checkpoint.optimizer import SAVED_NAMES, OptimizerLayout, with_names
 from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
@@ -95,8 +95,8 @@ def kinds_by_param(base: CheckpointIndex) -> dict[str, dict[str, TensorEntry]]:
     return kinds
 
 
-def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, Any]:
-    """Return the tree of ``optimizer.pt``, with its tensors bound to states."""
+def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout, *, is_partial: bool = False) -> dict[str, Any]:
+    """Return the tree of ``optimizer.pt``, or of a partial checkpoint, with its tensors bound to states."""
     kinds = kinds_by_param(base)
     state: dict[int, dict[str, Any]] = {}
     nodes = []
@@ -108,7 +108,8 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout) -> dict[str, 
                 "step": step_node(base, steps[number], param),
                 **{kind: _tensor(State(param, kind), held, base) for kind, held in kinds[param].items()},
             }
-        nodes.append({**with_names(group.hyper, group.params), "params": ids})
+        listed = {**group.hyper, SAVED_NAMES: [*group.params]} if is_partial else with_names(group.hyper, group.params)
+        nodes.append({**listed, "params": ids})
     return {"state": state, "param_groups": nodes}
 
 

@@ -94,9 +94,7 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
         return None
     is_zero3 = bool(model) or WHOLE_MODEL not in names
     if not is_zero3 and not optim:
-        what = "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read"
-        fix = "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out"
-        raise UnsupportedCheckpoint.at(place, what, fix)
+        raise _without_zero(place)
     if lacking := [kind for kind, shards in (("optim", optim), ("model", model)) if is_zero3 and not shards]:
         fix = "copy the whole tag folder again"
         problems.add(SourceError(Problem(place, f"there are no {kind}_states files", fix) for kind in lacking))
@@ -105,6 +103,13 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
     if not is_zero3:
         files = replace(files, model=(f"{files.folder}{WHOLE_MODEL}",))
     return _of_ranks(files, max([*optim, *model]) + 1, frozenset(names), where, problems)
+
+
+def _without_zero(place: str) -> UnsupportedCheckpoint:
+    what = "this checkpoint was saved by DeepSpeed without ZeRO (stage 0), which can't be read"
+    return UnsupportedCheckpoint.at(
+        place, what, "train with zero_optimization.stage 1, 2 or 3, or leave this checkpoint out"
+    )
 
 
 def _of_ranks(
@@ -212,6 +217,8 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
     if not root.is_dir():
         what, fix = "this is a file, not a checkpoint folder", f"name the folder that it is in, such as {NAMES}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
+    if (root / WHOLE_MODEL).is_file() and not any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
+        raise _without_zero(where)  # the tag folder itself
     if any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
         what, fix = "this is the tag folder inside a checkpoint", f"name the folder above it: {root.parent}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
