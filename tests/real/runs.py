@@ -52,7 +52,7 @@ THREE_RANKS = by_name(
     [
         Spec("llama-w3"),
         Spec("llama-layer-w3", groups="layer"),
-        Spec("llama-sub-w3", sub_group_size=SMALL_GROUPS),
+        Spec("llama-sub-w3", sub_group_size=SMALL_GROUPS, clipping=False),
         Spec("llama-extras-w3", extras=True, frozen=FROZEN),
         Spec("qwen2-w3", "qwen2", tied=True, groups="layer"),
         Spec("gpt2-w3", "gpt2", tied=True),
@@ -93,7 +93,7 @@ TWO_RANKS_ANY = by_name(
 THREE_RANKS_ANY = by_name(
     [
         Spec("zero1-w3", stage=1),
-        Spec("zero2-w3", stage=2),
+        Spec("zero2-w3", stage=2, clipping=False),
         Spec("zero2-layer-w3", stage=2, groups="layer", seed=1),
         Spec("zero2-rr-w3", stage=2, round_robin=True),
         Spec("zero2-aligned-w3", stage=2, parameter_alignment=True),

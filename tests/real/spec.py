@@ -36,6 +36,8 @@ class Spec:
     offload: bool = False
     """Optimizer states in CPU memory (``offload_optimizer``)"""
     sub_group_size: int | None = None
+    clipping: bool = True
+    """``gradient_clipping`` is in the config; without it, DeepSpeed clips at its own default"""
     gather: bool = True
     """Without it, ZeRO-3 writes no model.safetensors."""
     max_shard_size: int | None = None

@@ -492,6 +492,7 @@ RESUMES = [
     *[("zero2-frozen", "1x3"), ("zero1-extras-layer", "1x3"), ("zero3-fp32-grads", "1x3"), ("zero2-fp32-grads", "1x3")],
     *[("llama-extras-w3", "1x2"), ("zero1-bf16opt", "3x3"), ("zero1-bf16opt-rr", "2x3")],
     *[("llama-w3", "3x2"), ("llama-sub-w3", "3x2"), ("llama-extras-w3", "3x2"), ("zero2-w3", "2x2")],
+    ("llama-sub-w3", "1x2"),
     *[("zero2-rr-w3", "2x2"), ("zero2-layer-w3", "2x2"), ("llama-w3", "2x2"), ("llama-layer-w3", "1x2")],
     *[("zero1-w3", "1x2"), ("zero1-bf16opt-w3", "1x2"), ("llama-extras-w3", "2x2"), ("zero2-aligned-w3", "2x2")],
     *[("zero1-rr", "1x3"), ("qwen2-w3", "2x2"), ("zero1-bf16opt-w3", "2x2"), ("zero2-rr-w3", "1x2")],
@@ -500,7 +501,7 @@ RESUMES = [
 """Run and target. All ranks together see six samples in a step, whatever their number."""
 SHORT_RESUMES = {
     *[("zero2", "2x3"), ("zero1-bf16opt", "1x3"), ("zero1-extras-layer", "3x3"), ("zero2-fp16", "2x3")],
-    *[("llama-sub-w3", "3x2"), ("zero2-rr-w3", "2x2"), ("zero2-aligned", "2x3")],
+    *[("llama-sub-w3", "1x2"), ("zero2-rr-w3", "2x2"), ("zero2-aligned", "2x3")],
 }
 
 
@@ -574,3 +575,16 @@ def test_stock_goes_on_as_on_the_sources_ranks(
     after = resumed[name, target].losses
     print(f"{name} to {target}: {straight} there, {after} here", file=sys.stderr)
     assert after == pytest.approx(straight, abs=NOISE)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sub-w3", "zero2-w3"])
+def test_what_gradients_are_clipped_at_comes_from_the_source(runs: Runs, name: str, tmp_path: Path) -> None:
+    """A file of ZeRO-1/2 states it, ZeRO-3 leaves it to the config: with neither, DeepSpeed's own default counts."""
+    run = runs[name]
+    out = reshard(run.checkpoint(6), tmp_path / "out", 2, 1)
+    (path,) = (out / "global_step6").glob("*_optim_states.pt")
+    made = torch.load(path, weights_only=False)
+    assert ("gradient_clipping" in made["ds_config"]) == run.spec.clipping
+    stated = run.spec.clipping or run.spec.stage < 3
+    assert made["optimizer_state_dict"].get("clip_grad") == (1.0 if stated else None)
+    assert max(log["grad_norm"] for log in run.logs.values()) > 1  # else it would not matter

@@ -70,6 +70,8 @@ def deepspeed_config(spec: Spec) -> dict[str, Any]:
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "auto",
     )
+    if not spec.clipping:
+        del auto["gradient_clipping"]
     zero: dict[str, Any] = {"stage": spec.stage}
     if spec.stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = spec.gather
