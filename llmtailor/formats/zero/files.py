@@ -217,9 +217,10 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
     if not root.is_dir():
         what, fix = "this is a file, not a checkpoint folder", f"name the folder that it is in, such as {NAMES}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
-    if (root / WHOLE_MODEL).is_file() and not any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
-        raise _without_zero(where)  # the tag folder itself
-    if any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir()):
+    has_optim = any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir())
+    if (root / WHOLE_MODEL).is_file() and not has_optim and not (root / "zero").exists():  # a tag folder itself
+        raise _without_zero(where)
+    if has_optim:
         what, fix = "this is the tag folder inside a checkpoint", f"name the folder above it: {root.parent}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
 
