@@ -55,7 +55,7 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         if have != written:
             text = f"{what} was {_number(written)} when written, and is now {_number(have)}"
             yield Finding(where, text, _COPY_AGAIN, Code.MANIFEST, ERROR)
-    others = [path for path in index.files if is_weight_file(path) and path not in manifest.files]
+    others = [path for path in index.files if path.endswith(".safetensors") and path not in manifest.files]
     for path, (num_bytes, _) in manifest.files.items():
         place, fact = PathIn(index.name, path), index.files.get(path)
         severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, _ON_PURPOSE)
