@@ -6,7 +6,7 @@ asks a policy at a save.
 
 from __future__ import annotations
 
-from llmtailor.policies.by_change import Adaptive, Update
+from llmtailor.policies.by_change import Adaptive
 from llmtailor.policies.check import (
     IN_NO_SAVE,
     MAX_STALENESS,
@@ -39,7 +39,6 @@ __all__ = [
     "RoundRobin",
     "Situation",
     "Stateful",
-    "Update",
     "check_policy",
     "choose",
     "make_policy",

@@ -1,4 +1,4 @@
-"""Policies that choose by how parts have changed since they were last saved."""
+"""The policy that chooses by how parts have changed since they were last saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from llmtailor.errors import Problem
 from llmtailor.model.parts import ModelStructure
-from llmtailor.policies.policy import Configured, Situation, number, whole
+from llmtailor.policies.policy import Configured, Situation, number
 
 STALENESS = 4
 """Without a bound of the user's, `Adaptive` saves every part at least once while it saves the bytes of this number of
@@ -83,44 +83,6 @@ def _rank(situation: Situation, part: str, cost: float) -> tuple[float, float]:
     """Return what the order of parts follows; the second value decides between parts that have not changed."""
     age = situation.age(part) if part in situation.last else math.inf
     return cost * math.sqrt(age) / max(1, situation.num_bytes[part]), age
-
-
-@dataclass(frozen=True, slots=True)
-class Update(Configured):
-    """Parts by their relative change since *they* were last saved.
-
-    ``threshold``: all parts that have changed by more than this. ``budget_bytes``: the parts that have changed most, up
-    to this number of bytes per save; a part that does not fit is skipped for the next one that does. Both: of the parts
-    above the threshold, those that have changed most. Of parts with the same change, the first in the model comes
-    first. A part that can't be measured, or whose change is NaN, counts as changed without limit.
-    """
-
-    name: ClassVar[str] = "update"
-    needs_drift: ClassVar[bool] = True
-    default_max_staleness: ClassVar[int] = 20
-
-    threshold: float | None = number(0.0, None)
-    budget_bytes: int | None = whole(1, None)
-
-    def contradictions(self) -> list[Problem]:
-        if self.threshold is not None or self.budget_bytes is not None:
-            return []
-        fix = "give threshold (a relative change, e.g. 0.01), budget_bytes (for each save), or both"
-        return [Problem(f"policy {self.name}", "it has neither a threshold nor a budget", fix)]
-
-    def choose(self, situation: Situation) -> dict[str, str]:
-        drift = {part: _known(situation.drift, part) for part in situation.parts}
-        changed = [part for part in situation.parts if drift[part] > (self.threshold or 0.0)]
-        left = math.inf if self.budget_bytes is None else self.budget_bytes
-        chosen: dict[str, str] = {}
-        for part in sorted(changed, key=lambda part: -drift[part]):
-            if situation.num_bytes[part] <= left:
-                left -= situation.num_bytes[part]
-                chosen[part] = f"changed by {drift[part]:.2%}" if math.isfinite(drift[part]) else "change unknown"
-        return chosen
-
-    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> None:
-        return None
 
 
 def _known(measured: Mapping[str, float] | None, part: str) -> float:

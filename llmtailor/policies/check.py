@@ -1,4 +1,4 @@
-"""Tests a policy before training begins, in a few hundred simulated saves; chooses the parts of a save. Pure.
+"""Tests a user's policy before training begins, in a few simulated saves; chooses the parts of a save. Pure.
 
 A save holds what the policy wants, and every part that would become too old without it.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
@@ -116,18 +114,15 @@ def _ahead_of_time(
     return chosen
 
 
-NUM_SAVES = 240
-STEPS_PER_SAVE = 50
-
-Pattern = Callable[[int, int], float]
-"""(position of the part, number of parts) -> relative change per save"""
-PATTERNS: Mapping[str, Pattern] = {
-    "no part changes": lambda at, num: 0.0,
-    "all parts change equally": lambda at, num: 0.003,
-    "one part changes": lambda at, num: 0.1 if at == num // 2 else 0.0,
-    "later parts change more": lambda at, num: 0.02 * at / num,
-    "every part changes without limit": lambda at, num: 1e9,
-}
+NUM_SAVES = 40
+"""Simulated saves"""
+_RESUMED = 24
+"""The save before which they are resumed. A prime number of saves come before it, so that a schedule whose period the
+policy counts by itself does not begin anew just there."""
+_CHANGE = 0.003
+"""Relative change of each part from one simulated save to the next"""
+_PROMISE = "fix worst_staleness, or return None there and give max_staleness"
+_AGAIN = "decide by the situation alone, without random numbers or a clock; what else it remembers goes in state_dict()"
 
 
 def check_policy(
@@ -137,20 +132,76 @@ def check_policy(
     num_bytes: Mapping[str, int],
     max_staleness: int | None = None,
 ) -> int:
-    """Return what `staleness_limit` does, and test the policy in simulated saves.
+    """Return what `staleness_limit` does, and test a policy that does not come with llmtailor in `NUM_SAVES` saves.
 
     Raises UsageError with every problem, also if the policy's schedule exceeds its promise, if it names unknown parts,
-    never chooses any, raises, or answers differently when asked again or resumed. Of the policies in `POLICIES`, only
-    the options are tested. The policy's own state is restored.
+    never chooses any, raises, or answers differently when asked again after a resume. Its own state is restored.
     """
-    limit, promise = _limits(policy, structure, parts, max_staleness)
-    first = Situation(STEPS_PER_SAVE, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
-    with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"), _copies(policy) as fresh:
-        is_own = type(policy) in POLICIES.values()
-        problems = _try_out(fresh, first, limit, promise, needs_drift=policy.needs_drift, is_own=is_own)
+    promise = _promise(policy, structure, parts)
+    limit = _limit(policy, promise, max_staleness)
+    if type(policy) in POLICIES.values():
+        return limit
+    first = Situation(1, 1, structure, tuple(parts), num_bytes, dict.fromkeys(parts, 0))
+    with _blaming(policy, "make it copyable, or give it state_dict() and load_state_dict()"):
+        state = state_of(policy)
+        try:
+            straight, resumed = (
+                _simulate(policy, state, first, limit if promise is None else promise, resume=resume)
+                for resume in (False, True)
+            )
+        finally:
+            _rewound(policy, state)
+    saves = [*enumerate(straight, 1)]
+    wrong = next(((f"at save {save}: {one.what}", one.fix) for save, answer in saves for one in answer.problems), None)
+    late = next(
+        (
+            (f"its worst_staleness is {promise}, but at save {save} {part} is older", _PROMISE)
+            for save, answer in saves
+            for part in answer.parts
+            if promise is not None and part in answer.added and answer.parts[part] == MAX_STALENESS
+        ),
+        None,
+    )
+    differing = next(
+        (
+            (f"asked again after a resume, it answers differently at save {save}", _AGAIN)
+            for (save, answer), again in zip(saves, resumed, strict=True)
+            if answer.parts.keys() != again.parts.keys()
+        ),
+        None,
+    )
+    problems = [found for found in (wrong, late, differing) if found is not None]
+    if not problems and all(len(answer.added) == len(answer.parts) for answer in straight):
+        problems = [(f"in {NUM_SAVES} simulated saves it never chose a part", "make it choose some")]
     if problems:
-        raise UsageError(Problem(f"policy {policy.name}", what, fix) for what, fix in problems.items())
+        raise UsageError(Problem(f"policy {policy.name}", what, fix) for what, fix in problems)
     return limit
+
+
+def _simulate(
+    original: Policy, state: Mapping[str, Any] | None, first: Situation, limit: int, *, resume: bool
+) -> list[Choice]:
+    """Return the choices of a policy, save by save."""
+    policy, last, answers = _rewound(original, state), dict(first.last), []
+    for save in range(1, NUM_SAVES + 1):
+        if resume and save == _RESUMED:
+            policy = _rewound(original, state_of(policy))
+        drift = {part: _CHANGE * (save - last[part]) for part in first.parts} if policy.needs_drift else None
+        now = Situation(save, save, first.structure, first.parts, first.num_bytes, dict(last), drift, drift)
+        answers.append(choose(policy, now, limit))
+        last |= dict.fromkeys(answers[-1].parts, save)
+    return answers
+
+
+def _rewound(policy: Policy, state: Mapping[str, Any] | None) -> Policy:
+    """Return the policy in a state that `state_of` returned.
+
+    A policy with a state of its own is used itself, because a copy may be large: it can hold the model.
+    """
+    if not isinstance(policy, Stateful):
+        return copy.deepcopy(policy)
+    restore_state(policy, copy.deepcopy(state))
+    return policy
 
 
 def staleness_limit(policy: Policy, structure: ModelStructure, parts: Sequence[str], given: int | None) -> int:
@@ -158,19 +209,15 @@ def staleness_limit(policy: Policy, structure: ModelStructure, parts: Sequence[s
 
     Raises UsageError if neither says one, the policy's schedule exceeds the given one, or there are no parts.
     """
-    return _limits(policy, structure, parts, given)[0]
+    return _limit(policy, _promise(policy, structure, parts), given)
 
 
-def _limits(
-    policy: Policy, structure: ModelStructure, parts: Sequence[str], given: int | None
-) -> tuple[int, int | None]:
-    """Return what `staleness_limit` does, and what the policy itself promises."""
+def _promise(policy: Policy, structure: ModelStructure, parts: Sequence[str]) -> int | None:
     if not parts:
         fix = "unfreeze something before attaching"
         raise UsageError.at(f"policy {policy.name}", "no part of the model is trainable", fix)
     with _blaming(policy, "fix its worst_staleness, or return None there"):
-        promise = policy.worst_staleness(structure, parts)
-    return _limit(policy, promise, given), promise
+        return policy.worst_staleness(structure, parts)
 
 
 def state_of(policy: Policy) -> dict[str, Any] | None:
@@ -222,102 +269,3 @@ def _limit(policy: Policy, worst: int | None, given: int | None) -> int:
     if limits:
         return limits[0]
     raise UsageError.at(where, "it does not limit how old a part can become", "give max_staleness, e.g. 20 (saves)")
-
-
-@contextmanager
-def _copies(policy: Policy) -> Iterator[Callable[[], Policy]]:
-    """Yield a function that returns the policy in its current state.
-
-    A policy with a state of its own is used itself and then restored, because a copy may be large: it can hold the
-    model.
-    """
-    if not isinstance(policy, Stateful):
-        yield lambda: copy.deepcopy(policy)
-        return
-    state = state_of(policy)
-
-    def rewind() -> Policy:
-        restore_state(policy, copy.deepcopy(state))
-        return policy
-
-    try:
-        yield rewind
-    finally:
-        rewind()
-
-
-_NEVER = {f"in {NUM_SAVES} simulated saves it never chose a part": "make it choose some; check its options"}
-
-
-def _try_out(
-    fresh: Callable[[], Policy],
-    first: Situation,
-    limit: int,
-    promise: int | None,
-    *,
-    needs_drift: bool,
-    is_own: bool,
-) -> dict[str, str]:
-    """Return the first problem of each kind, with its fix.
-
-    Only the options of llmtailor's own may be wrong, so that it never chooses a part; tests check the rest.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    patterns: Mapping[str, Pattern | None] = PATTERNS if needs_drift else {"": None}
-    simulate = partial(_simulate, fresh, first, limit if promise is None else promise)
-    if is_own:
-        is_active = any(map(_is_choice, chain.from_iterable(map(simulate, reversed([*patterns.values()])))))
-        return {} if is_active else _NEVER
-    is_active = False
-    for title, pattern in patterns.items():
-        when = f" (when {title})" if title else ""
-        answers = [*simulate(pattern)]
-        is_active |= any(map(_is_choice, answers))
-        for save, answer in enumerate(answers, 1):
-            for problem in answer.problems:
-                found.setdefault("answer", (f"at save {save}{when}: {problem.what}", problem.fix))
-            forced = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
-            if promise is not None and forced:
-                what = f"its worst_staleness is {promise}, but at save {save}{when} {forced[0]} is older"
-                found.setdefault("promise", (what, "fix worst_staleness, or return None there and give max_staleness"))
-        differing = _differ(answers, simulate(pattern, resume=True))
-        if differing is None:
-            continue
-        again = _differ(answers, simulate(pattern))
-        if again is not None:
-            fix = "decide by the situation alone: no random numbers, no clock, no state missing from state_dict"
-            found.setdefault("again", (f"asked again, it answers differently at save {again}{when}", fix))
-        else:
-            fix = "give it state_dict() and load_state_dict() that cover its whole state"
-            found.setdefault("resume", (f"resumed, it answers differently at save {differing}{when}", fix))
-    return dict(found.values()) if is_active or found else _NEVER
-
-
-def _is_choice(answer: Choice) -> bool:
-    """Return whether the policy itself chose some of the parts."""
-    return len(answer.added) < len(answer.parts)
-
-
-def _simulate(
-    fresh: Callable[[], Policy], first: Situation, limit: int, pattern: Pattern | None, *, resume: bool = False
-) -> Iterator[Choice]:
-    """Yield the choices of a policy, save by save."""
-    policy, last, num = fresh(), dict(first.last), len(first.parts)
-    rates = {part: pattern(at, num) for at, part in enumerate(first.parts)} if pattern is not None else None
-    for save in range(1, NUM_SAVES + 1):
-        if resume and save == NUM_SAVES // 2 - 1:
-            state = state_of(policy)
-            policy = fresh()
-            restore_state(policy, state)
-        drift = {part: rate * (save - last[part]) for part, rate in rates.items()} if rates is not None else None
-        step = save * STEPS_PER_SAVE
-        now = replace(first, step=step, save=save, last=dict(last), drift=drift, expected_loss=drift)
-        answer = choose(policy, now, limit)
-        last |= dict.fromkeys(answer.parts, save)
-        yield answer
-
-
-def _differ(first: Iterable[Choice], second: Iterable[Choice]) -> int | None:
-    """Return the number of the first save at which they differ."""
-    pairs = enumerate(zip(first, second, strict=True), 1)
-    return next((save for save, (one, other) in pairs if one.parts.keys() != other.parts.keys()), None)

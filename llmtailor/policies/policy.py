@@ -143,8 +143,6 @@ class Configured:
 
     def _problem(self, option: Field[Any]) -> Problem | None:
         value, kind, least = getattr(self, option.name), option.metadata["kind"], option.metadata["least"]
-        if value is None and option.default is None:
-            return None
         kinds = (int,) if kind is int else (int, float)
         if type(value) in kinds and math.isfinite(value) and value >= least:
             return None

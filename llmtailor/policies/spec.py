@@ -8,14 +8,16 @@ from typing import Any, TypeAlias
 
 from llmtailor.errors import Problem, UsageError
 from llmtailor.model.parts import nearest
-from llmtailor.policies.by_change import Adaptive, Update
+from llmtailor.policies.by_change import Adaptive
 from llmtailor.policies.policy import Policy
 from llmtailor.policies.schedules import Filter, Full, MomentsInTurn, Parity, RoundRobin
 
-AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Adaptive | Update
+AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Adaptive
 POLICIES: Mapping[str, type[AnyPolicy]] = {
-    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Adaptive, Update)
+    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Adaptive)
 }
+REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
+"""Policies that llmtailor had and has no more: what to use instead"""
 DEFAULT_POLICY = MomentsInTurn.name
 """Half of the bytes at the least cost; see docs/fidelity.md"""
 WHERE = "policy"
@@ -72,6 +74,8 @@ def named_policy(spec: str) -> type[AnyPolicy] | None:
 
 def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
     kind = named_policy(name)
+    if kind is None and (instead := REMOVED.get(name.strip().lower())):
+        raise UsageError.at(WHERE, f"there is no policy {name.strip()!r} any more", instead)
     if kind is None:
         raise UsageError.at(WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
     where = f"policy {kind.name}"

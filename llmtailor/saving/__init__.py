@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from llmtailor.policies import Policy as Policy
     from llmtailor.policies import RoundRobin as RoundRobin
     from llmtailor.policies import Situation as Situation
-    from llmtailor.policies import Update as Update
     from llmtailor.policies import make_policy as make_policy
     from llmtailor.saving.loop import saver_for as saver_for
     from llmtailor.saving.options import SavingOptions as SavingOptions
@@ -45,7 +44,6 @@ _PUBLIC = {
     "SavingOptions": "llmtailor.saving.options",
     "SaveReport": "llmtailor.saving.report",
     "Situation": "llmtailor.policies",
-    "Update": "llmtailor.policies",
     "attach": "llmtailor.saving.trainer_callback",
     "make_policy": "llmtailor.policies",
     "newest_checkpoint": "llmtailor.saving.restart",

@@ -76,14 +76,12 @@ EXPERTS = [
         "mixtral",
         stage=0,
         dtype="fp32",
-        policy="update:budget_bytes=150000",
+        policy="adaptive:0.3",
         options={"experts": "parts"},
         steps=8,
     ),
 ]
 """Each expert is a part; then whole layers again"""
-
-UPDATE = Job("z2-update", stage=2, policy="update:threshold=0.04", options={"max_staleness": 3}, steps=10)
 
 DISTURBED = [
     Job("full-0", options={"background": False}, disturb={"what": "full", "step": 4, "rank": 0}),
@@ -178,7 +176,6 @@ def jobs_for(ranks: int, before: Path | None = None, everything: bool = True) ->
             *resumed,
             *GOING_ON,
             *EXPERTS,
-            UPDATE,
             *DISTURBED,
             *TEACHERS,
             *NODES,

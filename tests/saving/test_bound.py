@@ -17,7 +17,6 @@ from llmtailor.policies import (
     Parity,
     Policy,
     RoundRobin,
-    Update,
     choose,
 )
 from recipe.structures import llama
@@ -130,7 +129,7 @@ def test_nothing_gets_too_old_and_saves_are_even(sizes, limit, per_save):
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     """Policies of every kind, and some that choose at random, from a seed."""
-    kind = draw(st.sampled_from(["parity", "filter", "round_robin", "update", "adaptive", "random"]))
+    kind = draw(st.sampled_from(["parity", "filter", "round_robin", "adaptive", "random"]))
     small = st.integers(1, 4)
     if kind == "parity":
         return Parity()
@@ -138,9 +137,6 @@ def policies(draw: st.DrawFn) -> Policy:
         return Filter(draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(small), draw(small), draw(small))
     if kind == "round_robin":
         return RoundRobin(draw(st.integers(1, 12)))
-    if kind == "update":
-        threshold, budget = draw(st.floats(0, 0.5)), draw(st.integers(1, 1000))
-        return draw(st.sampled_from([Update(threshold), Update(None, budget), Update(threshold, budget)]))
     share = draw(st.floats(0, 1))
     if kind == "adaptive":
         return Adaptive(max(share, 0.01))

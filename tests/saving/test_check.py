@@ -18,7 +18,6 @@ from llmtailor.policies import (
     Parity,
     Policy,
     RoundRobin,
-    Update,
     check_policy,
     choose,
     restore_state,
@@ -52,9 +51,6 @@ def why_not(policy: Policy, max_staleness: Any = None) -> str:
         (Adaptive(0.5), None, 8),
         (Adaptive(0.3), None, 14),
         (Adaptive(0.5), 1, 1),
-        (Update(threshold=0.01), None, 20),
-        (Update(threshold=0.01), 5, 5),
-        (Update(budget_bytes=100), 0, 0),
     ],
 )
 def test_limits(policy, given, limit):
@@ -63,7 +59,7 @@ def test_limits(policy, given, limit):
 
 def test_other_models():
     for structure in (llama(1, tied=True), qwen_vl(3), llama(40)):
-        for policy in (Full(), Parity(), Filter(), RoundRobin(5), Update(threshold=0.01), Update(budget_bytes=250)):
+        for policy in (Full(), Parity(), Filter(), RoundRobin(5), Adaptive(0.2)):
             check_policy(policy, structure, structure.parts, alike(structure.parts))
             check_policy(policy, structure, [EMBED], {EMBED: 1})
 
@@ -91,9 +87,8 @@ def test_a_policy_that_breaks_its_promise():
     policy = Custom(lambda now: {part: "" for part in now.parts if part != "layer 3"}, 2)
     assert "its worst_staleness is 2, but at save 3 layer 3 is older; fix worst_staleness" in why_not(policy)
     assert "its worst_staleness is 2, but at save 3" in why_not(policy, 50)
-    # Only when nothing changes does it leave parts out for long.
-    policy = Custom(lambda now: {part: "" for part in now.parts if now.drift[part]}, 1, needs_drift=True)
-    assert "at save 2 (when no part changes) layer 0 is older" in why_not(policy)
+    policy = Custom(lambda now: {part: "" for part in now.parts if now.drift[part] > 0.008}, 1, needs_drift=True)
+    assert "its worst_staleness is 1, but at save 2 layer 0 is older" in why_not(policy)
 
 
 def test_a_policy_that_names_what_is_not_there():
@@ -107,9 +102,9 @@ def test_a_policy_that_names_what_is_not_there():
 
 def test_a_policy_that_raises():
     def fails_late(now):
-        return {EMBED: ""} if now.save < 100 else {}[now.save]
+        return {EMBED: ""} if now.save < 30 else {}[now.save]
 
-    assert "at save 100: it raised KeyError(100)" in why_not(Custom(fails_late), 5)
+    assert "at save 30: it raised KeyError(30)" in why_not(Custom(fails_late), 5)
     assert "at save 1: it raised TypeError" in why_not(Custom(lambda now: now.drift[EMBED]), 5)
     policy = Custom(lambda now: {EMBED: ""})
     policy.worst_staleness = lambda structure, parts: 1 // 0
@@ -117,14 +112,13 @@ def test_a_policy_that_raises():
 
 
 def test_a_policy_that_never_chooses():
-    assert "in 240 simulated saves it never chose a part" in why_not(Custom(lambda now: {}), 5)
-    assert "never chose a part" in why_not(Update(budget_bytes=99))
+    assert "in 40 simulated saves it never chose a part" in why_not(Custom(lambda now: {}), 5)
 
 
 def test_a_policy_that_decides_by_chance():
     chance = random.Random(0)
     policy = Custom(lambda now: {chance.choice(now.parts): "drawn"})
-    assert "asked again, it answers differently at save" in why_not(policy, 5)
+    assert "it answers differently at save" in why_not(policy, 5)
 
 
 class Counting(Custom):
@@ -172,7 +166,8 @@ def test_policies_with_a_state_of_their_own():
     policy = Counting()
     told = why_not(policy, 20)
     assert policy.asked == 0  # a copy was tried out
-    assert "resumed, it answers differently at save 119; give it state_dict() and load_state_dict()" in told
+    assert "asked again after a resume, it answers differently at save 24; decide by the situation alone" in told
+    assert "what else it remembers goes in state_dict()" in told
     assert check(Remembering(), 20) == 20
     assert check(Uncopyable(), 20) == 20
     assert "answers differently at save" in why_not(Forgetful(), 20)

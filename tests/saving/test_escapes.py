@@ -87,7 +87,7 @@ BEFORE = (sparse_buffer, buffer_without_data, param_of_two_tensors, tokenizer_th
 AFTER = (scheduler_that_fails, moments_of_another_kind, param_replaced, group_shortened, state_of_an_unknown_type)
 
 
-@pytest.mark.parametrize(("policy", "background"), [("full", True), ("update:0.01", False)])
+@pytest.mark.parametrize(("policy", "background"), [("full", True), ("adaptive", False)])
 @pytest.mark.parametrize("happens", [*BEFORE, *AFTER])
 def test_an_odd_model_costs_the_save(tmp_path, happens, policy, background):
     when = {"before" if happens in BEFORE else "after": happens}

@@ -25,8 +25,7 @@ SPECS = (
     "parity",
     "filter:first=1,last=1,every=2",
     "round_robin:3",
-    "update:0.05",
-    "update:budget_bytes=250",
+    "adaptive:0.1",
     "adaptive:0.4",
 )
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, Update, make_policy
+from llmtailor.policies import POLICIES, Adaptive, Filter, Full, Parity, RoundRobin, make_policy
 from saving.policy_runs import Custom, refusal
 
 
@@ -25,11 +25,7 @@ from saving.policy_runs import Custom, refusal
         ("round-robin:k=4", RoundRobin(4)),
         ("adaptive", Adaptive(0.5)),
         ("adaptive:0.25", Adaptive(share=0.25)),
-        ("update:0.01", Update(threshold=0.01)),
-        ("update:threshold=1e-3,budget_bytes=2e9", Update(0.001, 2_000_000_000)),
-        ("update:budget_bytes=500_000", Update(budget_bytes=500_000)),
         ({"name": "filter", "first": 1}, Filter(first=1)),
-        ({"name": "update", "threshold": 1, "budget_bytes": None}, Update(threshold=1)),
         ({"name": "round_robin", "k": 3.0}, RoundRobin(3)),
         (Filter(first=7), Filter(first=7)),
     ],
@@ -47,7 +43,7 @@ def test_an_object_is_taken_as_it_is():
     ("spec", "where", "what", "fix"),
     [
         ("partiy", "policy", "there is no policy 'partiy'", "'parity'"),
-        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, moments_in_turn, adaptive, update"),
+        ("", "policy", "there is no policy ''", "full, parity, filter, round_robin, moments_in_turn, adaptive"),
         ("filter:frist=2", "policy filter", "there is no option 'frist' (in 'filter:frist=2')", "'first'"),
         ("filter:first=two", "policy filter", "first is 'two'", "a whole number, 0 or more"),
         ("filter:first=", "policy filter", "first is ''", "a whole number"),
@@ -63,11 +59,10 @@ def test_an_object_is_taken_as_it_is():
         ("adaptive:0", "policy adaptive", "share is 0", "more than 0, at most 1"),
         ("adaptive:1.5", "policy adaptive", "share is 1.5", "at most 1"),
         ("adaptive:nan", "policy adaptive", "share is nan", "a number"),
-        ("update", "policy update", "neither a threshold nor a budget", "threshold"),
-        ("update:threshold=nan", "policy update", "threshold is nan", "a number, 0.0 or more"),
-        ("update:threshold=inf", "policy update", "threshold is inf", "a number"),
-        ("update:budget_bytes=inf", "policy update", "budget_bytes is inf", "a whole number, 1 or more"),
-        ("update:budget_bytes=2GB", "policy update", "budget_bytes is '2GB'", "a whole number"),
+        ("adaptive:inf", "policy adaptive", "share is inf", "a number, 0.0 or more"),
+        ("update:threshold=0.01", "policy", "there is no policy 'update' any more", "use adaptive"),
+        ({"name": "update", "budget_bytes": 1}, "policy", "there is no policy 'update' any more", "use adaptive"),
+        ("round_robin:inf", "policy round_robin", "k is inf", "a whole number, 1 or more"),
         ({"name": "filter", "first": True}, "policy filter", "first is True", "a whole number"),
         ({"name": "filter", "first": None}, "policy filter", "first is None", "a whole number"),
         ({"name": "filter", 3: 4}, "policy filter", "there is no option 3", "valid here"),
@@ -102,7 +97,6 @@ def test_settings_make_the_same_policy(data, name):
         "parity": st.fixed_dictionaries({}, optional={"aux_every": st.integers(1, 2)}),
         "round_robin": st.fixed_dictionaries({"k": counts}),
         "adaptive": st.fixed_dictionaries({}, optional={"share": st.floats(0.001, 1)}),
-        "update": st.fixed_dictionaries({"threshold": st.floats(0, 1e3)}, optional={"budget_bytes": counts}),
     }.get(name, st.just({}))
     policy = make_policy({"name": name, **data.draw(options)})
     assert make_policy(json.loads(json.dumps(policy.settings()))) == policy
