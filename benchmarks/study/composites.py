@@ -13,7 +13,7 @@ from types import MappingProxyType
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.model.parts import ModelStructure, Piece
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER
-from llmtailor.policies import Policy, Situation, check_policy, choose, make_policy, saves_masters
+from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.saving.drift import Drift, change_of
 from llmtailor.saving.model import TrainedModel, find_trained_parts
 from llmtailor.saving.plain import PlainTraining
@@ -124,10 +124,3 @@ def _fragments(state: State, structure: ModelStructure) -> Iterator[Fragment]:
             for kind, value in zip((MASTER, EXP_AVG, EXP_AVG_SQ), values, strict=True):
                 own = value.reshape(-1)[piece.begin : piece.end] if piece else value.reshape(-1)
                 yield Fragment(name, kind, 0, own)
-
-
-def named(name: str, num_bytes: Mapping[str, int]) -> Policy:
-    """Return a policy of the study; some depend on the model's bytes."""
-    if name.startswith("update "):  # update .5: the greatest relative change, half of the bytes
-        return make_policy({"name": "update", "budget_bytes": round(float(name[7:]) * sum(num_bytes.values()))})
-    return make_policy(name)

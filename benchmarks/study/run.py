@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from study.composites import Left, ask, composite, named, parts_of
+from llmtailor.policies import make_policy
+from study.composites import Left, ask, composite, parts_of
 from study.text import digest
 from study.train import Setting, Size, State, Training
 
@@ -33,7 +34,6 @@ POLICIES = (
     "filter",
     "filter:aux_every=1",
     "round_robin:4",
-    "update 0.5",
     "adaptive:0.67",
     "adaptive:0.5",
     "adaptive:0.25",
@@ -106,7 +106,7 @@ def run_seed(setting: Setting, seed: int, cells: Cells) -> None:
     def saves_of(name: str) -> Left:
         if name not in left:
             spec = f"adaptive:{saves_of('filter').share:.3f}" if name == LIKE_FILTER else name
-            left[name] = ask(named(spec, model.num_bytes), model, states)
+            left[name] = ask(make_policy(spec), model, states)
         return left[name]
 
     for name in missing:

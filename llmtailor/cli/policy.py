@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtailor.cli.command import command
-from llmtailor.cli.options import COUNT, JSON, PATH, STEP, check_output
-from llmtailor.errors import SourceError, UsageError
+from llmtailor.cli.options import COUNT, JSON, PATH, STEP
 
 if TYPE_CHECKING:
-    from llmtailor.simulation.compare import Comparison
+    from llmtailor.runs.simulate import Cost, Machine, ModelSize, Schedule
 
 _POLICIES = ("moments_in_turn", "adaptive", "adaptive:0.25", "parity", "round_robin:4", "filter")
+_TRAINER, _FULL = "Trainer, full", "full"
+"""The rows of full saves: the Trainer's own, and those of llmtailor"""
 
 
 class _Number(click.FloatRange):
@@ -33,17 +34,13 @@ class _Number(click.FloatRange):
 
 
 _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
-_GB, _HOUR = 1e9, 3600
-_ASSUMED = {"gpus": 8, "write_gbps": 2.0, "copy_gbps": 10.0, "step_seconds": 5.0, "mtbf_hours": 24.0, "slowdown": 10.0}
-"""What neither an option nor a run says"""
 
 
 @command(
     {
         0: "the comparison is printed",
         2: "also if a policy would be refused in a training",
-        4: "MODEL has no config.json, transformers does not know the model, or the run has not saved",
-        6: "the file of --svg exists",
+        4: "MODEL has no config.json, or transformers does not know the model",
     }
 )
 @click.argument("model", type=PATH)
@@ -54,145 +51,130 @@ _ASSUMED = {"gpus": 8, "write_gbps": 2.0, "copy_gbps": 10.0, "step_seconds": 5.0
     metavar="SPEC",
     help=f"A policy, as attach takes it: filter:aux_every=2. Can be repeated. Default: {', '.join(_POLICIES)}.",
 )
-@click.option("--gpus", type=COUNT, metavar="N", help=f"GPUs of the training (default {_ASSUMED['gpus']}).")
 @click.option(
     "--write-gbps",
     type=_POSITIVE,
     metavar="GB/S",
-    help=f"Gigabytes that all GPUs together write per second (default {_ASSUMED['write_gbps']:g}).",
+    default=2.0,
+    show_default=True,
+    help="Gigabytes that all ranks together write per second.",
 )
 @click.option(
-    "--copy-gbps",
-    type=_POSITIVE,
-    metavar="GB/S",
-    help=f"Gigabytes that one GPU copies to host memory per second (default {_ASSUMED['copy_gbps']:g}).",
-)
-@click.option(
-    "--step-seconds",
-    type=_POSITIVE,
-    metavar="S",
-    help=f"Time of an optimizer step (default {_ASSUMED['step_seconds']:g}).",
+    "--step-seconds", type=_POSITIVE, metavar="S", default=5.0, show_default=True, help="Time of an optimizer step."
 )
 @click.option(
     "--mtbf-hours",
     type=_POSITIVE,
     metavar="H",
-    help=f"Mean time between failures of the whole training (default {_ASSUMED['mtbf_hours']:g}).",
+    default=24.0,
+    show_default=True,
+    help="Mean time between failures of the whole training.",
 )
 @click.option(
     "--slowdown",
     type=_SHARE,
     metavar="PERCENT",
-    help="How much longer a step takes while a save is written in the background "
-    f"(default {_ASSUMED['slowdown']:g}, as in docs/benchmarks.md).",
+    default=10.0,
+    show_default=True,
+    help="How much longer a step takes while a save is written in the background.",
 )
 @click.option(
     "--keep", type=COUNT, metavar="N", default=2, show_default=True, help="Newest steps that stay composable."
 )
 @click.option("--max-staleness", type=STEP, metavar="N", help="How old a part may become, in saves, as for attach.")
-@click.option(
-    "--drift",
-    type=_SHARE,
-    metavar="X",
-    help="Relative change of every part from one save to the next, for the policy update.",
-)
 @click.option("--experts", is_flag=True, help='Each expert of a layer is a part, as with experts="parts" of attach.')
-@click.option("--svg", "picture", type=PATH, metavar="FILE", help="Draw time lost over the interval to FILE.")
-@click.option("--force", is_flag=True, help="Replace FILE.")
 @JSON
 def policy(
     model: Path,
     policies: tuple[str, ...],
+    write_gbps: float,
+    step_seconds: float,
+    mtbf_hours: float,
+    slowdown: float,
     keep: int,
     max_staleness: int | None,
-    drift: float | None,
     experts: bool,
-    picture: Path | None,
-    force: bool,
     as_json: bool,
-    **machine: float | None,
 ) -> None:
     """Show what policies would save of MODEL, how often to save, and what saves and failures would cost.
 
-    MODEL is a config.json, a folder with one, or the folder of a run that has saved; then the run's own figures are
-    used instead of defaults. The policies are run, not estimated, over 600 saves, next to full saves. Nothing is
-    trained, and no tensor is read.
+    MODEL is a config.json or a folder with one, such as a checkpoint. The policies are run, not estimated, over 600
+    saves, next to full saves. Nothing is trained, and no tensor is read.
 
-    Assumptions: a partial checkpoint takes 12 bytes per param and a full one of the Trainer 14; in the background, a
-    save first copies while the next step runs, and the host buffers hold all of it; a save begins when the one before
-    is written; failures are independent of time; parts that are n saves old set training back by n intervals, times
-    their share of the params or, for a run, of what the changes of all parts cost; half of a setback is lost for good,
-    as in docs/fidelity.md. Resuming itself is not counted.
+    Assumptions: a partial checkpoint takes 12 bytes per param and a full one of the Trainer 14; a blocking save stops
+    training until it is written; a background save slows steps down until it is written, and the next one waits for it;
+    failures are independent of time. If parts are n saves old, training falls back by n intervals, times their share of
+    the params, and half of that is lost for good (docs/fidelity.md). Restarting the job is not counted.
 
     \b
     Examples:
-      llmtailor policy config.json --gpus 64 --write-gbps 5 --step-seconds 8 --mtbf-hours 12
-      llmtailor policy config.json --policy parity --policy filter:every=10 --svg policies.svg
-      llmtailor policy runs/x --policy update:threshold=0.01 --json
+      llmtailor policy config.json --write-gbps 5 --step-seconds 8 --mtbf-hours 12
+      llmtailor policy config.json --policy parity --policy filter:every=10
+      llmtailor policy runs/x/checkpoint-100 --policy adaptive:0.25 --json
     """
-    from llmtailor.cli.policy_text import policy_text
-    from llmtailor.simulation.compare import chart, to_json
+    from llmtailor.policies import make_policy
+    from llmtailor.runs.simulate import Machine, cost_of, simulate, size_of_config, to_json, trainer_schedule
 
-    if picture is not None:
-        check_output(picture, force)
-    found = _compare(model, policies or _POLICIES, machine, keep, max_staleness, drift, experts)
-    if picture is not None:
-        from llmtailor.charts.markup import to_svg
-        from llmtailor.storage.local import replace_durably
+    made = {spec: make_policy(spec) for spec in dict.fromkeys((_FULL, *(policies or _POLICIES)))}
+    size = size_of_config(model, experts)
+    machine = Machine(write_gbps * 1e9, step_seconds, mtbf_hours * 3600, slowdown / 100)
+    schedules = {_TRAINER: trainer_schedule(size, keep)}
+    for spec, one in made.items():
+        schedules[spec] = simulate(one, size, keep, None if spec == _FULL else max_staleness)
+    found = {
+        name: (schedule, tuple(cost_of(schedule, machine, in_background=way) for way in _ways(name)))
+        for name, schedule in schedules.items()
+    }
+    click.echo(json.dumps(to_json(size, machine, keep, found), indent=2) if as_json else _text(size, machine, found))
 
-        replace_durably(picture, to_svg(chart(found)).encode())
-    click.echo(json.dumps(to_json(found), indent=2) if as_json else policy_text(found))
-    if picture is not None:
-        click.echo(f"wrote {picture}", err=True)
+
+def _ways(name: str) -> tuple[bool, ...]:
+    """Return whether its saves can be in the background."""
+    return (False,) if name == _TRAINER else (False, True)
 
 
-def _compare(
-    path: Path,
-    policies: tuple[str, ...],
-    given: dict[str, float | None],
-    keep: int,
-    max_staleness: int | None,
-    drift: float | None,
-    experts: bool,
-) -> Comparison:
-    from llmtailor.simulation.compare import compare_policies
-    from llmtailor.simulation.costs import Machine
-    from llmtailor.simulation.measured import measure
-    from llmtailor.simulation.model import FIX, is_run, newest_of_run, size_of_checkpoint, size_of_config
+def _text(model: ModelSize, machine: Machine, found: dict[str, tuple[Schedule, tuple[Cost, ...]]]) -> str:
+    from llmtailor.cli.tables import table
+    from llmtailor.errors import size
 
-    measured: dict[str, float | None] = {}
-    stall_per_byte, change, expected = None, None, None
-    if is_run(path):
-        index, own = newest_of_run(path), measure(path)
-        model = size_of_checkpoint(index, experts)
-        write_gbps = own.write_speed / _GB if own.write_speed else None
-        measured = {"gpus": index.world_size, "write_gbps": write_gbps, "step_seconds": own.step_s}
-        change, expected = own.drift, own.expected_loss
-        if given["copy_gbps"] is None:
-            stall_per_byte = own.stall_per_byte
-    elif not path.exists():
-        raise SourceError.at(str(path), "it does not exist", FIX)
-    else:
-        model = size_of_config(path, experts)
-    values: dict[str, float] = dict(_ASSUMED)
-    origin = dict.fromkeys(_ASSUMED, "assumed")
-    for source, found in (("measured", measured), ("given", given)):
-        for name, value in found.items():
-            if value is not None:
-                values[name], origin[name] = value, source
-    if stall_per_byte is not None:
-        origin["copy_gbps"] = "measured"
-    machine = Machine(
-        int(values["gpus"]),
-        values["write_gbps"] * _GB,
-        values["copy_gbps"] * _GB,
-        values["step_seconds"],
-        values["mtbf_hours"] * _HOUR,
-        values["slowdown"] / 100,
-        stall_per_byte,
+    full = found[_FULL][0]
+    saves = [
+        (
+            name,
+            size(round(schedule.mean)),
+            size(schedule.largest),
+            size(schedule.on_disk),
+            f"{full.mean / schedule.mean:.2f}x",
+            f"{schedule.oldest}{' (moments)' if schedule.oldest and not schedule.setback else ''}",
+        )
+        for name, (schedule, _) in found.items()
+    ]
+    costs = [
+        (
+            name,
+            "background" if cost.in_background else "blocking",
+            f"{cost.save_s:.2g} s" if cost.save_s < 10 else f"{cost.save_s:.0f} s",
+            f"{cost.save_steps:,}",
+            _minutes(cost.period_s),
+            f"{_minutes(cost.lost_s_per_failure)} min",
+            f"{cost.time_lost:.2%}",
+        )
+        for name, (_, of_both) in found.items()
+        for cost in of_both
+    ]
+    head = ("policy", "mean save", "largest save", "on disk", "reduction", "oldest part (saves)")
+    cost_head = ("policy", "mode", "cost/save", "interval (steps)", "interval (min)", "lost/failure", "overhead")
+    return "\n\n".join(
+        (
+            f"{model.name}: {model.total:,} params in {len(model.parts)} parts",
+            table(head, saves, right=range(1, len(head))),
+            table(cost_head, costs, right=range(2, len(cost_head))),
+            f"Assumed: {size(round(machine.write_bytes_per_s))}/s written by all ranks together, {machine.step_s:g} s per "
+            f"step,\na failure every {machine.mtbf_s / 3600:g} h, steps {machine.slowdown:.0%} slower during background "
+            "saves.",
+        )
     )
-    if drift is not None:
-        change = dict.fromkeys(model.parts, drift)
-    if not model.numels:
-        raise UsageError.at(str(path), "the model has no trained params", "name another model")
-    return compare_policies(model, machine, policies, keep, max_staleness, change, expected, origin)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}" if seconds >= 6 else f"{seconds / 60:.2g}"

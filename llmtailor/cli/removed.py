@@ -16,6 +16,11 @@ REMOVED: dict[tuple[str, str], str] = {
         for command in ("merge", "recipe")
         for option in ("--map", "--over", "--strategy spread", "--strategy explicit")
     },
+    ("policy", "--gpus"): "omit it: --write-gbps is the speed of all ranks together",
+    ("policy", "--copy-gbps"): "omit it: copying to host memory is taken to be hidden behind the next step",
+    ("policy", "--drift"): "omit it: only the policy update needed it, which is gone; use adaptive",
+    ("policy", "--svg"): "omit it, or draw a chart from --json",
+    ("policy", "--force"): "omit it: no file is written",
     ("thin", "--distributed"): _ALONE,
     ("verify", "--distributed"): _ALONE,
     ("salvage", "--distributed"): _ALONE,

@@ -1,0 +1,227 @@
+"""Simulates what a policy would save of a model, how often to save, and what saves and failures would cost.
+
+The saves are those of a training: `policies.choose` decides what each holds, `Ledger` remembers it, and
+`runs.retention.deletable` deletes. The costs are formulas over their bytes; docs/policies.md explains them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint
+from llmtailor.containers.json import read_json
+from llmtailor.errors import SourceError, UsageError
+from llmtailor.formats.plain.ask_transformers import describe_config
+from llmtailor.formats.trainer import CONFIG
+from llmtailor.model.experts import split_experts
+from llmtailor.model.find_parts import find_parts
+from llmtailor.model.parts import ModelStructure
+from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
+from llmtailor.runs.retention import deletable
+
+PARTIAL_BYTES = 12
+"""Per param of a partial checkpoint: fp32 master, exp_avg and exp_avg_sq"""
+MASTER_BYTES = 4
+"""Per param of which it holds the master alone"""
+TRAINER_BYTES = 14
+"""Per param of a full checkpoint of the Trainer with DeepSpeed: these, and the bf16 weight"""
+NUM_SAVES = 600
+"""Simulated saves behind the base, a multiple of the periods of usual policies"""
+_DISK_SAVES = 24
+"""Of these, retention is simulated over so many, or over three times the age that a part may reach, if that is more."""
+LASTING = 0.5
+"""Steps of work that are lost for good, for each step by which stale parts set training back: measured, see
+docs/fidelity.md"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a save of a model can hold."""
+
+    name: str
+    structure: ModelStructure
+    numels: Mapping[str, int]
+    """Part -> trained params, for the parts that have any, in the order of the model"""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.numels)
+
+    @property
+    def total(self) -> int:
+        return sum(self.numels.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the saves of a policy hold, apart from the complete first one."""
+
+    num_bytes: tuple[int, ...]
+    """Size of each save"""
+    mean_age: float = 0.0
+    """Of a param in a composite of the newest save, in saves"""
+    oldest: int = 0
+    """The greatest age that a part reaches, in saves"""
+    on_disk: int = 0
+    """The most bytes on disk at once"""
+    setback: float = 0.0
+    """By how many saves training falls back because masters in a composite are stale, on average; stale moments, which
+    cost little (docs/fidelity.md), count as nothing"""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.num_bytes) / len(self.num_bytes)
+
+    @property
+    def largest(self) -> int:
+        return max(self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a training runs."""
+
+    write_bytes_per_s: float
+    """Of all ranks together, until files are durable"""
+    step_s: float
+    """Seconds of an optimizer step"""
+    mtbf_s: float
+    """Mean time between failures of the whole training, in seconds"""
+    slowdown: float
+    """By which share of their time steps are slower while a save is written in the background"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What saving at the best interval costs, in seconds."""
+
+    in_background: bool
+    save_s: float
+    """That a save adds to the training"""
+    publish_s: float
+    """From the start of a save until it can be resumed from"""
+    save_steps: int
+    """Optimizer steps between two saves"""
+    period_s: float
+    """From one save to the next"""
+    lost_s_per_failure: float
+    """Work that a failure costs on average: half a period, what was done while the newest save was written, and the
+    setback by stale parts"""
+    time_lost: float
+    """The share of the time lost to saves and failures, at most 1"""
+
+
+def size_of_config(path: Path, experts: bool = False) -> ModelSize:
+    """Return the size of the model that a config.json, or a folder with one, describes; all params are trained.
+
+    With ``experts``, each expert of a layer is a part. transformers builds the model without data in a process of its
+    own, which takes seconds. Raises SourceError, UnsupportedCheckpoint if transformers does not know the model,
+    Unanswered if it does not answer, and UsageError if the model has no params.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    where = str(file)
+    if not file.exists():
+        raise SourceError.at(where, "it does not exist", "name a config.json, or a folder with one, such as a checkpoint")
+    config = read_json(file, where)
+    facts = describe_config(config, where)
+    params = {name: math.prod(shape) for name, shape in facts.params.items()}
+    structure = find_parts([*params, *facts.buffers], dict(facts.tied), params, config)
+    if experts:
+        structure = split_experts(structure, {**dict.fromkeys((*facts.buffers, *facts.tied), ()), **facts.params})
+    numels, pieces_of = dict.fromkeys(structure.parts, 0), structure.pieces_of
+    for param, numel in params.items():
+        for name in pieces_of.get(param, [param]):
+            numels[structure.part_of[name]] += structure.pieces[name].numel if param in pieces_of else numel
+    if not any(numels.values()):
+        raise UsageError.at(where, "the model has no params", "name another model")
+    name = file.absolute().parent.name if file.name == CONFIG else file.stem
+    return ModelSize(name, structure, {part: numel for part, numel in numels.items() if numel})
+
+
+def trainer_schedule(model: ModelSize, keep: int) -> Schedule:
+    """Return the Trainer's own full checkpoints with ``save_total_limit=keep``, which are deleted after a new one."""
+    size = model.total * TRAINER_BYTES
+    return Schedule((size,), on_disk=(keep + 1) * size)
+
+
+def simulate(policy: Policy, model: ModelSize, keep: int, max_staleness: int | None = None) -> Schedule:
+    """Run a policy over a model whose params all change alike; ``keep`` newest steps stay composable.
+
+    Raises UsageError if the policy is refused, as in a training; ``max_staleness`` is that of `check_policy`.
+    """
+    num_bytes = {part: numel * PARTIAL_BYTES for part, numel in model.numels.items()}
+    limit = check_policy(policy, model.structure, model.parts, num_bytes, max_staleness)
+    ledger = Ledger("run").after(0, model.parts, model.parts)
+    on_disk, bytes_at = {0: RunCheckpoint.saved(Path(), ledger)}, {0: sum(num_bytes.values())}
+    sizes, oldest, most, aged = [], 0, 0, 0
+    for save in range(1, NUM_SAVES + 1):
+        last = ledger.last
+        changed = {part: float(numel * (save - last[part])) for part, numel in model.numels.items()}
+        now = Situation(save, save, model.structure, model.parts, num_bytes, last, changed, changed)
+        choice = choose(policy, now, limit)
+        ledger = ledger.after(save, choice.parts, model.parts)
+        masters = MASTER_BYTES * sum(model.numels[part] for part in choice.masters)
+        sizes.append(sum(num_bytes[part] for part in choice.parts) + masters)
+        ages = {part: save - held for part, held in ledger.last.items()}
+        oldest = max(oldest, *ages.values())
+        aged += sum(age * model.numels[part] for part, age in ages.items())
+        if save <= max(_DISK_SAVES, 3 * limit):
+            on_disk[save], bytes_at[save] = RunCheckpoint.saved(Path(), ledger, choice.masters), sizes[-1]
+            most = max(most, sum(bytes_at[step] for step in on_disk))
+            for step in deletable([*on_disk.values()], ledger, keep):
+                del on_disk[step]
+    mean_age = aged / NUM_SAVES / model.total
+    return Schedule(tuple(sizes), mean_age, oldest, most, 0.0 if saves_masters(policy) else mean_age)
+
+
+def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_steps: int | None = None) -> Cost:
+    """Return what a schedule costs, at the best interval unless one is given.
+
+    A save stops training until its files are written, or in the background makes steps slower until then; the next one
+    begins when it is written. Of the period p, saves take C / p and failures (a p + b) / M, which is least at
+    sqrt(C M / a); a is a half without setbacks, which is Young's formula (1974).
+    """
+    publish_s = schedule.mean / machine.write_bytes_per_s
+    save_s, least_s = publish_s, 0.0
+    if in_background:
+        save_s, least_s = machine.slowdown * publish_s, schedule.largest / machine.write_bytes_per_s
+    periods_lost = 0.5 + LASTING * schedule.setback
+    if save_steps is None:
+        best_s = math.sqrt(save_s * machine.mtbf_s / periods_lost) - save_s
+        save_steps = max(1, math.ceil(least_s / machine.step_s), round(best_s / machine.step_s))
+    period_s = save_steps * machine.step_s + save_s
+    lost_s = periods_lost * period_s + (publish_s if in_background else 0.0)
+    time_lost = min(1.0, save_s / period_s + lost_s / machine.mtbf_s)
+    return Cost(in_background, save_s, publish_s, save_steps, period_s, lost_s, time_lost)
+
+
+def to_json(
+    model: ModelSize, machine: Machine, keep: int, found: Mapping[str, tuple[Schedule, tuple[Cost, ...]]]
+) -> dict[str, Any]:
+    """Return the schedule and the costs of each policy as JSON data; the keys are stable within a schema version."""
+    return {
+        "schema": "llmtailor.policy/2",
+        "model": model.name,
+        "num_params": model.total,
+        "num_parts": len(model.parts),
+        "saves": NUM_SAVES,
+        "keep": keep,
+        "machine": asdict(machine),
+        "policies": [
+            {
+                "policy": policy,
+                "bytes_mean": schedule.mean,
+                "bytes_largest": schedule.largest,
+                "bytes_on_disk": schedule.on_disk,
+                "oldest_part_saves": schedule.oldest,
+                "mean_age_saves": schedule.mean_age,
+                "setback_saves": schedule.setback,
+                "costs": [asdict(cost) for cost in costs],
+            }
+            for policy, (schedule, costs) in found.items()
+        ],
+    }

@@ -1,1 +1,0 @@
-"""Simulates a policy over a model: what its saves cost, and what a failure costs."""

@@ -1,0 +1,83 @@
+"""``llmtailor policy``: its page in the documentation, its table and its JSON document, its refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import run_here
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ROOT / "configs" / "models" / "Llama-3.1-8B.json"
+
+
+def call(*words: object, code: int = 0) -> str:
+    done = run_here("policy", *words)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_the_page_shows_what_the_command_prints():
+    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    ((words, shown),) = re.findall(r"<!-- llmtailor policy (.*?) -->\n\n```\n(.*?)```\n\n<!-- end -->", page, re.DOTALL)
+    assert shown == run_here("policy", *words.split(), cwd=ROOT).stdout
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_json_says_the_same():
+    told = json.loads(call(LLAMA, "--policy", "parity", "--step-seconds", 3, "--json"))
+    text = call(LLAMA, "--policy", "parity", "--step-seconds", 3)
+    assert [row["policy"] for row in told["policies"]] == ["Trainer, full", "full", "parity"]
+    parity = told["policies"][2]
+    assert told["num_params"] * 6 == parity["bytes_mean"]
+    assert re.search(
+        rf"^parity +{parity['bytes_mean'] / 1e9:.1f} GB +{parity['bytes_largest'] / 1e9:.1f} GB", text, re.M
+    )
+    for cost, word in zip(parity["costs"], ("blocking", "background"), strict=True):
+        assert re.search(rf"^parity +{word} .* {cost['save_steps']:,} .* {cost['time_lost']:.2%}$", text, re.M)
+    back = {row["policy"]: row["setback_saves"] for row in told["policies"]}
+    assert back == {"Trainer, full": 0, "full": 0, "parity": pytest.approx(0.5)}
+    assert told["machine"] == {"write_bytes_per_s": 2e9, "step_s": 3, "mtbf_s": 24 * 3600, "slowdown": 0.1}
+    assert "2.0 GB/s" in text and "3 s per step" in text
+
+
+def test_the_next_save_waits_for_the_largest():
+    """In the background: intervals below the time of the largest save are impossible."""
+    slow = ("--write-gbps", 0.05, "--mtbf-hours", 2)
+    told = json.loads(call(LLAMA, "--policy", "filter", "--policy", "parity", *slow, "--json"))
+    for row in told["policies"][1:]:
+        assert row["costs"][-1]["save_steps"] * 5 >= row["bytes_largest"] / 5e7
+
+
+def test_a_folder_with_a_config(tmp_path):
+    (tmp_path / "config.json").write_bytes(LLAMA.read_bytes())
+    told = call(tmp_path, "--policy", "parity", "--policy", "filter:every=3")
+    assert told.startswith(f"{tmp_path.name}: 8,030,261,248 params")
+    assert re.findall(r"^(\S+) +background", told, re.M) == ["full", "parity", "filter:every=3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["absent.json"], 4, "config.json"),
+        ([LLAMA, "--policy", "partiy"], 2, "did you mean 'parity'?"),
+        ([LLAMA, "--policy", "update:threshold=0.1"], 2, "use adaptive"),
+        ([LLAMA, "--policy", "filter", "--max-staleness", 3], 2, "max_staleness is 3"),
+        *(([LLAMA, "--write-gbps", value], 2, "--write-gbps") for value in ("0", "nan", "inf", "-1", "x")),
+        ([LLAMA, "--gpus", 8], 2, "--write-gbps is the speed of all ranks together"),
+    ],
+)
+def test_refusals(words, code, told):
+    assert told in call(*words, code=code)
+
+
+def test_no_config(tmp_path):
+    assert "name a config.json, or a folder with one" in call(tmp_path, code=4)
+    (tmp_path / "config.json").write_text("{")
+    assert "not JSON" in call(tmp_path, code=4)
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
+    assert "transformers can't build the model" in call(tmp_path, code=4)
