@@ -31,13 +31,11 @@ MAY_IMPORT = {
     "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
     "training": {"checkpoint", "model"},
     "integrations": {*BASE, "formats", "policies", "runs", "saving"},
-    "charts": {"codes", "errors"},
-    "simulation": {*BASE, "containers", "formats", "policies", "runs", "charts"},
-    "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs", "charts"},
+    "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs"},
     "cli": {
         *BASE,
         *("containers", "formats", "engine", "recipe", "verify", "compare", "compose", "runs", "salvage"),
-        *("charts", "simulation", "report", "saving"),
+        *("policies", "report", "saving"),
     },
     "codes": set(),
 }
@@ -107,17 +105,16 @@ def test_help_imports_nothing_that_takes_time():
         "from click.testing import CliRunner; from llmtailor.cli.main import cli; "
         "assert CliRunner().invoke(cli, ['--help']).exit_code == 0"
     )
-    assert not loaded & (HEAVY | {"numpy", "yaml", "rich", "isal", "safetensors"})
+    assert not loaded & (HEAVY | {"numpy", "yaml", "rich", "isal", "safetensors", "jinja2"})
 
 
 def test_the_merge_path_imports_no_framework():
     loaded = loaded_by(
         "import llmtailor.cli.options, llmtailor.compose.write, llmtailor.verify.inspect, llmtailor.cli.tables, "
-        "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.report.page, llmtailor.simulation.compare, "
-        "llmtailor.simulation.measured"
+        "llmtailor.runs.thin, llmtailor.runs.gc, llmtailor.runs.simulate, llmtailor.report.page"
     )
     assert {"numpy", "yaml"} <= loaded
-    assert not loaded & (HEAVY | {"safetensors"})
+    assert not loaded & (HEAVY | {"safetensors", "jinja2"})
 
 
 def test_a_merge_without_casts_imports_no_numpy():

@@ -31,7 +31,7 @@ PYTHON = "Programming Language :: Python :: "
 
 def test_the_minimum_versions_are_those_declared():
     extras = PROJECT["optional-dependencies"]
-    declared = dict(line.split(">=") for line in [*PROJECT["dependencies"], *extras["train"], *extras["remote"]])
+    declared = dict(line.split(">=") for line in [*PROJECT["dependencies"], *extras["train"], *extras["report"], *extras["remote"]])
     text = (ROOT / "scripts" / "constraints-minimum.txt").read_text()
     pinned = {name.lower(): version for name, version in re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)}
     safetensors = pinned.pop("safetensors")  # of the tests
@@ -74,7 +74,8 @@ def test_the_wheel_holds_the_package_and_runs_from_anywhere(tmp_path):
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
     package = ROOT / "llmtailor"
-    assert held == {str(path.relative_to(ROOT)) for path in package.rglob("*.py")} | {"llmtailor/py.typed"}
+    files = {*package.rglob("*.py"), *package.glob("report/templates/*.j2"), package / "py.typed"}
+    assert held == {str(path.relative_to(ROOT)) for path in files}
     assert f"\nVersion: {llmtailor.__version__}\n" in metadata
 
     # a clean environment that has this one's packages, except llmtailor

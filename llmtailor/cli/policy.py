@@ -169,9 +169,9 @@ def _text(model: ModelSize, machine: Machine, found: dict[str, tuple[Schedule, t
             f"{model.name}: {model.total:,} params in {len(model.parts)} parts",
             table(head, saves, right=range(1, len(head))),
             table(cost_head, costs, right=range(2, len(cost_head))),
-            f"Assumed: {size(round(machine.write_bytes_per_s))}/s written by all ranks together, {machine.step_s:g} s per "
-            f"step,\na failure every {machine.mtbf_s / 3600:g} h, steps {machine.slowdown:.0%} slower during background "
-            "saves.",
+            f"Assumed: {size(round(machine.write_bytes_per_s))}/s written by all ranks together, {machine.step_s:g} s "
+            f"per step,\na failure every {machine.mtbf_s / 3600:g} h, steps {machine.slowdown:.0%} slower during a "
+            "background save.",
         )
     )
 

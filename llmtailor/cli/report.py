@@ -13,6 +13,7 @@ from llmtailor.cli.options import PATH, QUIET, RUN_DIR, check_output
 @command(
     {
         0: "FILE is written; it also shows what is damaged",
+        2: "also if jinja2 is not installed",
         4: "RUN_DIR does not exist",
         6: "FILE exists",
     }
@@ -43,10 +44,11 @@ def report(run: Path, output: Path, values: bool, force: bool, quiet: bool) -> N
       llmtailor report runs/x -o report.html --values --force
     """
     from llmtailor.report.gather import gather
-    from llmtailor.report.page import page
+    from llmtailor.report.page import page, templates
     from llmtailor.storage.local import replace_durably
 
     check_output(output, force)
+    templates()  # without jinja2, this is refused before anything is read
     with progress_bar(None, quiet=quiet or not values, label="reading") as on_progress:
         facts = gather(run, values, on_progress)
     replace_durably(output, page(facts).encode())

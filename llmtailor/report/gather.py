@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,6 @@ from llmtailor.compose.write import settle_output
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.attempt_mark import stated_attempt
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.recipe.strategies import StrategyOptions
@@ -39,8 +38,6 @@ NEWEST = 3
 """Checkpoints that are verified, besides the sources of the composite"""
 _VERIFIED = 12
 """The most that are verified"""
-_ABANDONED = 16
-"""The most abandoned checkpoints of which losses are read"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,6 @@ class Losses:
     train: tuple[tuple[int, float], ...]
     """(step, loss), by step"""
     evaluation: tuple[tuple[int, float], ...]
-    is_abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +102,7 @@ class RunFacts:
     not_composed: tuple[Problem, ...] = ()
     """Why nothing can be composed"""
     checked: tuple[Checked, ...] = ()
-    losses: tuple[Losses, ...] = ()
-    """The run's own first, then those of abandoned attempts"""
+    losses: Losses | None = None
     changes: tuple[PartChange, ...] | None = None
     """None if the values were not to be read"""
     problems: list[Problem] = field(default_factory=list)
@@ -141,7 +136,7 @@ def gather(
             (entry.path.name, entry.kind.value, entry.step)
             for entry in sorted(folder.entries(*Kind), key=lambda entry: -entry.step)
         )
-        facts.losses = tuple(_losses(folder))
+        facts.losses = _losses(folder)
     sources: list[Path] = []
     with _noting(facts, facts.run):
         sources = _compose(run, facts, index)
@@ -205,37 +200,21 @@ def _check(
             yield Checked(_verify(path, survey), foreign.code if foreign else None)
 
 
-def _losses(folder: RunFolder) -> list[Losses]:
-    """Return the losses of the newest checkpoint that has some, and of the newest one of each abandoned attempt."""
-    found = []
+def _losses(folder: RunFolder) -> Losses | None:
+    """Return the losses of the newest checkpoint that has some."""
     for _, path in folder.checkpoints():
         with suppress(SourceError):
             if (read := read_losses(path)).train:
-                found.append(read)
-                break
-    newest: dict[str, Path] = {}
-    for entry in sorted(folder.entries(Kind.ABANDONED), key=lambda entry: entry.path.name):
-        if (stated := stated_attempt(entry.path)) is not None:
-            newest[stated.lineage] = entry.path
-    for path in [*newest.values()][-_ABANDONED:]:
-        with suppress(SourceError):
-            found.append(_after_the_fork(found[0] if found else None, read_losses(path, is_abandoned=True)))
-    return found
+                return read
+    return None
 
 
-def _after_the_fork(own: Losses | None, abandoned: Losses) -> Losses:
-    """Return an abandoned attempt's losses from the last step on that it has in common with the run."""
-    common = {*own.train} & {*abandoned.train} if own else set()
-    fork = max((step for step, _ in common), default=0)
-    return replace(abandoned, train=tuple(point for point in abandoned.train if point[0] >= fork))
-
-
-def read_losses(checkpoint: Path, *, is_abandoned: bool = False) -> Losses:
+def read_losses(checkpoint: Path) -> Losses:
     """Return what the ``trainer_state.json`` of a checkpoint logs. Raises SourceError if it can't be read."""
     name = display_name(checkpoint)
     log = read_json(checkpoint / TRAINER_STATE, PathIn(name, TRAINER_STATE)).get("log_history")
     entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
-    return Losses(name, _series(entries, "loss"), _series(entries, "eval_loss"), is_abandoned)
+    return Losses(name, _series(entries, "loss"), _series(entries, "eval_loss"))
 
 
 def _series(entries: Sequence[Mapping[str, Any]], key: str) -> tuple[tuple[int, float], ...]:

@@ -125,7 +125,9 @@ def size_of_config(path: Path, experts: bool = False) -> ModelSize:
     file = path / CONFIG if path.is_dir() else path
     where = str(file)
     if not file.exists():
-        raise SourceError.at(where, "it does not exist", "name a config.json, or a folder with one, such as a checkpoint")
+        raise SourceError.at(
+            where, "it does not exist", "name a config.json, or a folder with one, such as a checkpoint"
+        )
     config = read_json(file, where)
     facts = describe_config(config, where)
     params = {name: math.prod(shape) for name, shape in facts.params.items()}

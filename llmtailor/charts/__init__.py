@@ -1,1 +1,0 @@
-"""Pages and charts as trees of HTML and SVG, so that every text in them is escaped."""
