@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 import pytest
 
-from llmtailor.cli import policy as policy_command
 from llmtailor.cli.main import cli
 from llmtailor.policies import DEFAULT_POLICY
 from llmtailor.policies.spec import POLICIES
@@ -38,9 +37,8 @@ def test_those_of_options():
                     found[command, option.name] = literal
     counts = {name: str(value) for name, value in asdict(StrategyOptions("latest")).items() if type(value) is int}
     chosen = {(command, name): value for command in ("merge", "recipe") for name, value in counts.items()}
-    assumed = {("policy", name): f"{value:g}" for name, value in policy_command._ASSUMED.items()}
     named = {("run", "policy"): DEFAULT_POLICY, ("policy", "policies"): DEFAULT_POLICY}
-    assert found == {**chosen, **assumed, **named, ("thin", "keep_full_last"): "1"}
+    assert found == {**chosen, **named, ("thin", "keep_full_last"): "1"}
 
 
 @pytest.mark.parametrize("file", ["saving/trainer_callback.py", "integrations/lightning.py"])

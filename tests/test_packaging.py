@@ -31,7 +31,8 @@ PYTHON = "Programming Language :: Python :: "
 
 def test_the_minimum_versions_are_those_declared():
     extras = PROJECT["optional-dependencies"]
-    declared = dict(line.split(">=") for line in [*PROJECT["dependencies"], *extras["train"], *extras["report"], *extras["remote"]])
+    named = [*PROJECT["dependencies"], *(line for extra in ("train", "report", "remote") for line in extras[extra])]
+    declared = dict(line.split(">=") for line in named)
     text = (ROOT / "scripts" / "constraints-minimum.txt").read_text()
     pinned = {name.lower(): version for name, version in re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)}
     safetensors = pinned.pop("safetensors")  # of the tests

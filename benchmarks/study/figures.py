@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from llmtailor.charts.axes import STYLE, Scale, axes
-from llmtailor.charts.markup import Element, element, style, svg, to_svg
+from llmtailor.report.chart import Chart, Scale
+from llmtailor.report.page import templates
 from study.run import LIKE_FILTER, OTHER_ORDER, SETTINGS, SHORTER, Cells
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -127,10 +127,11 @@ def about_setbacks(at_once: Sequence[tuple[float, float]], at_end: Sequence[tupl
     return "\n".join(lines)
 
 
-def picture(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> Element:
+def picture(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> str:
     """Return the gaps at the end over the bytes of a save, a panel for each setting, two in a row."""
-    width, height, made = 470.0, 290.0, []
+    width, height = 470.0, 290.0
     shown = [name for name in SETTINGS if name in settings]
+    chart = Chart("gap at the end over bytes", 30 + -(-len(shown) // 2) * height, 40 + 2 * width)
     for at, setting in enumerate(shown):
         row, column = divmod(at, 2)
         left, top = 40 + column * width, 40 + row * height
@@ -142,23 +143,22 @@ def picture(settings: Mapping[str, Mapping[str, Mapping[int, Cell]]]) -> Element
         gaps = [gap for _, gap in points.values()]
         x = Scale(0.2, 1.0, left, left + width - 110)
         y = Scale(min(0.0, *gaps), max(gaps), top + height - 70, top + 20)
-        made += axes(x, y, ("share of the bytes", ""))
-        made.append(element("text", f"{setting}: gap at the end, 1/1000 nat", x=left, y=top, class_="strong"))
+        chart.axes(x, y, "share of the bytes", [(tick, f"{tick:g}") for tick in x.ticks()])
+        chart.write(left, top, "strong", f"{setting}: gap at the end, 1/1000 nat")
         taken: list[tuple[float, float]] = []
         for name, (share, gap) in sorted(points.items(), key=lambda one: one[1][1]):
             kind = next(number for number, (begin, _) in enumerate(KINDS) if name.startswith(begin))
-            made.append(element("circle", cx=x.at(share), cy=y.at(gap), r=4.5, class_=f"f{kind}"))
+            chart.draw(f"dots c{kind}", [f"M{x.at(share):.1f} {y.at(gap):.1f}h0"])
             if kind == 2:
                 above = y.at(gap) + 4
                 while any(abs(above - y_of) < 13 and abs(x.at(share) - x_of) < 90 for x_of, y_of in taken):
                     above -= 3
                 taken.append((x.at(share), above))
-                made.append(element("text", SHORT.get(name, name), x=x.at(share) + 7, y=above, class_="dim"))
+                chart.write(x.at(share) + 7, above, "dim", SHORT.get(name, name))
     for number, (_, text) in enumerate(KINDS):
-        made.append(element("circle", cx=40 + 200 * number, cy=10, r=4.5, class_=f"f{number}"))
-        made.append(element("text", text, x=50 + 200 * number, y=14))
-    rows = -(-len(shown) // 2)
-    return svg(40 + 2 * width, 30 + rows * height, "gap at the end over bytes", style(STYLE), *made)
+        chart.draw(f"dots c{number}", [f"M{40 + 200 * number} 10h0"])
+        chart.write(50 + 200 * number, 14, "", text)
+    return str(templates().get_template("charts.j2").module.svg(chart, "http://www.w3.org/2000/svg")) + "\n"
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def main() -> None:
     text = page.read_text(encoding="utf-8")
     text = _MARK.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}" if m[2] in made else m[0], text)
     page.write_text(text, encoding="utf-8")
-    (DOCS / "pictures" / "fidelity.svg").write_text(to_svg(picture(settings)), encoding="utf-8")
+    (DOCS / "pictures" / "fidelity.svg").write_text(picture(settings), encoding="utf-8")
     print("\n\n".join(f"{name}\n{text}" for name, text in made.items()))
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +161,29 @@ def test_the_output(world, tmp_path):
     assert run_here("report", tmp_path / "absent", "-o", tmp_path / "other.html").returncode == 4
     assert run_here("report", world.run, "-o", tmp_path / "no" / "folder.html").returncode == 6
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_without_jinja2_it_says_what_to_install_before_it_reads(world, tmp_path):
+    (tmp_path / "jinja2.py").write_text("raise ImportError('none here')")
+    out = tmp_path / "page.html"
+    done = subprocess.run(
+        [sys.executable, "-m", "llmtailor", "report", str(world.run), "-o", str(out)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: report: jinja2 is missing: none here",
+        "  fix: pip install 'llmtailor[report]'",
+    ]
+    assert not out.exists()
+
+
+def test_a_relative_path_lists_each_checkpoint_once(world, monkeypatch):
+    monkeypatch.chdir(world.run.parent)
+    names = report(Path(world.run.name)).table("checkpoint", "verdict").column("checkpoint")
+    assert len(names) == len(set(names)) >= 3
 
 
 def test_an_empty_folder(tmp_path):

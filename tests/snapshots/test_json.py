@@ -106,7 +106,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
     world.save()
     world.stop()
     call("gc", world.run)
-    call("policy", world.run)
+    call("policy", root / "run" / "checkpoint-100")
     call("latest", world.run)
     partials = sorted(world.run.glob("partial/step-*/manifest.json"))
     call("inspect", partials[0].parent)
