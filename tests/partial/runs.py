@@ -76,7 +76,7 @@ EXPERTS = [
         "mixtral",
         stage=0,
         dtype="fp32",
-        policy="adaptive:0.3",
+        policy="adaptive:0.6",
         options={"experts": "parts"},
         steps=8,
     ),
