@@ -121,7 +121,6 @@ _RESUMED = 24
 policy counts by itself does not begin anew just there."""
 _CHANGE = 0.003
 """Relative change of each part from one simulated save to the next"""
-_PROMISE = "fix worst_staleness, or return None there and give max_staleness"
 _AGAIN = "decide by the situation alone, without random numbers or a clock; what else it remembers goes in state_dict()"
 
 
@@ -134,8 +133,9 @@ def check_policy(
 ) -> int:
     """Return what `staleness_limit` does, and test a policy that does not come with llmtailor in `NUM_SAVES` saves.
 
-    Raises UsageError with every problem, also if the policy's schedule exceeds its promise, if it names unknown parts,
-    never chooses any, raises, or answers differently when asked again after a resume. Its own state is restored.
+    Raises UsageError with every problem of the first save that has one: the policy's schedule exceeds its promise, it
+    names unknown parts, raises, or answers differently when asked again after a resume; and if it never chooses any
+    part. Its own state is restored.
     """
     promise = _promise(policy, structure, parts)
     limit = _limit(policy, promise, max_staleness)
@@ -151,30 +151,20 @@ def check_policy(
             )
         finally:
             _rewound(policy, state)
-    saves = [*enumerate(straight, 1)]
-    wrong = next(((f"at save {save}: {one.what}", one.fix) for save, answer in saves for one in answer.problems), None)
-    late = next(
-        (
-            (f"its worst_staleness is {promise}, but at save {save} {part} is older", _PROMISE)
-            for save, answer in saves
-            for part in answer.parts
-            if promise is not None and part in answer.added and answer.parts[part] == MAX_STALENESS
-        ),
-        None,
-    )
-    differing = next(
-        (
-            (f"asked again after a resume, it answers differently at save {save}", _AGAIN)
-            for (save, answer), again in zip(saves, resumed, strict=True)
-            if answer.parts.keys() != again.parts.keys()
-        ),
-        None,
-    )
-    problems = [found for found in (wrong, late, differing) if found is not None]
-    if not problems and all(len(answer.added) == len(answer.parts) for answer in straight):
-        problems = [(f"in {NUM_SAVES} simulated saves it never chose a part", "make it choose some")]
-    if problems:
-        raise UsageError(Problem(f"policy {policy.name}", what, fix) for what, fix in problems)
+    where = f"policy {policy.name}"
+    for save, (answer, again) in enumerate(zip(straight, resumed, strict=True), 1):
+        problems = [Problem(where, f"at save {save}: {one.what}", one.fix) for one in answer.problems]
+        late = [part for part, why in answer.parts.items() if part in answer.added and why == MAX_STALENESS]
+        if promise is not None and late:
+            what = f"its worst_staleness is {promise}, but at save {save} {late[0]} is older"
+            problems.append(Problem(where, what, "fix worst_staleness, or return None there and give max_staleness"))
+        if answer.parts.keys() != again.parts.keys():
+            what = f"asked again after a resume, it answers differently at save {save}"
+            problems.append(Problem(where, what, _AGAIN))
+        if problems:
+            raise UsageError(problems)
+    if all(len(answer.added) == len(answer.parts) for answer in straight):
+        raise UsageError.at(where, f"in {NUM_SAVES} simulated saves it never chose a part", "make it choose some")
     return limit
 
 
