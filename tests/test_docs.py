@@ -83,7 +83,7 @@ def test_the_help_of_every_command_has_its_own():
         assert [int(code) for code in re.findall(r"^  (\d+) ", section, re.MULTILINE)] == list(command.exit_codes)
 
 
-TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 
 
 def anchors(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/fidelity.md and its pictures from the cells.
+"""Writes the tables of benchmarks/fidelity.md and its pictures from the cells.
 
     python -m study.figures CACHE
 
@@ -167,7 +167,7 @@ def main() -> None:
     made = {name: table(name, names) for name, names in settings.items() if "parity" in names}
     at_end = [one for name, names in settings.items() if SHORTER in names for one in ends(name, names)]
     made["setbacks"] = about_setbacks(found, at_end)
-    page = DOCS / "fidelity.md"
+    page = Path(__file__).parents[1] / "fidelity.md"
     text = page.read_text(encoding="utf-8")
     text = _MARK.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}" if m[2] in made else m[0], text)
     page.write_text(text, encoding="utf-8")

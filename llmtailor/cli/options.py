@@ -97,7 +97,7 @@ DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,
     help="Share the work among the processes that torchrun, srun or mpirun has started with this command; see "
-    "docs/scale.md.",
+    "docs/compose.md.",
 )
 _CHOOSING = [
     click.option(

@@ -104,7 +104,7 @@ def policy(
     Assumptions: a partial checkpoint takes 12 bytes per param and a full one of the Trainer 14; a blocking save stops
     training until it is written; a background save slows steps down until it is written, and the next one waits for it;
     failures are independent of time. If parts are n saves old, training falls back by n intervals, times their share of
-    the params, and half of that is lost for good (docs/fidelity.md). Restarting the job is not counted.
+    the params, and half of that is lost for good (benchmarks/fidelity.md). Restarting the job is not counted.
 
     \b
     Examples:

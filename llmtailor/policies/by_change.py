@@ -24,7 +24,7 @@ class Adaptive(Configured):
     ``expected_loss / bytes * sqrt(age)``. The age is there because a choice now decides about the saves to come, as in
     the scheduling of updates by their age (I. Kadota et al., "Scheduling Policies for Minimizing Age of Information in
     Broadcast Wireless Networks", 2018); without it, small budgets let parts starve, with a higher power than the root,
-    the choice comes near to taking turns (docs/fidelity.md). There is no threshold to tune.
+    the choice comes near to taking turns (benchmarks/fidelity.md). There is no threshold to tune.
 
     What a save holds more or less than its share, the next ones make up for. So do they for parts that were added
     because they had become too old.

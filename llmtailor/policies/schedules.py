@@ -30,7 +30,7 @@ class Parity(Configured):
 
     Odd saves hold the odd layers with ``lm_head`` and other auxiliary parts, even saves the even layers with ``norm``
     and ``embed_tokens``. With ``aux_every=1``, every save holds all parts that are no layers: a stale embedding or head
-    costs more than a stale layer (docs/fidelity.md).
+    costs more than a stale layer (benchmarks/fidelity.md).
     """
 
     name: ClassVar[str] = "parity"
@@ -127,7 +127,7 @@ class RoundRobin(Configured):
 class MomentsInTurn(RoundRobin):
     """The masters of all parts at every save; the moments of ``k`` groups of adjacent parts, one group per save.
 
-    Old moments cost far less than old masters (docs/fidelity.md). With ``k=4``, a save has half of the bytes of a full
+    Old moments cost far less than old masters (benchmarks/fidelity.md). With ``k=4``, a save has half of the bytes of a full
     one: a third for the masters, and a quarter of the other two thirds.
     """
 

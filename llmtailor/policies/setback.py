@@ -10,7 +10,7 @@ def setbacks(expected_loss: Mapping[str, float], steps: Mapping[str, int]) -> di
     """Return part -> by how many steps training falls back if this part alone is taken from its last save.
 
     A checkpoint in which every part is n steps old is n steps behind. Each part is responsible for a share of this, in
-    proportion to what its change means for the loss; see docs/fidelity.md for how near this comes.
+    proportion to what its change means for the loss; see benchmarks/fidelity.md for how near this comes.
 
     Args:
         expected_loss: part -> see `Situation`; parts whose change is unknown are left out of the result.

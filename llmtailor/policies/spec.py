@@ -19,7 +19,7 @@ POLICIES: Mapping[str, type[AnyPolicy]] = {
 REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
 """Policies that llmtailor had and has no more: what to use instead"""
 DEFAULT_POLICY = MomentsInTurn.name
-"""Half of the bytes at the least cost; see docs/fidelity.md"""
+"""Half of the bytes at the least cost; see benchmarks/fidelity.md"""
 WHERE = "policy"
 MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
 """The members of `Policy`"""

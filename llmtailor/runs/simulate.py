@@ -35,7 +35,7 @@ _DISK_SAVES = 24
 """Of these, retention is simulated over so many, or over three times the age that a part may reach, if that is more."""
 LASTING = 0.5
 """Steps of work that are lost for good, for each step by which stale parts set training back: measured, see
-docs/fidelity.md"""
+benchmarks/fidelity.md"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Schedule:
     """The most bytes on disk at once"""
     setback: float = 0.0
     """By how many saves training falls back because masters in a composite are stale, on average; stale moments, which
-    cost little (docs/fidelity.md), count as nothing"""
+    cost little (benchmarks/fidelity.md), count as nothing"""
 
     @property
     def mean(self) -> float:

@@ -5,7 +5,7 @@ Small fragments are kept whole.
 
 If the weights w of a part are replaced by saved ones, the loss changes by about ``sum(g * (saved - w))``, where g are
 gradients. These change from batch to batch, so ``sum(sqrt(exp_avg_sq) * |w - saved|)`` is measured instead: Adam's
-debiased ``exp_avg_sq`` is the mean of their squares. docs/fidelity.md compares it with other measures.
+debiased ``exp_avg_sq`` is the mean of their squares. benchmarks/fidelity.md compares it with other measures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The study of docs/fidelity.md composes in memory what the saver and ``merge --run`` compose from files."""
+"""The study of benchmarks/fidelity.md composes in memory what the saver and ``merge --run`` compose from files."""
 
 from __future__ import annotations
 
