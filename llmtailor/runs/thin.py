@@ -8,7 +8,6 @@ The last check before each removal is that ``merge`` can compose the step from w
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import uuid
@@ -29,7 +28,6 @@ from llmtailor.compose.plan import plan_merge
 from llmtailor.engine.copy import Moved
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import stoppable
-from llmtailor.engine.sharing import Team
 from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.partial.write import trained_states
@@ -83,16 +81,9 @@ class ThinPlan:
     """For each step that stays composable"""
 
 
-def plan_thinning(
-    run: Path,
-    options: ThinOptions,
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-    *,
-    trust_unrecorded: bool = False,
-) -> ThinPlan:
+def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = False) -> ThinPlan:
     """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
 
-    ``new_id`` returns random ids of 32 hex digits; the plans of several ranks are the same if these are.
     ``trust_unrecorded`` also thins out full checkpoints that do not state their attempt.
 
     Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
@@ -117,10 +108,10 @@ def plan_thinning(
         facts=facts_of,
         chooser=chooser,
         thinned=read_thinned(scan.usable),
-        new_lineage=lambda: THINNED + new_id()[:12],
+        new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
         path_of=folder.at,
     )
-    actions = _measure(pruner.decide(), scan, chooser, new_id)
+    actions = _measure(pruner.decide(), scan, chooser)
     left = folder.left_by_thin()
     freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
     rest = list(scan.usable)
@@ -132,9 +123,7 @@ def plan_thinning(
     return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
 
 
-def _measure(
-    actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None, new_id: Callable[[], str]
-) -> tuple[PruneAction, ...]:
+def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
     """Lay out each partial checkpoint to write, so that its size is known to the byte."""
     frozen: dict[str, tuple[Path, int]] = {}
     for one in scan.partial:  # oldest first
@@ -151,7 +140,7 @@ def _measure(
         successor = action.successor if action.is_written else None
         if successor is not None and successor.ledger is not None and chooser is not None:
             policy, target = chooser.settings(), successor.path
-            held = (action.parts, successor.ledger, policy, frozen, new_id(), action.masters)
+            held = (action.parts, successor.ledger, policy, frozen, uuid.uuid4().hex, action.masters)
             conversion = plan_conversion(index, chooser.structure, target, *held)
             freed -= conversion.num_bytes
             frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
@@ -178,49 +167,43 @@ def thin(
     notify: Callable[[PruneAction], None] = lambda action: None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     clone: Clone = "auto",
-    team: Team | None = None,
 ) -> Moved:
     """Carry out a plan that was made inside `only_writer`; call ``notify`` after each action.
 
-    The ranks of a team, all with the same plan, read and write together; rank 0, which is inside `only_writer`, decides
-    and removes. Return how the bytes of what was written got there.
+    Return how the bytes of what was written got there.
     ``on_progress`` gets the bytes written and read, `bytes_to_move` in all, from several threads.
 
     Raises StorageError, SourceError, VerificationError or Interrupted; finished actions stay, and nothing is lost.
     """
     scan, there, indexes = plan.scan, list(plan.scan.usable), plan.scan.indexes
     differing: list[Problem] = []
-    moved, team = Moved(), team or Team()
-    if team.job is not None:
-        team.agree(**_fingerprint(plan))
+    moved = Moved()
     with (
         carrying_out(scan.run, "can't continue", "check the disk and rerun the same command"),
         stoppable() as stop,
     ):
-        for folder in plan.left_behind if team.is_first else ():
+        for folder in plan.left_behind:
             shutil.rmtree(folder)
         for action in plan.actions:
             stop.check()
             full, successor = indexes[action.checkpoint.path], action.successor
             if action.becomes == WEIGHTS:
-                moved += reduce_to_weights(full, stop, clone, on_progress, team)
+                moved += reduce_to_weights(full, stop, clone, on_progress)
             elif successor is None:
                 logger.info("%s stays: %s", action.checkpoint.name, action.why or "it is one of the newest")
                 continue
             elif action.conversion is not None:
-                moved += write_conversion(action.conversion, stop, on_progress, clone, team)
+                moved += write_conversion(action.conversion, stop, on_progress, clone)
             else:
                 try:
-                    check_same(indexes[successor.path], full, stop, on_progress, team)
+                    check_same(indexes[successor.path], full, stop, on_progress)
                 except VerificationError as error:
                     differing += error.problems
                     continue
-            if successor is not None and team.is_first:
-                with team.leading():
-                    _put_in_place(plan, action, successor, there)
+            if successor is not None:
+                _put_in_place(plan, action, successor, there)
             there = action.applied_to(there)
-            if team.is_first:
-                notify(action)
+            notify(action)
         if differing:
             raise VerificationError(differing)
     return moved
@@ -241,20 +224,6 @@ def _put_in_place(
     check_unchanged(full)
     logger.info("removing %s: step %d can be composed without it", full.root.name, successor.step)
     remove_replaced(full.root)
-
-
-def _fingerprint(plan: ThinPlan) -> dict[str, str]:
-    """Return what must be the same on all ranks of a team."""
-    facts = [
-        (str(root), path, fact.num_bytes, fact.mtime_ns)
-        for root, index in sorted(plan.scan.indexes.items())
-        for path, fact in sorted(index.files.items())
-    ]
-    planned = [
-        (str(action.checkpoint.path), action.becomes, action.conversion and action.conversion.plan.summary.digest)
-        for action in plan.actions
-    ]
-    return {key: hashlib.sha256(repr(what).encode()).hexdigest() for key, what in (("facts", facts), ("plan", planned))}
 
 
 def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:

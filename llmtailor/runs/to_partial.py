@@ -23,10 +23,9 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
-from llmtailor.engine.copy import Context, Moved
+from llmtailor.engine.copy import Context, Moved, execute
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.engine.sharing import Team
 from llmtailor.engine.space import check_space, space_for
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError, some
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, manifest_json
@@ -35,7 +34,6 @@ from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State, is_moment
 from llmtailor.runs.folder import Kind, link_or_copy, staged
-from llmtailor.runs.together import write_files
 from llmtailor.storage.checksums import crc_of_zeros
 from llmtailor.storage.listing import FileFact, added_since
 from llmtailor.storage.local import Files, fsync_folder, write_durably
@@ -49,6 +47,15 @@ _ALIKE = (
     *("sub_groups", "settings", "variant", "part_steps", "master_steps"),
 )
 """The index fields that a partial checkpoint shares with the full one it was made from"""
+
+
+def write_files(plan: Plan, staging: Path, context: Context) -> tuple[dict[str, int], Moved]:
+    """Write the files of a plan into a new folder, each fsynced; return their CRC-32 by path, and how their bytes got
+    there. Raises what `execute` raises."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    results = execute(plan, staging, context)
+    return {result.path: result.crc for result in results}, sum((result.moved for result in results), Moved())
 
 
 def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
@@ -108,30 +115,23 @@ def compared(one: CheckpointIndex) -> list[State]:
     return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
 
 
-def check_same(
-    one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress, team: Team | None = None
-) -> None:
+def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
     """Compare every state of a partial checkpoint with the full one of its step, by CRC-32.
 
-    The ranks of a team each compare some, and all get the same. Raises VerificationError for those that differ,
-    OSError, or Interrupted.
+    Raises VerificationError for those that differ, OSError, or Interrupted.
     """
-    states, team = compared(one), team or Team()
-    taken = team.stretch(one.held[state].num_bytes for state in states)
-    mine = [state for state, is_mine in zip(states, taken, strict=True) if is_mine]
-    pairs = [state for state in mine if state in other.held]
+    states = compared(one)
+    pairs = [state for state in states if state in other.held]
     crcs = []
-    with team.working(stop, on_progress) as count:
-        for index in (one, other):
-            covers = ([index.held[state].place.cover(*run) for run in one.held[state].runs] for state in pairs)
-            extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
-            crcs.append(_crcs(index.root, extents, stop, count))
+    for index in (one, other):
+        covers = ([index.held[state].place.cover(*run) for run in one.held[state].runs] for state in pairs)
+        extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
+        crcs.append(_crcs(index.root, extents, stop, on_progress))
     zeroed = {state: crc_of_zeros(one.held[state].num_bytes) for state in pairs if other.held[state].is_all_zero}
     differing = [state for state, here, there in zip(pairs, *crcs, strict=True) if here != zeroed.get(state, there)]
-    differing += [state for state in mine if state not in other.held]
-    wrong = [State(*state) for found in team.exchange(differing) for state in found]
-    if wrong:
-        names = some(f"{state.kind} of {state.param}" for state in wrong)
+    differing += [state for state in states if state not in other.held]
+    if differing:
+        names = some(f"{state.kind} of {state.param}" for state in differing)
         fix = "they belong to different attempts: move one of them out of the run's folder"
         raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}", fix)
 
@@ -251,11 +251,9 @@ def write_conversion(
     stop: Stop,
     on_progress: OnProgress = lambda num_bytes: None,
     clone: Clone = "never",
-    team: Team | None = None,
 ) -> Moved:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
-    The ranks of a team each write some of its files, and rank 0 does the rest; the others may return before that.
     Return how its bytes got there. ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in
     all, from several threads.
 
@@ -263,39 +261,32 @@ def write_conversion(
     VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
     """
     target, source, watch = conversion.target, conversion.source, Stopwatch()
-    plan, team = conversion.plan, team or Team()
+    plan = conversion.plan
     check_space(target, space_for(plan, clone))
     staging = staged(target, Kind.THINNING)
 
-    def read_back(crcs: Mapping[str, int], context: Context) -> None:
-        check_crcs(staging, crcs, context.stop, context.on_progress)
-
     try:
-        with team.leading():
-            context = Context(facts=[source.files], on_progress=on_progress, stop=stop, clone=clone)
-            written = write_files(plan, staging, context, team, read_back)
-            if not team.is_first:
-                return written.moved
-            num_bytes = f"{plan.num_bytes:,}"
-            logger.info("wrote %s, %s bytes, in %s", display_name(target), num_bytes, watch.lap())
-            for name, folder in conversion.links.items():
-                if filecmp.cmp(folder / name, staging / name, shallow=False):
-                    (staging / name).unlink()
-                    link_or_copy(folder / name, staging / name)
-            write_durably(staging / MANIFEST, _manifest(conversion, written.crcs))
-            fsync_folder(staging)
-            read_back(written.unread, context)
-            made = index_checkpoint(staging, display_name(target))
-            check_places(plan, made, source, *_kept_params(conversion.params_of, conversion.masters))
-            check_unchanged(source)
-            logger.info("read it back in %s", watch.lap())
-            stop.check()
-            staging.rename(target)
-            fsync_folder(target.parent)
-            return written.moved
+        context = Context(facts=[source.files], on_progress=on_progress, stop=stop, clone=clone)
+        crcs, moved = write_files(plan, staging, context)
+        num_bytes = f"{plan.num_bytes:,}"
+        logger.info("wrote %s, %s bytes, in %s", display_name(target), num_bytes, watch.lap())
+        for name, folder in conversion.links.items():
+            if filecmp.cmp(folder / name, staging / name, shallow=False):
+                (staging / name).unlink()
+                link_or_copy(folder / name, staging / name)
+        write_durably(staging / MANIFEST, _manifest(conversion, crcs))
+        fsync_folder(staging)
+        check_crcs(staging, crcs, stop, on_progress)
+        made = index_checkpoint(staging, display_name(target))
+        check_places(plan, made, source, *_kept_params(conversion.params_of, conversion.masters))
+        check_unchanged(source)
+        logger.info("read it back in %s", watch.lap())
+        stop.check()
+        staging.rename(target)
+        fsync_folder(target.parent)
+        return moved
     finally:
-        if team.is_first:
-            shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, int]:

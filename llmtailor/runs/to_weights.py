@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from llmtailor.checkpoint.index import DCP, FSDP, CheckpointIndex
@@ -20,7 +20,6 @@ from llmtailor.containers.dcp import METADATA
 from llmtailor.engine.copy import Context, Moved
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop
-from llmtailor.engine.sharing import Team
 from llmtailor.engine.space import check_space, space_for
 from llmtailor.errors import VerificationError
 from llmtailor.formats.clients import is_accelerates
@@ -30,8 +29,7 @@ from llmtailor.formats.rng import is_rng_file
 from llmtailor.formats.trainer import OPTIMIZER, SCALER, SCHEDULER
 from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL
 from llmtailor.runs.folder import Kind, freed_bytes, link_or_copy, remove_replaced, staged
-from llmtailor.runs.to_partial import BUG, check_crcs, check_unchanged
-from llmtailor.runs.together import write_files
+from llmtailor.runs.to_partial import BUG, check_crcs, check_unchanged, write_files
 from llmtailor.storage.local import fsync_folder, replace_folder
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
@@ -70,53 +68,39 @@ def reduce_to_weights(
     stop: Stop,
     clone: Clone = "never",
     on_progress: Callable[[int], None] = lambda n: None,
-    team: Team | None = None,
 ) -> Moved:
     """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
 
-    The ranks of a team each write some of the files to be written, and rank 0 does the rest; the others may return
-    before that. Return how the bytes of these files got there.
+    Return how the bytes of these files got there.
 
     Raises VerificationError if the weights don't read back, SourceError if it changes in the meantime, StorageError,
     Interrupted, or OSError. It is complete until it is replaced.
     """
-    root, plan, team = index.root, plan_weights(index), team or Team()
+    root, plan = index.root, plan_weights(index)
     staging = staged(root, Kind.THINNING)
     check_space(root, space_for(plan, clone))
 
-    def read_back(crcs: Mapping[str, int], context: Context) -> None:
-        check_crcs(staging, crcs, context.stop, context.on_progress)
-
-    def write() -> Moved:
+    try:
         context = Context(facts=[index.files], on_progress=on_progress, stop=stop, clone=clone)
-        written = write_files(plan, staging, context, team, read_back)
-        if not team.is_first:
-            return written.moved
+        crcs, moved = write_files(plan, staging, context)
         for path in kept_files(index):
             (staging / path).parent.mkdir(exist_ok=True)
             link_or_copy(root / path, staging / path)
-        for folder in {(staging / path).parent for path in (*kept_files(index), *written.crcs)} | {staging}:
+        for folder in {(staging / path).parent for path in (*kept_files(index), *crcs)} | {staging}:
             fsync_folder(folder)
-        read_back(written.unread, context)
+        check_crcs(staging, crcs, stop, on_progress)
         if lost := [path for path in kept_files(index) if not _is_same(root / path, staging / path)]:
             raise VerificationError.at(index.name, f"{lost[0]} would be lost", BUG)
         check_unchanged(index)
         stop.check()
-        return written.moved
-
-    with team.leading():
-        try:
-            moved = write()
-        except BaseException:
-            if team.is_first:
-                shutil.rmtree(staging, ignore_errors=True)
-            raise
-        if team.is_first:
-            old = staged(root, Kind.OLD)
-            replace_folder(staging, root, old)
-            fsync_folder(root.parent)
-            remove_replaced(root, now_at=staging if staging.exists() else old)
-        return moved
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    old = staged(root, Kind.OLD)
+    replace_folder(staging, root, old)
+    fsync_folder(root.parent)
+    remove_replaced(root, now_at=staging if staging.exists() else old)
+    return moved
 
 
 def _is_same(one: Path, other: Path) -> bool:

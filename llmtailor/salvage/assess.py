@@ -27,7 +27,6 @@ from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.verify.verify import verify_checkpoint
 
 if TYPE_CHECKING:
-    from llmtailor.engine.sharing import Team
     from llmtailor.verify.deep import Deep
 
 _OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in CLIENTS.values() if one.scheduler))
@@ -64,10 +63,8 @@ class Holder:
         return self.index.global_step
 
 
-def assess(
-    path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None, team: Team | None = None
-) -> Holder:
-    """Return what is usable of a checkpoint. With ``deep``, also read its tensors, together with the ranks of a team.
+def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
+    """Return what is usable of a checkpoint. With ``deep``, also read its tensors.
 
     Raises SourceError if nothing is usable, and Interrupted on Ctrl-C.
     """
@@ -83,7 +80,7 @@ def assess(
         from llmtailor.verify.deep import read_everything  # numpy takes a while
 
         manifest = read_manifest(path, index.name)
-        found = read_everything(index, index.unreadable, manifest, on_progress, team)
+        found = read_everything(index, index.unreadable, manifest, on_progress)
         findings += [finding for finding in found.findings if finding.severity != NOTE]
         damage = _sort(findings, index, is_deep=True)
         if damage[_FATAL] and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.lineage import RunCheckpoint
@@ -29,10 +28,6 @@ from llmtailor.salvage.assess import Holder, assess, without_weights
 from llmtailor.salvage.choose import Choice, choose
 from llmtailor.storage.local import read_source
 from llmtailor.verify.verify import check_file, verify_checkpoint
-
-if TYPE_CHECKING:
-    from llmtailor.engine.sharing import Team
-
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
@@ -89,19 +84,18 @@ def plan_salvage(
     in_place: bool = False,
     clone: Clone = "auto",
     on_progress: OnProgress = lambda num_bytes: None,
-    team: Team | None = None,
 ) -> Salvage:
     """Plan the composite that loses the least of a run: every part from the newest checkpoint that has it intact.
 
     ``out`` defaults to ``salvaged-checkpoint-STEP`` in the run's folder. With ``fragments``, a part that is damaged in
     the newest checkpoint comes from several, element by element. With ``deep``, tensors are also read, and
-    ``on_progress`` gets the bytes; the ranks of a ``team`` each read a part. Nothing later than ``at`` is used.
+    ``on_progress`` gets the bytes. Nothing later than ``at`` is used.
     ``in_place``: the output will replace a checkpoint, so it may already exist if it is of the same salvage. ``clone``
     is that of `Options`. Raises SourceError with all obstacles if there is no complete composite, and what `plan_merge`
     raises.
     """
     run = Path(run).absolute()
-    salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded, team)
+    salvage = _choose(run, at, deep, fragments, on_progress, trust_unrecorded)
     if not salvage.choice.is_complete:
         raise _no_composite(salvage)
     deeper = choose(salvage.holders, salvage.structure, True)
@@ -128,7 +122,6 @@ def _choose(
     fragments: bool,
     on_progress: OnProgress,
     trust_unrecorded: bool,
-    team: Team | None,
 ) -> Salvage:
     """Assess the run's checkpoints from the newest on, until a composite is complete.
 
@@ -136,7 +129,7 @@ def _choose(
     """
 
     def read(path: Path, found: list[Holder]) -> Holder:
-        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress, team)])
+        *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
         return holder

@@ -88,10 +88,6 @@ class Intervals(Generic[_Key]):
     def __iter__(self) -> Iterator[_Key]:
         return iter(self._from)
 
-    def known(self, key: _Key) -> list[tuple[int, int, int]]:
-        """Return start, stop and CRC of the known ranges."""
-        return [(start, stop, crc) for start, (stop, crc) in sorted(self._from.get(key, {}).items())]
-
     def whole(self, key: _Key) -> tuple[int, int]:
         """Return size and CRC of the known bytes from byte 0 to the first gap."""
         return self._from[key].get(0, (0, 0))

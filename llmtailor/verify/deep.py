@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 from llmtailor.checkpoint.index import CheckpointIndex
@@ -16,7 +15,6 @@ from llmtailor.containers.json import read_json
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.containers.zip import Record
 from llmtailor.engine.pool import num_workers, run_all, stoppable
-from llmtailor.engine.sharing import Team
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.known_files import is_resumed_from
@@ -53,26 +51,20 @@ def read_everything(
     unreadable: frozenset[str],
     manifest: ManifestFacts | None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
-    team: Team | None = None,
 ) -> Deep:
     """Read a checkpoint and check its values and checksums.
 
-    ``on_progress`` gets the number of bytes read, from several threads. The ranks of a team each read a part, and all
-    get the same result. Raises Interrupted on Ctrl-C, and what ends the work of a team.
+    ``on_progress`` gets the number of bytes read, from several threads. Raises Interrupted on Ctrl-C.
     """
-    saved_as, sums, team = _saved_as(index), _stated_sums(index, unreadable, manifest), team or Team()
-    team.agree(facts=_facts(index))
-    with stoppable() as stop, team.working(stop, on_progress) as count:
+    saved_as, sums = _saved_as(index), _stated_sums(index, unreadable, manifest)
+    with stoppable() as stop:
         summed = {path for path, stated in sums.items() if stated}
         sum_states = bool(manifest and manifest.digests)
-        reading = Reading(index, unreadable, count, stop, summed, sum_states)
+        reading = Reading(index, unreadable, on_progress, stop, summed, sum_states)
         with reading.files:
-            reading.read(bundle_states(index, saved_as, unreadable), team)
-            listed = sorted(sums.items())
-            left = [reading.unread_bytes(path, sum(one.stop - one.start for one in stated)) for path, stated in listed]
-            jobs = [partial(_compare_sums, reading, *listed[number]) for number in team.mine(left)]
+            reading.read(bundle_states(index, saved_as, unreadable))
+            jobs = [partial(_compare_sums, reading, path, stated) for path, stated in sorted(sums.items())]
             wrong = [found for one in run_all(jobs, num_workers(), stop) for found in one]
-            wrong = _gather(team, reading, wrong)
     is_split = manifest is not None and manifest.is_split
     lost = join(lost_elements(index, unreadable.union(reading.unreadable)))
     damaged = [
@@ -97,22 +89,6 @@ def read_everything(
         if path not in reading.unreadable
     }
     return Deep(findings, tuple(find_bad_values(index, reading.bad_values, is_split)), join(damaged), intact)
-
-
-def _facts(index: CheckpointIndex) -> str:
-    """Return what must be the same on all ranks of a team."""
-    facts = sorted((path, fact.num_bytes, fact.mtime_ns) for path, fact in index.files.items())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _gather(team: Team, reading: Reading, wrong: list[tuple[str, Record]]) -> list[tuple[str, Record]]:
-    """Return the records that do not match on any rank of a team, in the order of one process."""
-    if team.job is None:
-        return wrong
-    found = team.exchange([[[path, *astuple(record)] for path, record in wrong], reading.unreadable])
-    for _, unreadable in found:
-        reading.unreadable |= unreadable
-    return sorted(((path, Record(*record)) for rows, _ in found for path, *record in rows), key=lambda one: one[0])
 
 
 def _stated_sums(

@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.placement import Extent, Runs
 from llmtailor.engine.pool import Stop, num_workers, run_all
-from llmtailor.engine.sharing import Team
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
@@ -154,52 +153,18 @@ class Reading:
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def read(self, bundles: Iterable[Bundle], team: Team) -> None:
-        """Read and check all bundles, together with the ranks of a team. Raises Interrupted on Ctrl-C."""
+    def read(self, bundles: Iterable[Bundle]) -> None:
+        """Read and check all bundles. Raises Interrupted on Ctrl-C."""
         bundles = list(bundles)
-        chunks = [
-            (bundle, begin, min(begin + CHUNK_ELEMENTS, high))
+        jobs = (
+            partial(self._read_chunk, bundle, begin, min(begin + CHUNK_ELEMENTS, high))
             for bundle in bundles
             for low, high in bundle.runs
             for begin in range(low, high, CHUNK_ELEMENTS)
-        ]
-        taken = team.stretch(sum(_num_bytes(stream, *part) for stream, *part in _parts(*chunk)) for chunk in chunks)
-        jobs = (partial(self._read_chunk, *chunk) for chunk, is_mine in zip(chunks, taken, strict=True) if is_mine)
+        )
         run_all(jobs, num_workers(), self.stop)
-        if team.job is not None:
-            for rank, found in enumerate(team.exchange(self._to_json())):
-                if rank != team.job.member.rank:
-                    self._add(found)
         order = {stream.state: number for number, stream in enumerate(s for bundle in bundles for s in bundle.streams)}
         self.bad_values = dict(sorted(self.bad_values.items(), key=lambda item: (order[item[0][0]], item[0][1])))
-
-    def _to_json(self) -> dict[str, Any]:
-        """Return what this rank has found; `_add` takes it from another one."""
-        return {
-            "bad_values": [[*state, what, one.count, one.runs] for (state, what), one in self.bad_values.items()],
-            "unreadable": self.unreadable,
-            "not_zero": sorted(self.not_zero),
-            "by_file": [[path, self.by_file.known(path)] for path in self.by_file],
-            "by_state": [[*state, self.by_state.known(state)] for state in self.by_state],
-        }
-
-    def _add(self, found: Mapping[str, Any]) -> None:
-        for param, kind, what, count, runs in found["bad_values"]:
-            one = self.bad_values.setdefault((State(param, kind), what), BadValues())
-            one.count += count
-            one.runs += [(begin, end) for begin, end in runs]
-        self.unreadable |= found["unreadable"]
-        self.not_zero |= {State(*state) for state in found["not_zero"]}
-        for path, known in found["by_file"]:
-            for run in known:
-                self.by_file.add(path, *run)
-        for param, kind, known in found["by_state"]:
-            for run in known:
-                self.by_state.add(State(param, kind), *run)
-
-    def unread_bytes(self, path: str, num_bytes: int) -> int:
-        """Return how many of some bytes of a file `crc_of` would read, if they are all that is asked for."""
-        return max(0, num_bytes - sum(stop - start for start, stop, _ in self.by_file.known(path)))
 
     def crc_of(self, path: str, start: int, stop: int) -> int:
         """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
@@ -296,10 +261,6 @@ def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]
         for stream in bundle.streams
     ]
     return [part for part in parts if part[1] < part[2]]
-
-
-def _num_bytes(stream: Stream, begin: int, end: int) -> int:
-    return (end - begin) * ITEMSIZE[stream.held.dtype]
 
 
 def crc_of_range(

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.checkpoint.lineage import RunCheckpoint
@@ -40,10 +39,6 @@ from llmtailor.timing import Stopwatch
 from llmtailor.verify.elements import join, lost_elements
 from llmtailor.verify.structure import check_index, check_manifest, check_step
 from llmtailor.verify.verdict import Damage, Holding, Verdict, by_severity
-
-if TYPE_CHECKING:
-    from llmtailor.engine.sharing import Team
-
 
 _READ = {SCALER, TRAINER_STATE, CONFIG, MANIFEST}
 """Files that the index has already decoded"""
@@ -104,7 +99,6 @@ def verify_checkpoint(
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
     client: str | None = None,
-    team: Team | None = None,
 ) -> Verdict:
     """Check whether unmodified software resumes from a checkpoint correctly; find damage.
 
@@ -117,7 +111,6 @@ def verify_checkpoint(
         name: the checkpoint's name in messages; None for its path.
         client: what will resume from it: ``trainer``, ``accelerate``, ``lightning`` or ``deepspeed`` (an engine in a
             loop); None for the one whose files it has.
-        team: with ``deep``, the ranks that read it together; all get the same verdict.
 
     Raises:
         UnsupportedCheckpoint: an unsupported kind of checkpoint.
@@ -125,7 +118,7 @@ def verify_checkpoint(
         Interrupted: Ctrl-C or SIGTERM.
     """
     root, name = Path(path), name or display_name(Path(path))
-    return verify_surveyed(survey_checkpoint(root, name, client), root, deep, on_progress, name, team)
+    return verify_surveyed(survey_checkpoint(root, name, client), root, deep, on_progress, name)
 
 
 def verify_surveyed(
@@ -134,7 +127,6 @@ def verify_surveyed(
     deep: bool = False,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
-    team: Team | None = None,
 ) -> Verdict:
     """Do what `verify_checkpoint` does, with what `survey_checkpoint` has found in the folder."""
     name, watch = name or display_name(root), Stopwatch()
@@ -163,7 +155,7 @@ def verify_surveyed(
         if deep:
             from llmtailor.verify.deep import read_everything  # numpy takes a while
 
-            found = read_everything(index, survey.unreadable, manifest, on_progress, team)
+            found = read_everything(index, survey.unreadable, manifest, on_progress)
             findings, values, states = [*findings, *found.findings], found.values, found.states
         else:
             states = join(lost_elements(index, survey.unreadable))
