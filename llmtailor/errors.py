@@ -25,8 +25,8 @@ The module also formats names, lists of names and sizes for messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from llmtailor.codes import Code
@@ -77,6 +77,8 @@ class Problem:
     what: str
     fix: str = ""
     code: Code = Code.OTHER
+    ranks: tuple[int, ...] = field(default=(), kw_only=True)
+    """The ranks that have it, if several processes work together and not all have it"""
 
     @property
     def path(self) -> str | None:
@@ -85,7 +87,7 @@ class Problem:
 
     def __str__(self) -> str:
         where, what, fix = map(printable, (self.where, self.what, self.fix))
-        head = f"{where}: {what}" if where else what
+        head = ": ".join(filter(None, (ranks_text(self.ranks), where, what)))
         return f"{head}\n  fix: {fix}" if fix else head
 
     def to_json(self) -> dict[str, str | None]:
@@ -256,6 +258,11 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return the name of some ranks: ``rank 1``, ``ranks 1-3, 5``."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" if ranks else ""
 
 
 def some(names: Iterable[str], shown: int = 3) -> str:

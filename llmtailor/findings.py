@@ -33,12 +33,12 @@ class Finding(Problem):
     @classmethod
     def of(cls, problem: Problem, severity: str) -> Finding:
         """Return a problem with a severity."""
-        return cls(problem.where, problem.what, problem.fix, problem.code, severity)
+        return cls(problem.where, problem.what, problem.fix, problem.code, severity, ranks=problem.ranks)
 
     @property
     def problem(self) -> Problem:
         """The problem without its severity"""
-        return Problem(self.where, self.what, self.fix, self.code)
+        return Problem(self.where, self.what, self.fix, self.code, ranks=self.ranks)
 
     def to_json(self) -> dict[str, str | None]:
         return {"severity": self.severity, **Problem.to_json(self)}

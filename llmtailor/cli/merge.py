@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,12 +25,12 @@ from llmtailor.cli.options import (
     given,
     target_options,
 )
-from llmtailor.cli.sharing import is_for_rank_0, shared
 from llmtailor.errors import UsageError
 
 if TYPE_CHECKING:
     from llmtailor.compose.plan import Opened
-    from llmtailor.engine.job import Job
+    from llmtailor.ranks.group import RankGroup
+    from llmtailor.ranks.launch import RankInfo
     from llmtailor.recipe import Recipe
 
 
@@ -126,17 +128,40 @@ def _run_merge(
     **options: Any,
 ) -> None:
     """Do what `_merge` does, alone or with others. ``choose`` returns the recipe, and its sources if they are open."""
-    if dry_run and is_for_rank_0(distributed):
+    info = None
+    if distributed:
+        from llmtailor.ranks.launch import find_rank
+
+        info = find_rank(os.environ)
+    if info is None or dry_run:
+        if info is None or info.rank == 0:
+            _merge(*choose(), out, None, dry_run=dry_run, **options)
         return
-    with shared(distributed and not dry_run, out) as job:
-        _merge(*choose(), out, job, dry_run=dry_run, **options)
+    from llmtailor.compose.share import meeting
+    from llmtailor.storage.stand_in import stand_in_of
+
+    if out is None:
+        raise UsageError.at("--distributed", "the ranks meet beside the output", "name OUT on the command line")
+    if stand_in_of(out):
+        raise UsageError.at("--distributed", "an object store can't be written by several ranks", "name a folder")
+    with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_speaks(info):
+        _merge(*choose(), out, group, dry_run=False, **options)
+
+
+@contextmanager
+def _only_rank_0_speaks(info: RankInfo) -> Iterator[None]:
+    if info.rank == 0:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def _merge(
     recipe: Recipe | Path,
     opened: Opened | None,
     out: Path | None,
-    job: Job | None,
+    group: RankGroup | None,
     *,
     stage: str,
     force: bool,
@@ -182,7 +207,7 @@ def _merge(
         click.echo("dry run: nothing was written", err=True)
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
-            moved = write(composition, on_progress, notify, job)
+            moved = write(composition, on_progress, notify, group)
         say_moved(moved, quiet, wanted.link)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:

@@ -114,7 +114,7 @@ def _watch(environ: MutableMapping[str, str]) -> int:
 
 def is_first_launcher(environ: MutableMapping[str, str]) -> bool:
     """Return whether this is the only launcher of a job, or that of its first node."""
-    from llmtailor.engine.launch import RANK_VARIABLES
+    from llmtailor.ranks.launch import RANK_VARIABLES
 
     return all(environ.get(name, "") in ("", "0") for name in (*_OF_NODE, *RANK_VARIABLES))
 

@@ -1,33 +1,63 @@
-"""A merge shared among ranks: what each of them writes, and how rank 0 gets the checksums of all files."""
+"""A merge that ranks share: what each of them writes, and how rank 0 gets the checksums of all files."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import logging
+import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from llmtailor.checkpoint.layout import Plan
+from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.compose.plan import Composition
 from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
-from llmtailor.engine.job import CHECKED, CHECKING, ENDED, READY, WRITING, WRITTEN, Job
 from llmtailor.engine.journal import Identity, Journal
 from llmtailor.engine.linking import LinkedTo
-from llmtailor.engine.pool import Stop
+from llmtailor.engine.pool import Abandoned, Stop
 from llmtailor.engine.recheck import SourceFile, read_again
-from llmtailor.engine.sharing import Team, check_same, hand_over, heeding, share_out, take_over, wait_for_files
-from llmtailor.engine.staging import peek, rank_journal, staging_folder
+from llmtailor.engine.staging import RANKS, acquire, lock_of, peek, rank_journal, release, staging_folder
+from llmtailor.errors import Problem, SourceError, UsageError, ranks_text
+from llmtailor.ranks.group import LEAVING_S, RankGroup
+from llmtailor.ranks.launch import RankInfo
+from llmtailor.ranks.team import deal
 from llmtailor.storage.lock import Lock
 
 logger = logging.getLogger(__name__)
-RESULTS, DIGESTS = "results", "digests"
-"""What ranks hand over: the checksums of the files written, and the digests of source files"""
+_K = TypeVar("_K")
+_T = TypeVar("_T")
+_MUST_BE_SAME = {
+    "version": "version of llmtailor",
+    "request": "recipe or options",
+    "facts": "sizes or times of the sources' files",
+    "plan": "content of the sources",
+}
+
+
+@contextmanager
+def meeting(info: RankInfo, out: Path) -> Iterator[RankGroup]:
+    """Yield the ranks that make an output together, which meet in its staging folder.
+
+    Rank 0 holds the output's lock from the beginning to the end. Raises TargetError if another process has it.
+    """
+    out = out.absolute()
+    group = RankGroup(info, staging_folder(out) / RANKS, out, None if info.rank else lock_of(out))
+    if group.lock is not None:
+        # the ranks of an earlier merge may just be leaving
+        acquire(group.lock, out, time.monotonic() + min(LEAVING_S[0], group.limit_s))
+    try:
+        with group:
+            yield group
+    finally:
+        if group.lock is not None:
+            release(group.lock, out)
 
 
 def fingerprint(composition: Composition, identity: Identity) -> dict[str, str]:
@@ -47,47 +77,73 @@ def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
+def check_same(facts: Sequence[Mapping[str, str]]) -> None:
+    """Check that all ranks plan the same; ``facts`` are their fingerprints.
+
+    Raises UsageError, or SourceError if only what the ranks see of the sources differs.
+    """
+    differing: dict[str, list[int]] = defaultdict(list)
+    for rank, found in enumerate(facts):
+        # what follows from the first difference is not worth a message
+        for key in [key for key in _MUST_BE_SAME if found[key] != facts[0][key]][:1]:
+            differing[key].append(rank)
+    fixes = {"facts": "wait until the sources are complete on all nodes, then run this again"}
+    another = "start all ranks with the same command in the same environment"
+    problems = [
+        Problem(ranks_text(ranks), f"not the same {what} as on rank 0", fixes.get(key, another))
+        for key, what in _MUST_BE_SAME.items()
+        if (ranks := differing[key])
+    ]
+    if problems:
+        raise (UsageError if differing["version"] or differing["request"] else SourceError)(problems)
+
+
 @contextmanager
-def leading(job: Job | None, stop: Stop) -> Iterator[None]:
+def leading(group: RankGroup | None, stop: Stop) -> Iterator[None]:
     """On rank 0, end the merge on all ranks when the block ends, and before what it has written is removed."""
-    if job is None:
+    if group is None:
         yield
         return
-    job.attach(stop)
-    with Team(job).leading(), heeding(job):
+    group.attach(stop)
+    try:
+        with _heeding(group):
+            yield
+    except BaseException as error:
+        group.end(error)
+        raise
+    group.end(None)
+
+
+@contextmanager
+def _heeding(group: RankGroup) -> Iterator[None]:
+    """Raise what has ended the work elsewhere, where workers only show that they have stopped."""
+    try:
         yield
-    job.end(None)
+    except Abandoned:
+        group.check()
+        raise
 
 
-def gather(job: Job, composition: Composition, identity: Identity) -> None:
+def gather(group: RankGroup, composition: Composition, identity: Identity) -> None:
     """On rank 0, wait until all ranks have planned. Raises UsageError or SourceError if their plans differ."""
-    posts = job.wait(READY)
-    found = {rank: post["fingerprint"] for rank, post in posts.items()}
-    check_same({0: fingerprint(composition, identity), **found})
+    check_same(group.collect(fingerprint(composition, identity)))
 
 
 def write_together(
-    job: Job, composition: Composition, staging: Path, context: Context, on_progress: Callable[[int], None]
+    group: RankGroup, composition: Composition, staging: Path, context: Context, on_progress: Callable[[int], None]
 ) -> list[FileResult]:
     """On rank 0, write its share; return the results of all ranks in plan order, once all files are there."""
-    plan = composition.plan
-    job.on_progress = on_progress
-    job.needs_all = composition.options.checksum
-    job.say(WRITING)
-    share = _shares(job, plan)[0]
-    own = _execute(job, plan, share, staging, context)
-    logger.info("rank 0 has written its %d of %d files", len(share), len(plan.files))
-    stated = [hand_over(job, RESULTS, [_to_json(one) for one in own])]
-    stated += [post["handed"] for _, post in sorted(job.wait(WRITTEN).items())]
-    results = _collect(job, plan, stated)
-    wait_for_files(job, staging, {one.path: one.num_bytes for one in results})
-    if composition.options.checksum:
-        job.say(CHECKING, results=stated)
+    group.on_progress = on_progress
+    group.from_first(None)  # the staging folder is ready
+    own = _write(group, composition.plan, staging, context)
+    logger.info("rank 0 has written its %d of %d files", len(own), len(composition.plan.files))
+    results = _collect(group, composition.plan, own)
+    group.wait_for_files(staging, {one.path: one.num_bytes for one in results})
     return results
 
 
 def read_together(
-    job: Job,
+    group: RankGroup,
     composition: Composition,
     results: Sequence[FileResult],
     on_progress: Callable[[int], None],
@@ -97,92 +153,92 @@ def read_together(
 
     Raises what `read_again` raises, on whatever rank.
     """
-    shares = _read_shares(job, composition)
-    found = _read_share(job, composition, results, shares[0], on_progress, stop)
-    for rank, post in job.wait(CHECKED).items():
-        found |= zip(shares[rank], take_over(job, rank, DIGESTS, post["handed"]), strict=True)
-    return dict(sorted(found.items()))
+    group.from_first([_to_json(one) for one in results])
+    found = group.collect(_read(group, composition, results, on_progress, stop))
+    shares = _read_shares(group, composition)
+    return dict(_in_order(shares, found))
 
 
-def write_share(composition: Composition, identity: Identity, job: Job, stop: Stop) -> Moved:
+def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> Moved:
     """On a rank other than 0, write its share, and return when rank 0 has published the output.
 
     Raises what ends the merge, wherever it happened.
     """
-    job.attach(stop)
-    folder = staging_folder(composition.out)
-    job.say(READY, fingerprint=fingerprint(composition, identity))
-    job.wait(WRITING)
+    group.attach(stop)
+    folder, options = staging_folder(composition.out), composition.options
+    group.collect(fingerprint(composition, identity))
+    group.from_first(None)
     before = peek(composition.out)
-    lock = Lock(rank_journal(folder, job.member.rank))
+    lock = Lock(rank_journal(folder, group.rank))
     lock.acquire()
     try:
         journal = Journal(lock.fd)
         journal.begin(identity)
-        share = _shares(job, composition.plan)[job.member.rank]
         context = Context(
             [index.files for index in composition.indexes],
             before.marks if before else {},
-            job.count,
+            group.count,
             journal.add,
-            digest=composition.options.checksum,
+            digest=options.checksum,
             stop=stop,
-            clone=composition.options.clone,
-            link=composition.options.link,
+            clone=options.clone,
+            link=options.link,
         )
-        results = _execute(job, composition.plan, share, folder / "out", context)
+        results = _write(group, composition.plan, folder / "out", context)
     finally:
         lock.release()
-    job.say(WRITTEN, handed=hand_over(job, RESULTS, [_to_json(one) for one in results]))
-    if composition.options.checksum:
-        everything = _collect(job, composition.plan, job.wait(CHECKING)[0]["results"])
-        mine = _read_shares(job, composition)[job.member.rank]
-        found = _read_share(job, composition, everything, mine, job.count, stop)
-        job.say(CHECKED, handed=hand_over(job, DIGESTS, [found[name] for name in mine]))
-    job.wait(ENDED)
+    _collect(group, composition.plan, results)
+    if options.checksum:
+        written: list[dict[str, Any]] = group.from_first([])
+        everything = list(map(_from_json, composition.plan.files, written))
+        group.collect(_read(group, composition, everything, group.count, stop))
+    group.done()
     return sum((result.moved for result in results), Moved())
 
 
-def _shares(job: Job, plan: Plan) -> list[list[int]]:
-    return share_out([file.num_bytes for file in plan.files], job.member.world_size)
+def _shares(sizes: Sequence[int], group: RankGroup) -> list[list[int]]:
+    """Return the numbers of the files that each rank takes, given the sizes of all files. A file is not split."""
+    return [sorted(share) for share in deal(dict(enumerate(sizes)), group.world_size)]
 
 
-def _execute(job: Job, plan: Plan, share: Sequence[int], staging: Path, context: Context) -> list[FileResult]:
-    mine = replace(plan, files=tuple(plan.files[number] for number in share))
-    with heeding(job):
-        return execute(mine, staging, context)
+def _write(group: RankGroup, plan: Plan, staging: Path, context: Context) -> list[FileResult]:
+    share = _shares([file.num_bytes for file in plan.files], group)[group.rank]
+    with _heeding(group):
+        return execute(replace(plan, files=tuple(plan.files[number] for number in share)), staging, context)
 
 
-def _read_shares(job: Job, composition: Composition) -> list[list[SourceFile]]:
+def _collect(group: RankGroup, plan: Plan, own: Sequence[FileResult]) -> list[FileResult]:
+    """Return the results of all ranks in plan order, on rank 0."""
+    results = group.collect([_to_json(one) for one in own])
+    shares = _shares([file.num_bytes for file in plan.files], group)
+    return [_from_json(plan.files[number], one) for number, one in _in_order(shares, results)]
+
+
+def _read_shares(group: RankGroup, composition: Composition) -> list[list[SourceFile]]:
     """Return which source files each rank reads again."""
     files = composition.plan.summary.read
     sizes = [composition.indexes[number].files[path].num_bytes for number, path in files]
-    return [[files[number] for number in share] for share in share_out(sizes, job.member.world_size)]
+    return [[files[number] for number in share] for share in _shares(sizes, group)]
 
 
-def _read_share(
-    job: Job,
+def _read(
+    group: RankGroup,
     composition: Composition,
     results: Sequence[FileResult],
-    files: Sequence[SourceFile],
     on_progress: Callable[[int], None],
     stop: Stop,
-) -> dict[SourceFile, str]:
-    stated = stated_checksums(composition, files)
-    with heeding(job):
-        asked = set(composition.plan.summary.read)
-        return read_again(composition.plan, results, set(files), on_progress, stop, stated, asked)
+) -> list[str]:
+    """Read this rank's share of the source files again; return their digests."""
+    files = _read_shares(group, composition)[group.rank]
+    stated, asked = stated_checksums(composition, files), set(composition.plan.summary.read)
+    with _heeding(group):
+        found = read_again(composition.plan, results, set(files), on_progress, stop, stated, asked)
+    return [found[name] for name in files]
 
 
-def _collect(job: Job, plan: Plan, stated: Sequence[Sequence[int]]) -> list[FileResult]:
-    """Return the results of all ranks in plan order."""
-    found = {}
-    for rank, share in enumerate(_shares(job, plan)):
-        for number, one in zip(share, take_over(job, rank, RESULTS, stated[rank]), strict=True):
-            crcs = array("I", base64.b64decode(one["crcs"]))
-            moved, linked = Moved(**one["moved"]), LinkedTo.from_json(one["linked"]) if one["linked"] else None
-            found[number] = FileResult(plan.files[number], one["crc"], crcs, one["digest"], moved, linked)
-    return [found[number] for number in range(len(plan.files))]
+def _in_order(shares: Sequence[Sequence[_K]], found: Sequence[Sequence[_T]]) -> list[tuple[_K, _T]]:
+    """Return what each rank has found of its share, in the order of all; nothing on a rank that was given nothing."""
+    return sorted((pair for pairs in map(zip, shares, found) for pair in pairs), key=itemgetter(0))
 
 
 def _to_json(result: FileResult) -> dict[str, Any]:
@@ -193,3 +249,9 @@ def _to_json(result: FileResult) -> dict[str, Any]:
         "moved": asdict(result.moved),
         "linked": asdict(result.linked) if result.linked else None,
     }
+
+
+def _from_json(file: FileLayout, one: Mapping[str, Any]) -> FileResult:
+    crcs = array("I", base64.b64decode(one["crcs"]))
+    linked = LinkedTo.from_json(one["linked"]) if one["linked"] else None
+    return FileResult(file, one["crc"], crcs, one["digest"], Moved(**one["moved"]), linked)

@@ -19,7 +19,6 @@ from llmtailor.compose.report import Report, card
 from llmtailor.compose.share import gather, leading, read_together, write_share, write_together
 from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
-from llmtailor.engine.job import Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable
 from llmtailor.engine.recheck import SourceFile, read_again
@@ -41,6 +40,7 @@ from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.manifest import read_merge
 from llmtailor.formats.registry import display_name
 from llmtailor.formats.trainer import CARD, MANIFEST
+from llmtailor.ranks.group import RankGroup
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.listing import FileFact
@@ -82,7 +82,7 @@ def write(
     composition: Composition,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     notify: Callable[[str], None] = lambda text: None,
-    job: Job | None = None,
+    group: RankGroup | None = None,
 ) -> Moved:
     """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
 
@@ -93,7 +93,7 @@ def write(
         composition: from `plan_merge`.
         on_progress: called with a number of bytes moved, from several threads.
         notify: called with sentences for the user.
-        job: the ranks that share the merge, each of which calls this function. Rank 0 publishes; what it returns
+        group: the ranks that share the merge, each of which calls this function. Rank 0 publishes; what it returns
             counts all ranks, and what another one returns its own share.
 
     Raises:
@@ -106,16 +106,16 @@ def write(
         Interrupted: Ctrl-C or SIGTERM.
     """
     identity, watch = identify_merge(composition), Stopwatch()
-    if job is not None and not job.is_first:
+    if group is not None and not group.is_first:
         with stoppable() as stop:
-            return write_share(composition, identity, job, stop)
+            return write_share(composition, identity, group, stop)
     if is_unfinished(composition.out):
         clear(composition.out)
-    lock = job.lock if job is not None else None
-    with stoppable() as stop, Staging(composition.out, composition.replaces, lock) as staging, leading(job, stop):
+    lock = group.lock if group is not None else None
+    with stoppable() as stop, Staging(composition.out, composition.replaces, lock) as staging, leading(group, stop):
         try:
-            if job is not None:
-                gather(job, composition, identity)
+            if group is not None:
+                gather(group, composition, identity)
             check_room(composition)
             kept, before = resume(composition, identity, staging, notify)
             facts = [index.files for index in composition.indexes]
@@ -135,13 +135,13 @@ def write(
                     upload=upload,
                 )
                 logger.info("writing in %s", staging.path)
-                if job is None:
+                if group is None:
                     results = execute(composition.plan, staging.path, context)
                 else:
-                    results = write_together(job, composition, staging.path, context, on_progress)
+                    results = write_together(group, composition, staging.path, context, on_progress)
                 size = f"{composition.plan.num_bytes:,}"
                 logger.info("wrote %d files, %s bytes, in %s", len(results), size, watch.lap())
-                digests = _check_sources(composition, results, before, on_progress, stop, job)
+                digests = _check_sources(composition, results, before, on_progress, stop, group)
                 logger.info("checked that the sources are unchanged, in %s", watch.lap())
                 readme = _card(composition).encode()
                 content = make_manifest(composition, results, digests, readme, identity.digest(), now())
@@ -185,7 +185,7 @@ def _check_sources(
     before: Mapping[str, FileFact],
     on_progress: Callable[[int], None],
     stop: Stop,
-    job: Job | None,
+    group: RankGroup | None,
 ) -> dict[SourceFile, str]:
     """Check that no source has changed since ``before``; return the digests of the files read, if requested.
 
@@ -217,8 +217,8 @@ def _check_sources(
         raise SourceError(changed)
     wanted = composition.plan.summary.read
     if composition.options.checksum:
-        if job is not None:
-            return read_together(job, composition, results, on_progress, stop)
+        if group is not None:
+            return read_together(group, composition, results, on_progress, stop)
         return read_again(composition.plan, results, wanted, on_progress, stop, stated_checksums(composition, wanted))
     read_again(composition.plan, results, doubtful.intersection(wanted), lambda num_bytes: None, stop)
     return {}

@@ -155,7 +155,7 @@ class Staging:
         .OUT.llmtailor-staging/
           journal       what is being written, and how far it is; this file is locked
           journal-N     the same of rank N, if several ranks share the merge; locked by that rank
-          ranks/        what these ranks tell each other, see `engine.job`
+          ranks/        the messages of these ranks, see `ranks.group`
           out/          becomes OUT
           old/          the old OUT during a replacement, where the file system can't exchange folders
 

@@ -297,15 +297,9 @@ def run_all(environment: Mapping[str, str], requests: Sequence[Request]) -> list
 
 def speak_often() -> None:
     """Let a rank speak and look more often than is good for many of them on a network's file system."""
-    from llmtailor.engine import job, sharing
+    from llmtailor.ranks import group
 
-    class Quick(job.Job):
-        def __enter__(self) -> job.Job:
-            self._poll_s = POLL_S
-            return super().__enter__()
-
-    job._BEAT_S = sharing._POLL_S = POLL_S
-    vars(job)["Job"] = Quick
+    group.BEAT_S, group.POLL_S = POLL_S, (POLL_S, POLL_S)
 
 
 @cache

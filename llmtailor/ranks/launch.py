@@ -23,7 +23,7 @@ RANK_VARIABLES = tuple(of_rank for _, of_rank, _, _ in _LAUNCHERS)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RankInfo:
     """One process of those that a launcher has started together."""
 
     rank: int
@@ -32,7 +32,7 @@ class Member:
     """What the launcher tells all of them about itself; other launches mostly have another text"""
 
 
-def find_member(environment: Mapping[str, str]) -> Member:
+def find_rank(environment: Mapping[str, str]) -> RankInfo:
     """Return which of a launcher's processes this is. Raises UsageError if no launcher has started it.
 
     The variables follow the documentation of torchrun, Slurm (``srun``), Open MPI, and MPICH (``PMI``). Whatever a
@@ -47,7 +47,7 @@ def find_member(environment: Mapping[str, str]) -> Member:
         if rank >= world_size:
             what = f"{of_rank}={rank} and {size}={world_size} contradict each other"
             raise UsageError.at("--distributed", what, f"start the command with {name}")
-        return Member(rank, world_size, " ".join([name, *(environment.get(one, "-") for one in of_launch)]))
+        return RankInfo(rank, world_size, " ".join([name, *(environment.get(one, "-") for one in of_launch)]))
     fix = "start the command with torchrun, srun or mpirun, or omit the option"
     raise UsageError.at("--distributed", "no launcher has numbered the processes", fix)
 

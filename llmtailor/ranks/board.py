@@ -1,0 +1,173 @@
+"""A board: ranks leave messages for each other on it, by key, and look for those of others. JSON, in either of two
+places: files of a folder that all ranks see, or torch.distributed's key-value store.
+
+There are no collectives: in a thread, they would mix with those of a training. A sign of life is a number on the board
+that grows; whoever waits compares it with the one it saw before, by its own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+_ROOM = 4096
+"""Bytes of a message's file, unless there is more to say"""
+_POLL_S = (0.005, 0.25)
+"""Seconds between two looks: first and longest"""
+PULSE_S = 5.0
+"""Seconds between two signs of life, and between two looks for one"""
+
+
+class Board(Protocol):
+    """Messages by key."""
+
+    def post(self, key: str, message: Any) -> None:
+        """Leave a message, in place of the one before. Raises OSError if there is no room for it."""
+
+    def read(self, *keys: str) -> list[Any] | None:
+        """Return the messages of these keys if all are there."""
+
+    def remove(self, *keys: str) -> None:
+        """Remove messages, if they are there."""
+
+
+class FileBoard:
+    """A board in a folder, one small file per message: no port to open, no host to find, and nothing to import.
+
+    A file is written in place: it keeps its blocks, so a rank can still say that the disk is full. NFS shows a file as
+    it is when it is opened, and makes one anew where it remembers that there is none; that is why reading creates it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def post(self, key: str, message: Any) -> None:
+        data = json.dumps(message).encode()
+        framed = (b"%08x%08x" % (zlib.crc32(data), len(data)) + data).ljust(_ROOM)
+        fd = os.open(self.folder / key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            at = 0
+            while at < len(framed):
+                at += os.pwrite(fd, memoryview(framed)[at:], at)
+        finally:
+            os.close(fd)
+
+    def read(self, *keys: str) -> list[Any] | None:
+        """Raises FileNotFoundError if the folder is gone; other errors of the disk count as silence."""
+        messages: list[Any] = []
+        for key in keys:
+            try:
+                fd = os.open(self.folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    head = os.pread(fd, 16, 0)
+                    length = int(head[8:] or b"0", 16)
+                    data = os.pread(fd, length, 16)
+                finally:
+                    os.close(fd)
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError):
+                return None
+            if not length or len(data) != length or b"%08x" % zlib.crc32(data) != head[:8]:
+                return None  # not there yet, or just being written
+            messages.append(json.loads(data))
+        return messages
+
+    def remove(self, *keys: str) -> None:
+        for key in keys:
+            with suppress(OSError):
+                (self.folder / key).unlink()
+
+
+class StoreBoard:
+    """A board in a key-value store of torch.distributed, or in one that has its methods."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def post(self, key: str, message: Any) -> None:
+        self._store.set(key, json.dumps(message))
+
+    def read(self, *keys: str) -> list[Any] | None:
+        return [json.loads(self._store.get(key)) for key in keys] if self._store.check([*keys]) else None
+
+    def count(self, key: str, more: int) -> int:
+        """Add to a number, and return it."""
+        return int(self._store.add(key, more))
+
+    def remove(self, *keys: str) -> None:
+        for key in keys:
+            with suppress(Exception):  # not every store can
+                self._store.delete_key(key)
+
+
+class OwnStore(dict[str, Any]):
+    """The store of one process without torch.distributed."""
+
+    set = dict.__setitem__
+    get = dict.__getitem__  # type: ignore[assignment]
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys() >= {*keys}
+
+    def add(self, key: str, more: int) -> int:
+        self[key] = self.setdefault(key, 0) + more
+        return int(self[key])
+
+    def delete_key(self, key: str) -> bool:
+        return self.pop(key, None) is not None
+
+
+class Pulse:
+    """A sign of life that ranks share: a number on the board that grows while any of them moves something."""
+
+    def __init__(self, board: StoreBoard, key: str) -> None:
+        self._board, self._key = board, key
+        self._seen, self._at = 0, time.monotonic()
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if is_due := now - self._at > PULSE_S:
+            self._at = now
+        return is_due
+
+    def beat(self) -> None:
+        """Give a sign of life, unless the last one was just now."""
+        if self._is_due():
+            self._board.count(self._key, 1)
+
+    def is_new(self) -> bool:
+        """Whether any rank has given one since the last look; none counts if that was just now."""
+        before = self._seen
+        if self._is_due():
+            self._seen = self._board.count(self._key, 0)
+        return self._seen != before
+
+
+def await_messages(board: Board, keys: list[str], check: Callable[[], object]) -> list[Any]:
+    """Return the messages of these keys once all are there; ``check``, called after each look, ends that by raising."""
+    for _ in turns():
+        with suppress(FileNotFoundError):  # if the folder is gone, ``check`` knows why
+            if (messages := board.read(*keys)) is not None:
+                return messages
+        check()
+    raise AssertionError("turns never end by themselves")
+
+
+def turns(is_over: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Yield, with growing pauses, until it is over.
+
+    Without locks, because a signal handler may interrupt the same loop and wait for the same thing.
+    """
+    pause, longest = _POLL_S
+    yield
+    while not is_over():
+        time.sleep(pause)
+        pause = min(1.1 * pause, longest)  # so that a wait ends at most a tenth too late: a save has up to three
+        yield

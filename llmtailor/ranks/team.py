@@ -1,0 +1,72 @@
+"""The ranks that do the same steps at the same time, whatever way they exchange values."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+from llmtailor.errors import TailorError
+from llmtailor.ranks.codec import as_error, from_json, merged, to_json
+
+_T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
+
+
+class Team(ABC):
+    """This process, and the others that take the same steps."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @abstractmethod
+    def gather(self, mine: _T) -> list[_T]:
+        """Return every rank's value, in rank order, on every rank; also a barrier."""
+
+    @abstractmethod
+    def from_first(self, value: _T) -> _T:
+        """Return rank 0's value on every rank."""
+
+    def together(self, call: Callable[[], _T]) -> list[_T]:
+        """Make a call on every rank and return all results. An error on one rank is raised on all.
+
+        OSError becomes StorageError. An unexpected exception is raised unchanged on its own rank, and as a TailorError
+        on the others.
+        """
+        return self._call(call, self.world_size)
+
+    def on_first(self, call: Callable[[], _T]) -> _T:
+        """Make a call on rank 0 and return its result on every rank; raises as `together` does."""
+        return self._call(lambda: call() if self.is_first else None, 1)[0]  # type: ignore[return-value]
+
+    def _call(self, call: Callable[[], _T], num_callers: int) -> list[_T]:
+        result, refusal, bug = None, None, None
+        try:
+            result = call()
+        except Exception as error:
+            refusal, bug = to_json(as_error(error)), None if isinstance(error, (TailorError, OSError)) else error
+        results = self.gather((result, refusal))
+        if bug is not None:
+            raise bug
+        if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
+            raise merged(refusals, num_callers)
+        return [result for result, _ in results]  # type: ignore[misc]
+
+
+def deal(sizes: Mapping[_K, int], hands: int) -> list[list[_K]]:
+    """Return the keys in as many lists as there are hands: the largest first, each to the hand that has least so far.
+
+    Of keys of the same size, the one that is listed first comes first. All ranks compute the same.
+    """
+    dealt: list[list[_K]] = [[] for _ in range(hands)]
+    loads = [(0, hand) for hand in range(hands)]
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        load, hand = loads[0]
+        dealt[hand].append(key)
+        heapq.heapreplace(loads, (load + sizes[key], hand))
+    return dealt
