@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
-BASE = {"codes", "errors", "findings", "timing", "model", "storage", "checkpoint"}
+BASE = {"codes", "errors", "findings", "timing", "balance", "model", "storage", "checkpoint"}
 MAY_IMPORT = {
     "errors": {"codes"},
     "findings": {"codes", "errors"},
@@ -21,23 +21,25 @@ MAY_IMPORT = {
     "containers": {"codes", "errors", "findings", "model", "storage", "checkpoint"},
     "formats": {*BASE, "containers"},
     "engine": {*BASE},
+    "ranks": {"codes", "errors", "findings", "timing", "storage"},
     "recipe": {*BASE},
     "verify": {*BASE, "containers", "formats", "engine"},
     "compare": {*BASE, "containers", "formats", "engine"},
-    "compose": {*BASE, "containers", "formats", "engine", "recipe", "verify"},
-    "policies": {"codes", "errors", "model"},
+    "compose": {*BASE, "containers", "formats", "engine", "ranks", "recipe", "verify"},
+    "policies": {"codes", "errors", "balance", "model"},
     "runs": {*BASE, "containers", "formats", "engine", "recipe", "policies", "verify", "compose"},
     "salvage": {*BASE, "containers", "formats", "engine", "recipe", "verify", "compose", "runs"},
-    "saving": {*BASE, "containers", "formats", "engine", "policies", "runs"},
+    "saving": {*BASE, "containers", "formats", "engine", "ranks", "policies", "runs"},
     "training": {"checkpoint", "model"},
     "integrations": {*BASE, "formats", "policies", "runs", "saving"},
     "report": {*BASE, "containers", "formats", "recipe", "verify", "compare", "compose", "runs"},
     "cli": {
         *BASE,
         *("containers", "formats", "engine", "recipe", "verify", "compare", "compose", "runs", "salvage"),
-        *("policies", "report", "saving"),
+        *("policies", "report", "saving", "ranks"),
     },
     "codes": set(),
+    "balance": set(),
 }
 """Room -> the rooms it may import, besides itself."""
 MAY_BE_HEAVY = {"training", "saving", "integrations"}

@@ -15,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import FileLayout, Plan
 from llmtailor.compose.plan import Composition
 from llmtailor.compose.stated import stated_checksums
@@ -27,7 +28,6 @@ from llmtailor.engine.staging import RANKS, acquire, lock_of, peek, rank_journal
 from llmtailor.errors import Problem, SourceError, UsageError, ranks_text
 from llmtailor.ranks.group import LEAVING_S, RankGroup
 from llmtailor.ranks.launch import RankInfo
-from llmtailor.ranks.team import deal
 from llmtailor.storage.lock import Lock
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmtailor.balance import deal
 from llmtailor.errors import Problem
 from llmtailor.model.parts import EMBED, NORM, ModelStructure
 from llmtailor.policies.policy import Configured, Situation, whole
@@ -85,8 +86,8 @@ class Filter(Configured):
         if not between:
             share = (turn - 1) % self.groups
             chosen |= dict.fromkeys(rest[share :: self.groups], f"share {share + 1} of {self.groups}")
-        hand = (situation.save - 1) % self.aux_every
-        chosen |= dict.fromkeys(deal(aux, situation.num_bytes, self.aux_every)[hand], "auxiliary")
+        hands = deal({part: situation.num_bytes[part] for part in aux}, self.aux_every)
+        chosen |= dict.fromkeys(hands[(situation.save - 1) % self.aux_every], "auxiliary")
         return chosen
 
     def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> int:
@@ -135,17 +136,6 @@ class MomentsInTurn(RoundRobin):
     saves_masters: ClassVar[bool] = True
 
     k: int = whole(1, 4)
-
-
-def deal(parts: Sequence[str], num_bytes: Mapping[str, int], hands: int) -> list[list[str]]:
-    """Return the parts in `hands` lists: the largest first, each added to the list with the fewest bytes so far."""
-    dealt: list[list[str]] = [[] for _ in range(hands)]
-    loads = [0] * hands
-    for part in sorted(parts, key=lambda part: -num_bytes[part]):
-        lightest = loads.index(min(loads))
-        dealt[lightest].append(part)
-        loads[lightest] += num_bytes[part]
-    return dealt
 
 
 def cut(parts: Sequence[str], num_bytes: Mapping[str, int], k: int) -> list[list[str]]:

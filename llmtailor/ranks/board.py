@@ -86,10 +86,13 @@ class FileBoard:
 
 
 class StoreBoard:
-    """A board in a key-value store of torch.distributed, or in one that has its methods."""
+    """A board in a key-value store of torch.distributed, or in one that has its methods.
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    ``server`` is what must exist as long as the store is used.
+    """
+
+    def __init__(self, store: Any, server: object = None) -> None:
+        self._store, self._server = store, server
 
     def post(self, key: str, message: Any) -> None:
         self._store.set(key, json.dumps(message))

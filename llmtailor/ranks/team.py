@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from llmtailor.errors import TailorError
 from llmtailor.ranks.codec import as_error, from_json, merged, to_json
 
 _T = TypeVar("_T")
-_K = TypeVar("_K", bound=Hashable)
 
 
 class Team(ABC):
@@ -56,17 +54,3 @@ class Team(ABC):
         if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
             raise merged(refusals, num_callers)
         return [result for result, _ in results]  # type: ignore[misc]
-
-
-def deal(sizes: Mapping[_K, int], hands: int) -> list[list[_K]]:
-    """Return the keys in as many lists as there are hands: the largest first, each to the hand that has least so far.
-
-    Of keys of the same size, the one that is listed first comes first. All ranks compute the same.
-    """
-    dealt: list[list[_K]] = [[] for _ in range(hands)]
-    loads = [(0, hand) for hand in range(hands)]
-    for key in sorted(sizes, key=lambda key: -sizes[key]):
-        load, hand = loads[0]
-        dealt[hand].append(key)
-        heapq.heapreplace(loads, (load + sizes[key], hand))
-    return dealt

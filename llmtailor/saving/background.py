@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llmtailor.errors import UsageError
-from llmtailor.saving.board import Board
+from llmtailor.ranks.board import StoreBoard
 from llmtailor.saving.live import ANY_STEP
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import BackgroundSave, Work
@@ -29,7 +29,7 @@ class Background:
     Raises UsageError if that is not possible, on every rank, with the reason.
     """
 
-    def __init__(self, training: Training, options: SavingOptions, ranks: Ranks, board: Board) -> None:
+    def __init__(self, training: Training, options: SavingOptions, ranks: Ranks, board: StoreBoard) -> None:
         self._training = training
         self._options = options
         self._ranks = ranks
@@ -75,7 +75,7 @@ class Background:
         self._barrier.remove()
 
 
-def open_background(training: Training, options: SavingOptions, ranks: Ranks, board: Board) -> Background | None:
+def open_background(training: Training, options: SavingOptions, ranks: Ranks, board: StoreBoard) -> Background | None:
     """Return what saves in the background need; None, with a line in the log, if they are off or not possible."""
     try:
         return Background(training, options, ranks, board) if options.background else None

@@ -22,8 +22,8 @@ from typing import Any
 
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, bundle_name, frozen_name, read_manifest
+from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
-from llmtailor.saving.board import Board
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.targets import Level, Mirror, SharedFolder
@@ -93,7 +93,7 @@ class Copier:
         last: Level,
         ranks: Ranks,
         node: Node,
-        board: Board,
+        board: StoreBoard,
         log: Log,
         *,
         is_staging: bool,
@@ -213,13 +213,12 @@ class Copier:
         self._put(save.step)
         self._board.post(f"{save.save_id}/copied/{self.node.number}", {})
         if self._ranks.is_first:
-            for number in range(self.node.count):
-                self._await(f"{save.save_id}/copied/{number}")
+            copied = [f"{save.save_id}/copied/{number}" for number in range(self.node.count)]
+            self._await(*copied)
             self._complete(save.step)
             self._log({**save.line, "copied_s": round(time.monotonic() - save.began, 6)})
             self._board.post(f"{save.save_id}/shared", {})
-            numbers = range(self.node.count)
-            self._board.remove(*(f"{save.save_id}/{key}" for key in ("manifest", *(f"copied/{at}" for at in numbers))))
+            self._board.remove(f"{save.save_id}/manifest", *copied)
             self._remove(save.retire())
         else:
             self._await(f"{save.save_id}/shared")
@@ -254,12 +253,12 @@ class Copier:
                 self.last.put(step, path, BundleFact(path.name, len(content), crc32(content)))
         self.last.complete(step, manifest)
 
-    def _await(self, key: str) -> Any:
-        while not self._is_closing:
-            if (found := self._board.read(key)) is not None:
-                return found[0]
-            time.sleep(_WAKE_UP_S)
-        raise StorageError.at("saving", "the process ends", "resume the run: what is left is copied then")
+    def _await(self, *keys: str) -> Any:
+        return await_messages(self._board, [*keys], self._check)[0]
+
+    def _check(self) -> None:
+        if self._is_closing:
+            raise StorageError.at("saving", "the process ends", "resume the run: what is left is copied then")
 
     def _tidy(self, step: int) -> None:
         """Remove the older saves of this level, which are all copied. The newest stays: the next one links to it."""
@@ -269,7 +268,7 @@ class Copier:
 
 
 def open_levels(
-    run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, board: Board, log: Log
+    run: RunFolder, first: RunFolder, options: SavingOptions, ranks: Ranks, board: StoreBoard, log: Log
 ) -> Copier:
     """Start copying from ``first`` to the second level that the options name. All ranks call it."""
     mirror, node = options.mirror, Node.here(ranks)

@@ -22,18 +22,15 @@ from typing import Any
 
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.ranks.board import Pulse, StoreBoard, await_messages, turns
+from llmtailor.ranks.codec import as_error, from_json, merged, to_json
 from llmtailor.runs.folder import RunFolder, remove_partial
-from llmtailor.saving.board import Board
-from llmtailor.saving.ranks import Ranks, as_refusal
+from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.report import SaveReport
 from llmtailor.saving.snapshot import STUCK, Snapshot
 from llmtailor.saving.writing import Publication, SaveId, Share, publish, write_share
 
 logger = logging.getLogger("llmtailor.saving")
-_POLL_S = (0.005, 0.25)
-"""Seconds between two looks for a message: first and longest"""
-_ALIVE_S = 5.0
-"""Seconds between two signs of life of a writing rank"""
 _LAST_S = 5.0
 """Seconds that a save gets to remove what it has written, if it is given up because the process ends"""
 _ENDING = Problem(
@@ -69,7 +66,7 @@ class Work:
     """Called on every rank when the save is published"""
     log: Callable[[Mapping[str, Any]], None] = lambda line: None
     """On rank 0: adds a line to the run's log."""
-    problems: tuple[Problem, ...] = ()
+    refusal: TailorError | None = None
     """Why there is no share"""
 
     def tell(self, report: SaveReport) -> None:
@@ -165,7 +162,7 @@ class PendingSave:
 
     def wait_unless_stuck(self) -> bool:
         """Wait until the save is done, but not for a disk that accepts nothing. Return whether it is done."""
-        for _ in _turns(lambda: self.is_done or self.is_stuck):
+        for _ in turns(lambda: self.is_done or self.is_stuck):
             pass
         return self.is_done
 
@@ -184,7 +181,7 @@ class PendingSave:
         Raises SaveFailed if it fails, TimeoutError if it is still in progress after this number of seconds.
         """
         until = time.monotonic() + timeout
-        for _ in _turns(lambda: self.is_done or time.monotonic() > until):
+        for _ in turns(lambda: self.is_done or time.monotonic() > until):
             pass
         if self._outcome is None:
             raise TimeoutError(f"the save at step {self.step} is still in progress")
@@ -209,7 +206,7 @@ class BackgroundSave(PendingSave):
     def __init__(
         self,
         ranks: Ranks,
-        board: Board,
+        board: StoreBoard,
         work: Work,
         snapshot: Snapshot | None,
         began: float,
@@ -222,7 +219,8 @@ class BackgroundSave(PendingSave):
         self._snapshot = snapshot
         self._timeout = timeout
         self._began = began
-        self._progress = self._told = time.monotonic()
+        self._progress = time.monotonic()
+        self._pulse = Pulse(board, self._key("alive"))
         self._given_up: Problem | None = None
         """Why it is"""
         self._has_begun = False
@@ -247,11 +245,11 @@ class BackgroundSave(PendingSave):
     def _run(self) -> None:
         try:
             self._board.post(self._key(self._ranks.rank), self._written())
-            result = self._conclude() if self._ranks.is_first else self._await("result")
+            result = self._conclude() if self._ranks.is_first else self._await("result")[0]
         except Exception as error:  # the other ranks are gone, and the store with them
-            result = _refusal(error, self._ranks.rank)
-        if "problems" in result:
-            self.finish(SaveFailed(_problems(result)))
+            result = self._refusal(error)
+        if "error" in result:
+            self.finish(SaveFailed(from_json(result["error"]).problems))
         else:
             report = replace(self._work.report, **result["measured"])
             self._work.tell(report)
@@ -264,8 +262,9 @@ class BackgroundSave(PendingSave):
             if snapshot is not None:
                 snapshot.start()  # here, because who starts a thread waits until it runs
             self._begin()
-            if work.share is None or snapshot is None:
-                return {"problems": _texts(work.problems)}
+            if work.refusal is not None:
+                return {"error": to_json(work.refusal)}
+            assert work.share is not None and snapshot is not None, "else there is a refusal"
             facts = write_share(work.report.path, work.share, work.before, snapshot, self._count)
             snapshot.conclude()
             done = time.monotonic()
@@ -280,7 +279,7 @@ class BackgroundSave(PendingSave):
                 },
             }
         except Exception as error:
-            return _refusal(error, self._ranks.rank)
+            return self._refusal(error)
         finally:
             if snapshot is not None:
                 snapshot.close()
@@ -293,15 +292,20 @@ class BackgroundSave(PendingSave):
                 _begin(self._work)
                 self._has_begun = True
             except Exception as error:
-                self._board.post(self._key("begun"), _refusal(error, 0))
+                self._board.post(self._key("begun"), self._refusal(error))
                 raise
             self._board.post(self._key("begun"), {})
         else:
-            begun = self._await("begun")
-            if "problems" in begun:
-                raise StorageError(_problems(begun))
+            (begun,) = self._await("begun")
+            if "error" in begun:
+                raise from_json(begun["error"])
             # NFS may remember that there was none, unless it is asked to make it
             path.mkdir(parents=True, exist_ok=True)
+
+    def _refusal(self, error: Exception) -> dict[str, Any]:
+        if not isinstance(error, (TailorError, OSError)):
+            logger.warning("a save failed on rank %d", self._ranks.rank, exc_info=error)
+        return {"error": to_json(as_error(error, "saving"))}
 
     def _check(self) -> None:
         if self._given_up is not None:
@@ -310,34 +314,29 @@ class BackgroundSave(PendingSave):
     def _count(self, num_bytes: int) -> None:
         self._check()
         self._progress = time.monotonic()
-        if self._progress - self._told > _ALIVE_S:
-            self._told = self._progress
-            self._board.count(self._key("alive"), 1)
+        self._pulse.beat()
 
-    def _await(self, *names: object) -> Any:
-        """Return the message of this name once it is there, or those of several names."""
-        alive, asked = 0, time.monotonic()
-        for _ in _turns(lambda: self._given_up is not None):
-            if (messages := self._board.read(*map(self._key, names))) is not None:
-                return messages if len(names) > 1 else messages[0]
-            if time.monotonic() - asked > _ALIVE_S:
-                asked = time.monotonic()
-                if (now := self._board.count(self._key("alive"), 0)) != alive:
-                    alive, self._progress = now, asked
-        why = self._given_up.what if self._given_up is not None else ""
-        raise StorageError.at("saving", f"another rank's share was not complete; {why}", "see that rank's log")
+    def _await(self, *names: object) -> list[Any]:
+        """Return the messages of these names once they are there."""
+
+        def check() -> None:
+            if (why := self._given_up) is not None:
+                what = f"another rank's share was not complete; {why.what}"
+                raise StorageError.at("saving", what, "see that rank's log")
+            if self._pulse.is_new():
+                self._progress = time.monotonic()
+
+        return await_messages(self._board, [self._key(name) for name in names], check)
 
     def _conclude(self) -> dict[str, Any]:
         """Publish the save, or remove it, once no rank writes any more; return rank 0's last message."""
         work, ranks = self._work, range(self._ranks.world_size)
         try:
-            found = self._await(*ranks)
-            messages = found if len(ranks) > 1 else [found]
-            result = self._publish(messages)
+            result = self._publish(self._await(*ranks))
         except Exception as error:
-            result = _refusal(error, 0)
-        if "problems" in result:
-            failed = SaveFailed(_problems(result))
+            result = self._refusal(error)
+        if "error" in result:
+            failed = SaveFailed(from_json(result["error"]).problems)
             if self._has_begun:
                 with suppress(OSError):
                     remove_partial(work.report.path)
@@ -349,8 +348,8 @@ class BackgroundSave(PendingSave):
         return result
 
     def _publish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        if problems := [problem for message in messages for problem in message.get("problems", ())]:
-            return {"problems": problems}
+        if errors := {at: from_json(one["error"]) for at, one in enumerate(messages) if "error" in one}:
+            raise merged(errors, self._ranks.world_size)
         check_same([message["parts"] for message in messages])
         self._check()
         bundles = _in_order([BundleFact(*fact) for fact in message["facts"]] for message in messages)
@@ -363,31 +362,3 @@ class BackgroundSave(PendingSave):
                 "publish_s": time.monotonic() - self._began,
             }
         }
-
-
-def _turns(is_over: Callable[[], bool]) -> Any:
-    """Yield, with growing pauses, until it is over.
-
-    Without locks, because a signal handler may interrupt the same loop and wait for the same thing.
-    """
-    pause, longest = _POLL_S
-    yield
-    while not is_over():
-        time.sleep(pause)
-        pause = min(1.1 * pause, longest)  # so that a wait ends at most a tenth too late: a save has up to three
-        yield
-
-
-def _refusal(error: Exception, rank: int) -> dict[str, Any]:
-    refusal = as_refusal(error, rank)
-    if not isinstance(error, (TailorError, OSError)):
-        logger.warning("a save failed on rank %d", rank, exc_info=error)
-    return {"problems": _texts(refusal.problems)}
-
-
-def _texts(problems: Any) -> list[list[str]]:
-    return [[one.where, one.what, one.fix] for one in dict.fromkeys(problems)]
-
-
-def _problems(message: Mapping[str, Any]) -> list[Problem]:
-    return list(dict.fromkeys(Problem(where, what, fix) for where, what, fix in message["problems"]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llmtailor.balance import deal
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
@@ -116,7 +117,8 @@ class PlainTraining:
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield the params of which this rank saves elements, and the first of these."""
-        mine = share_out({name: self._live[name].numel() for name in params}, self.ranks.world_size)[self.ranks.rank]
+        numels = {name: self._live[name].numel() for name in sorted(params)}
+        mine = {*deal(numels, self.ranks.world_size)[self.ranks.rank]}
         yield from ((name, 0) for name in params if name in mine)
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -231,14 +233,3 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     while hasattr(optimizer, "accelerator_state"):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
-
-
-def share_out(numels: Mapping[str, int], world_size: int) -> list[set[str]]:
-    """Return each rank's share of the params, even by size; the same on every rank."""
-    shares: list[set[str]] = [set() for _ in range(world_size)]
-    loads = [0] * world_size
-    for name in sorted(numels, key=lambda name: (-numels[name], name)):
-        rank = loads.index(min(loads))
-        shares[rank].add(name)
-        loads[rank] += numels[name]
-    return shares

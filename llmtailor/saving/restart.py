@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtailor.errors import BRANCHES, Problem
+from llmtailor.ranks.board import await_messages
+from llmtailor.ranks.codec import as_error, from_json, to_json
 from llmtailor.runs.newest import compose_newest, continues
-from llmtailor.saving.board import Board
-from llmtailor.saving.ranks import Ranks, as_refusal
+from llmtailor.saving.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 logger = logging.getLogger("llmtailor.saving")
-_POLL_S = 0.2
 _numbers = count()
 
 
@@ -75,19 +73,15 @@ def resume_by_itself(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
 
 def _first_of_all(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
     """Make a call on rank 0, which may take longer than a collective may, and return its result on every rank."""
-    board, key = Board(ranks), f"restart-{next(_numbers)}"
+    board, key = ranks.board(), f"restart-{next(_numbers)}"
     if ranks.is_first:
         try:
             board.post(key, {"result": call()})
         except Exception as error:
-            refusal = as_refusal(error, ranks.rank)
-            problems = [(one.where, one.what, one.fix) for one in refusal.problems]
-            board.post(key, {"exit_code": refusal.exit_code, "problems": problems})
+            refusal = as_error(error, "newest_checkpoint")
+            board.post(key, {"error": to_json(refusal)})
             raise refusal from error
-    while (found := board.read(key)) is None:
-        time.sleep(_POLL_S)
-    (message,) = found
-    if "problems" in message:
-        kind = next(kind for kind in BRANCHES if kind.exit_code == message["exit_code"])
-        raise kind(Problem(where, what, fix) for where, what, fix in message["problems"])
+    (message,) = await_messages(board, [key], lambda: None)
+    if "error" in message:
+        raise from_json(message["error"])
     return message["result"]  # type: ignore[no-any-return]

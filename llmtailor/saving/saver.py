@@ -26,11 +26,11 @@ import torch
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, restore_state, state_of
+from llmtailor.ranks.codec import as_error
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving import ending
 from llmtailor.saving.background import open_background
 from llmtailor.saving.beside import Beside
-from llmtailor.saving.board import Board
 from llmtailor.saving.contents import Contents
 from llmtailor.saving.drift import Change, Drift, Samples, Sums, change_of
 from llmtailor.saving.levels import catch_up, open_levels
@@ -38,7 +38,7 @@ from llmtailor.saving.model import find_trained_parts, limit_for, weigh
 from llmtailor.saving.optimizers import FIX
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_same, save_now
-from llmtailor.saving.ranks import Ranks, as_refusal
+from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.record import RunRecord
 from llmtailor.saving.report import SaveReport
 from llmtailor.saving.resuming import resume, trainer_state_of
@@ -130,7 +130,7 @@ class PartialSaver:
         self.ranks.together(lambda: check_trees(self.contents.trees(None)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
-        board = Board(self.ranks)
+        board = self.ranks.board()
         if self.options.staging_dir is not None or self.options.mirror is not None:
             self.record.copier = open_levels(
                 self.folder, self.first, self.options, self.ranks, board, self.record.append
@@ -217,7 +217,7 @@ class PartialSaver:
             return self._save(*agreed, write_state, rng, began)
         except Exception as error:
             restore_state(self.policy, policy_state)
-            failed = SaveFailed(as_refusal(error, self.ranks.rank).problems)
+            failed = SaveFailed(as_error(error, "saving").problems)
             self.record.log({"step": step, "failed": str(failed)})
             raise failed from error
 
@@ -358,10 +358,10 @@ class PartialSaver:
     def _refused(self, save: SaveId, error: Exception) -> tuple[Work, _Commit]:
         """Return the work of a rank that has nothing to write."""
         report = SaveReport(save.step, {}, 0, 0.0, {}, {}, {}, self.first.at(save.step))
-        refusal = as_refusal(error, self.ranks.rank)
+        refusal = as_error(error, "saving")
         if refusal is not error:
             logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, self.first, None, report, None, log=self.record.log, problems=refusal.problems)
+        work = Work(save, self.first, None, report, None, log=self.record.log, refusal=refusal)
         return work, _Commit(self.ledger, {}, state_of(self.policy))
 
     def _lay_out(

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llmtailor.balance import deal
 from llmtailor.checkpoint.index import FSDP
 from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import frozen_name
 from llmtailor.model.states import FROZEN
-from llmtailor.saving.plain import PlainTraining, share_out
+from llmtailor.saving.plain import PlainTraining
 from llmtailor.saving.training import FrozenFile, HasState
 
 _WHERE = "FSDP"
@@ -63,8 +64,8 @@ class ShardedTraining(PlainTraining):
 
     def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
         live = {name: self._live[name] for name in params}
-        whole = {name: param.numel() for name, param in live.items() if not isinstance(param, DTensor)}
-        shared = share_out(whole, self.ranks.world_size)[self.ranks.rank]
+        whole = {name: live[name].numel() for name in sorted(live) if not isinstance(live[name], DTensor)}
+        shared = {*deal(whole, self.ranks.world_size)[self.ranks.rank]}
         for name, param in live.items():
             if not isinstance(param, DTensor):
                 if name in shared:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmtailor.model.parts import EMBED, HEAD, NORM, layer_part
 from llmtailor.policies import Filter, Full, Parity, Policy, RoundRobin
-from llmtailor.policies.schedules import cut, deal
+from llmtailor.policies.schedules import cut
 from recipe.structures import llama, qwen_vl
 from saving.policy_runs import alike, by_itself, situation
 
@@ -121,15 +121,6 @@ def test_groups_are_as_even_as_can_be(sizes, k):
         for cuts in combinations(range(1, len(sizes)), len(runs) - 1)
     )
     assert max(sum(num_bytes[part] for part in run) for run in runs) == min(every_way)
-
-
-@given(st.lists(st.integers(1, 50), max_size=9), st.integers(1, 5))
-def test_hands_are_about_alike(sizes, hands):
-    num_bytes = {f"part {at}": size for at, size in enumerate(sizes)}
-    dealt = deal(list(num_bytes), num_bytes, hands)
-    assert sorted(part for hand in dealt for part in hand) == sorted(num_bytes)
-    loads = [sum(num_bytes[part] for part in hand) for hand in dealt]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 @pytest.mark.parametrize(
