@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from llmtailor.codes import Code
-from llmtailor.errors import PathIn, Problem, SourceError
+from llmtailor.compose.plan import plan_merge
+from llmtailor.compose.write import write
+from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.findings import ERROR, NOTE, Finding
+from llmtailor.recipe.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 TEXTS = {"where", "what", "fix"}
@@ -170,3 +174,28 @@ def test_few_ask_for_the_form_of_a_checkpoint():
 )
 def test_such_questions_would_be_seen(source):
     assert asks_for_the_form(ast.parse(source))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_an_output_is_known_only_if_the_same_file_of_a_source_has_it(tmp_path, rank):
+    """Also among the shards: that another rank's file has it says nothing about this one."""
+    pytest.importorskip("torch")
+    from helpers.checkpoints import edit, make, optim_states
+
+    base = make(tmp_path, 100)
+    for one in (0, 1):  # dynamic scaling, with the state of a static one
+        edit(optim_states(base, one), lambda tree: tree["optimizer_state_dict"].update(dynamic_loss_scale=True))
+    composition = plan_merge(Recipe("recipe", "", base, (), None, None), tmp_path / "out")
+    report = composition.report
+    (notice,) = (one for one in report.notices if isinstance(one, Finding) and one.severity == ERROR)
+    paths = [optim_states(base, one).relative_to(base).as_posix() for one in (0, 1)]
+    assert notice.path == paths[0]
+    moved = replace(notice, where=PathIn("checkpoint-100", paths[rank]))
+    notices = tuple(moved if one is notice else one for one in report.notices)
+    known = replace(composition, report=replace(report, notices=notices))
+    if rank == 0:
+        write(known)
+        return
+    with pytest.raises(VerificationError) as caught:
+        write(known)
+    assert [(one.path, one.code) for one in caught.value.problems] == [(paths[0], notice.code)]

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -25,19 +24,22 @@ from llmtailor.engine.linking import LinkedTo
 from llmtailor.engine.pool import Abandoned, Stop
 from llmtailor.engine.recheck import SourceFile, read_again
 from llmtailor.engine.staging import RANKS, acquire, lock_of, peek, rank_journal, release, staging_folder
-from llmtailor.errors import Problem, SourceError, UsageError, ranks_text
+from llmtailor.errors import SourceError, UsageError
 from llmtailor.ranks.group import LEAVING_S, RankGroup
 from llmtailor.ranks.launch import RankInfo
+from llmtailor.ranks.team import check_same
 from llmtailor.storage.lock import Lock
 
 logger = logging.getLogger(__name__)
 _K = TypeVar("_K")
 _T = TypeVar("_T")
+_COMMAND = "start all ranks with the same command in the same environment"
+_WAIT = "wait until the sources are complete on all nodes, then run this again"
 _MUST_BE_SAME = {
-    "version": "version of llmtailor",
-    "request": "recipe or options",
-    "facts": "sizes or times of the sources' files",
-    "plan": "content of the sources",
+    "version of llmtailor": (_COMMAND, UsageError),
+    "recipe or options": (_COMMAND, UsageError),
+    "sizes or times of the sources' files": (_WAIT, SourceError),
+    "content of the sources": (_COMMAND, SourceError),
 }
 
 
@@ -66,36 +68,15 @@ def fingerprint(composition: Composition, identity: Identity) -> dict[str, str]:
     options = composition.options
     how = (options.restart, options.replace, options.checksum, options.clone, options.link)
     return {
-        "version": identity.tool_version,
-        "request": _digest((identity.request, how)),
-        "facts": _digest(facts),
-        "plan": identity.plan,
+        "version of llmtailor": identity.tool_version,
+        "recipe or options": _digest((identity.request, how)),
+        "sizes or times of the sources' files": _digest(facts),
+        "content of the sources": identity.plan,
     }
 
 
 def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
-
-
-def check_same(facts: Sequence[Mapping[str, str]]) -> None:
-    """Check that all ranks plan the same; ``facts`` are their fingerprints.
-
-    Raises UsageError, or SourceError if only what the ranks see of the sources differs.
-    """
-    differing: dict[str, list[int]] = defaultdict(list)
-    for rank, found in enumerate(facts):
-        # what follows from the first difference is not worth a message
-        for key in [key for key in _MUST_BE_SAME if found[key] != facts[0][key]][:1]:
-            differing[key].append(rank)
-    fixes = {"facts": "wait until the sources are complete on all nodes, then run this again"}
-    another = "start all ranks with the same command in the same environment"
-    problems = [
-        Problem(ranks_text(ranks), f"not the same {what} as on rank 0", fixes.get(key, another))
-        for key, what in _MUST_BE_SAME.items()
-        if (ranks := differing[key])
-    ]
-    if problems:
-        raise (UsageError if differing["version"] or differing["request"] else SourceError)(problems)
 
 
 @contextmanager
@@ -126,7 +107,7 @@ def _heeding(group: RankGroup) -> Iterator[None]:
 
 def gather(group: RankGroup, composition: Composition, identity: Identity) -> None:
     """On rank 0, wait until all ranks have planned. Raises UsageError or SourceError if their plans differ."""
-    check_same(group.collect(fingerprint(composition, identity)))
+    check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
 
 
 def write_together(

@@ -225,18 +225,14 @@ def _check_sources(
 
 
 def _kind(finding: Finding) -> tuple[object, ...]:
-    """Return what the same finding has in common in a source and in the composite.
-
-    The shards of a composite may have other names than those of its sources, for other ranks or another stage.
-    """
-    is_shard = finding.path is not None and "/" in finding.path
-    return finding.code, finding.severity, is_shard or finding.path, finding.params
+    """Return what the same finding of the same file has in common in a source and in the composite."""
+    return finding.code, finding.severity, finding.path, finding.params
 
 
 def _check_written(composition: Composition, staging: Path) -> None:
     """Verify the output like any other checkpoint, and compare it with the plan.
 
-    Findings that the sources have too were reported as notices before anything was written.
+    Findings that the same files of the sources have were reported as notices before anything was written.
     """
     wanted, out = composition.indexes[composition.base], display_name(composition.out)
     known = {_kind(notice) for notice in composition.report.notices if isinstance(notice, Finding)}

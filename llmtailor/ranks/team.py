@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from llmtailor.errors import TailorError
+from llmtailor.errors import Problem, TailorError, ranks_text
 from llmtailor.ranks.codec import as_error, from_json, merged, to_json
 
 _T = TypeVar("_T")
@@ -54,3 +55,23 @@ class Team(ABC):
         if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
             raise merged(refusals, num_callers)
         return [result for result, _ in results]  # type: ignore[misc]
+
+
+def check_same(
+    found: Sequence[Mapping[str, object]], must_be_same: Mapping[str, tuple[str, type[TailorError]]]
+) -> None:
+    """Check that all ranks have the same facts, given those of each by name.
+
+    ``must_be_same`` has the fix and the error of each fact, in the order in which one follows from the others: only the
+    first difference of a rank is reported. Raises the error of the lowest exit code.
+    """
+    differing: dict[str, list[int]] = defaultdict(list)
+    for rank, facts in enumerate(found):
+        for name in [name for name in must_be_same if facts[name] != found[0][name]][:1]:
+            differing[name].append(rank)
+    if differing:
+        kind = min((must_be_same[name][1] for name in differing), key=lambda kind: kind.exit_code)
+        raise kind(
+            Problem(ranks_text(ranks), f"not the same {name} as on rank 0", must_be_same[name][0])
+            for name, ranks in differing.items()
+        )

@@ -24,6 +24,7 @@ from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.ranks.board import Pulse, StoreBoard, await_messages, turns
 from llmtailor.ranks.codec import as_error, from_json, merged, to_json
+from llmtailor.ranks.team import check_same
 from llmtailor.runs.folder import RunFolder, remove_partial
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.report import SaveReport
@@ -118,11 +119,10 @@ def _in_order(ranks: Iterable[Sequence[BundleFact]]) -> list[BundleFact]:
     return [one[0] for one in facts] + [fact for one in facts for fact in one[1:]]
 
 
-def check_same(chosen: Sequence[Sequence[str]]) -> None:
+def check_chosen(chosen: Sequence[Sequence[str]]) -> None:
     """Raise UsageError if the policy chose different parts on different ranks."""
-    if any(parts != chosen[0] for parts in chosen):
-        what = "it chose different parts on different ranks"
-        raise UsageError.at("policy", what, "make choose() depend only on its argument")
+    choice, fix = "choice of parts by the policy", "make choose() depend only on its argument"
+    check_same([{choice: [*parts]} for parts in chosen], {choice: (fix, UsageError)})
 
 
 class PendingSave:
@@ -350,7 +350,7 @@ class BackgroundSave(PendingSave):
     def _publish(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         if errors := {at: from_json(one["error"]) for at, one in enumerate(messages) if "error" in one}:
             raise merged(errors, self._ranks.world_size)
-        check_same([message["parts"] for message in messages])
+        check_chosen([message["parts"] for message in messages])
         self._check()
         bundles = _in_order([BundleFact(*fact) for fact in message["facts"]] for message in messages)
         _publish(self._work, bundles)

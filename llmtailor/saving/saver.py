@@ -37,7 +37,7 @@ from llmtailor.saving.levels import catch_up, open_levels
 from llmtailor.saving.model import find_trained_parts, limit_for, weigh
 from llmtailor.saving.optimizers import FIX
 from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_same, save_now
+from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_chosen, save_now
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.record import RunRecord
 from llmtailor.saving.report import SaveReport
@@ -331,7 +331,7 @@ class PartialSaver:
 
         made: PendingSave
         if self._background is None:
-            check_same(self.ranks.together(lay_out))
+            check_chosen(self.ranks.together(lay_out))
             ((work, commit),) = laid_out
             made = save_now(self.ranks, work, began)
             self._pending = made, commit

@@ -29,11 +29,12 @@ from llmtailor.formats.attempt_mark import make_mark
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.trainer_checks import CALLBACKS, MARK, TRAINING_ARGS
 from llmtailor.policies import Policy
+from llmtailor.ranks.team import check_same
 from llmtailor.saving.beside import OfTrainer
 from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
 from llmtailor.saving.loop import make_saver
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import WHERE, Arguments, SavingArguments, from_environment
+from llmtailor.saving.options import Arguments, SavingArguments, from_environment
 from llmtailor.saving.pending import SaveFailed
 from llmtailor.saving.plain import unwrap
 from llmtailor.saving.restart import resume_by_itself
@@ -196,12 +197,16 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
     def _agree(self) -> None:
         """Refuse arguments that differ between the ranks: launchers may not pass the environment to all nodes."""
         assert self.saver is not None
-        mine = (self.policy.name, repr(self.policy.settings()), self.save_steps, self.overhead, self.on_restart)
-        found = self.saver.ranks.gather(mine)
-        if len(set(found)) > 1:
+        mine = {
+            "policy": (self.policy.name, repr(self.policy.settings())),
+            **{name: getattr(self, name) for name in ("save_steps", "overhead", "on_restart")},
+        }
+        fix = "give all ranks the same arguments and LLMTAILOR_ variables"
+        try:
+            check_same(self.saver.ranks.gather(mine), dict.fromkeys(mine, (fix, UsageError)))
+        except UsageError:
             self.saver.close()
-            fix = "give all ranks the same arguments and LLMTAILOR_ variables"
-            raise UsageError.at(WHERE, "policy, save_steps, overhead or on_restart differ between ranks", fix)
+            raise
 
     def _mark(self, state: TrainerState) -> None:
         """Record the current attempt in the state, so that the Trainer's own saves state it."""

@@ -1,4 +1,4 @@
-"""The pieces of a shared merge, in one process."""
+"""The pieces of work that ranks share, in one process: the board, the errors on it, and how a group ends."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ import json
 import threading
 import time
 from array import array
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.checkpoint.layout import FileLayout, Plan, Zeros
+from llmtailor.balance import deal
+from llmtailor.checkpoint.layout import FileLayout, Zeros
+from llmtailor.codes import Code
 from llmtailor.compose import share
 from llmtailor.engine.copy import FileResult, Moved
-from llmtailor.engine.job import ENDED, READY, WRITING, WRITTEN, Job
 from llmtailor.engine.journal import Identity, Mark, Unfinished
-from llmtailor.engine.launch import Member, find_member
 from llmtailor.engine.linking import LinkedTo
 from llmtailor.engine.pool import Stop
-from llmtailor.engine.posts import Posts
-from llmtailor.engine.sharing import check_same, share_out, wait_for_files
-from llmtailor.errors import SourceError, StorageError, Unanswered, UsageError
+from llmtailor.errors import (
+    Interrupted,
+    PathIn,
+    Problem,
+    SourceError,
+    StorageError,
+    TailorError,
+    Unanswered,
+    UnsupportedCheckpoint,
+    UsageError,
+)
+from llmtailor.findings import WARNING, Finding
+from llmtailor.ranks import group as ranks_group
+from llmtailor.ranks.board import FileBoard, OwnStore, Pulse, StoreBoard, await_messages
+from llmtailor.ranks.codec import as_error, from_json, merged, to_json
+from llmtailor.ranks.group import RankGroup
+from llmtailor.ranks.launch import RankInfo, find_rank
+from llmtailor.ranks.team import check_same
 from llmtailor.storage.listing import FileFact
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
@@ -47,56 +62,156 @@ SRUN = {
     ],
 )
 def test_members(environment, rank, world_size):
-    member = find_member(environment)
-    assert (member.rank, member.world_size) == (rank, world_size)
+    info = find_rank(environment)
+    assert (info.rank, info.world_size) == (rank, world_size)
 
 
 def test_launches_differ():
-    steps = [find_member({**SRUN, "SLURM_STEP_ID": step}).launch for step in "01"]
+    steps = [find_rank({**SRUN, "SLURM_STEP_ID": step}).launch for step in "01"]
     assert steps[0] != steps[1]
-    assert find_member({**SRUN, "SLURM_PROCID": "2"}).launch == steps[0]
+    assert find_rank({**SRUN, "SLURM_PROCID": "2"}).launch == steps[0]
 
 
 def test_no_launcher():
     with pytest.raises(UsageError, match="no launcher"):
-        find_member({"RANK": "1", "PATH": "/bin"})
+        find_rank({"RANK": "1", "PATH": "/bin"})
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
-def test_shares_are_disjoint_complete_and_even(sizes, world_size):
-    shares = share_out(sizes, world_size)
+def test_shares_are_disjoint_complete_and_even(sizes, hands):
+    shares = deal(dict(enumerate(sizes)), hands)
     assert sorted(number for files in shares for number in files) == list(range(len(sizes)))
     loads = [sum(sizes[number] for number in files) for files in shares]
-    assert len(shares) == world_size
+    assert len(shares) == hands
     # no rank has more than another without its smallest file
     for files, load in zip(shares, loads, strict=True):
         assert not files or load - min(sizes[number] for number in files) <= min(loads)
 
 
-def test_the_first_difference_is_told():
-    same = {"version": "1", "request": "r", "facts": "f", "plan": "p"}
-    check_same({0: same, 1: dict(same)})
+def test_the_first_difference_of_each_rank_is_reported():
+    names = {"version": ("update", UsageError), "recipe": ("the same", UsageError), "sources": ("wait", SourceError)}
+    same = {"version": 1, "recipe": "r", "sources": "s"}
+    check_same([same, dict(same)], names)
     with pytest.raises(UsageError) as caught:
-        check_same({0: same, 1: {**same, "version": "2", "plan": "q"}, 2: {**same, "facts": "g", "plan": "q"}})
-    assert [problem.where for problem in caught.value.problems] == ["rank 1", "rank 2"]
-    with pytest.raises(SourceError, match="sizes or times"):
-        check_same({0: same, 1: {**same, "facts": "g"}, 3: {**same, "facts": "g"}})
+        check_same([same, {**same, "version": 2, "sources": "t"}, {**same, "sources": "t"}], names)
+    problems = caught.value.problems
+    assert [(one.where, one.what, one.fix) for one in problems] == [
+        ("rank 1", "not the same version as on rank 0", "update"),
+        ("rank 2", "not the same sources as on rank 0", "wait"),
+    ]
+    other = {**same, "sources": "t"}
+    with pytest.raises(SourceError, match="ranks 1, 3: not the same sources"):
+        check_same([same, other, same, other], names)
 
 
-def test_a_post_is_whole_or_nothing(tmp_path):
-    posts = Posts(tmp_path)
-    assert posts.read(3) is None
-    posts.write(3, {"stage": "failed", "problems": [{"what": "x" * 9000}]})
-    found = posts.read(3)
-    assert found is not None and len(found["problems"][0]["what"]) == 9000
-    posts.write(3, {"stage": "ended"})
-    assert posts.read(3) == {"stage": "ended"}
+@pytest.fixture(params=["files", "torch", "alone"])
+def board(request, tmp_path):
+    if request.param == "files":
+        return FileBoard(tmp_path)
+    if request.param == "alone":
+        return StoreBoard(OwnStore())
+    torch = pytest.importorskip("torch")
+    return StoreBoard(torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+
+
+def test_messages(board):
+    assert board.read("a") is None
+    board.post("a", {"stage": "failed", "texts": ["x" * 9000]})
+    assert board.read("a") == [{"stage": "failed", "texts": ["x" * 9000]}]
+    board.post("a", [1, None])
+    assert board.read("a") == [[1, None]]
+    assert board.read("a", "b") is None
+    threading.Timer(0.1, board.post, ("b", 2)).start()
+    assert await_messages(board, ["a", "b"], lambda: None) == [[1, None], 2]
+    board.remove("a", "never")
+    assert board.read("a") is None
+    with pytest.raises(ZeroDivisionError):
+        await_messages(board, ["a"], lambda: 1 / 0)
+
+
+def test_a_message_in_a_file_is_complete_or_not_there(tmp_path):
+    board = FileBoard(tmp_path)
+    board.post("3", {"stage": "ended"})
     data = bytearray((tmp_path / "3").read_bytes())
     data[20] ^= 1
     (tmp_path / "3").write_bytes(data)
-    assert posts.read(3) is None
+    assert board.read("3") is None
     with pytest.raises(FileNotFoundError):
-        Posts(tmp_path / "gone").read(0)
+        FileBoard(tmp_path / "gone").read("0")
+
+
+def test_a_sign_of_life_is_seen_once(monkeypatch):
+    from llmtailor.ranks import board
+
+    monkeypatch.setattr(board, "PULSE_S", -1.0)
+    store = StoreBoard(OwnStore())
+    mine, others = Pulse(store, "alive"), Pulse(store, "alive")
+    assert not mine.is_new()
+    others.beat()
+    assert mine.is_new()
+    assert not mine.is_new()
+
+
+def kinds(kind: type[TailorError] = TailorError) -> list[type[TailorError]]:
+    return [kind, *(one for below in kind.__subclasses__() for one in kinds(below))]
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_no_fact_of_an_error_is_lost_between_ranks(kind):
+    place = PathIn("run/checkpoint-4", "model.safetensors")
+    error = kind(
+        [
+            Problem(place, "it is damaged", "copy it", Code.STATE_DTYPE, ranks=(1, 2)),
+            Finding(place, "it is odd", "look", Code.TIED, WARNING, ("a", "b")),
+            Problem("--flag", "it is wrong"),
+        ]
+    )
+    error.came_late = True
+    found = from_json(json.loads(json.dumps(to_json(error))))
+    assert type(found) is kind
+    assert found.problems == error.problems
+    assert [type(one) for one in found.problems] == [Problem, Finding, Problem]
+    assert [one.path for one in found.problems] == ["model.safetensors", "model.safetensors", None]
+    assert isinstance(found.problems[0].where, PathIn) and found.problems[0].where.checkpoint == "run/checkpoint-4"
+    assert found.came_late and str(found) == str(error)
+
+
+def test_an_error_of_a_class_that_this_rank_does_not_know_has_its_exit_code():
+    content = {**to_json(SourceError.at("x", "y", "z")), "class": "OfTomorrow"}
+    assert type(from_json(content)) is SourceError
+
+
+def test_a_brief_error_fits_a_full_disk():
+    error = SourceError(Problem(f"{number}", "w" * 9000, "f") for number in range(99))
+    found = from_json(to_json(error, brief=True))
+    assert len(json.dumps(to_json(error, brief=True))) < 4000
+    assert [one.where for one in found.problems] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyboardInterrupt(), Interrupted),
+        (OSError(28, "No space left on device", "disk"), StorageError),
+        (KeyError("x"), TailorError),
+        (UsageError.at("x", "y"), UsageError),
+    ],
+)
+def test_what_other_ranks_raise_for_an_exception(error, kind):
+    assert type(as_error(error, "x")) is kind
+
+
+def test_problems_of_some_ranks_name_them():
+    full, bug = StorageError.at("disk", "full"), TailorError.at("x", "bug")
+    place = SourceError.at(PathIn("c", "f"), "gone")
+    found = merged({1: full, 2: full, 3: place}, 4)
+    assert type(found) is SourceError
+    assert [(str(one), one.ranks, one.path) for one in found.problems] == [
+        ("ranks 1-2: disk: full", (1, 2), None),
+        ("rank 3: c/f: gone", (3,), "f"),
+    ]
+    assert str(merged(dict.fromkeys(range(2), full), 2)) == "disk: full"
+    assert type(merged({0: full, 1: bug}, 2)) is TailorError
 
 
 def test_marks_of_other_ranks_continue_the_own_ones():
@@ -109,29 +224,53 @@ def test_marks_of_other_ranks_continue_the_own_ones():
 
 
 @pytest.fixture
-def two(tmp_path):
-    """The jobs of two ranks that have found each other, in one process."""
-    jobs = [Job(Member(rank, 2, "test"), tmp_path / "out") for rank in range(2)]
-    for job in jobs:
-        job._poll_s = 0.02
-        job.__enter__()
-    jobs[1].say(READY)
-    jobs[0].wait(READY)
-    jobs[0].say(WRITING)
-    jobs[1].wait(WRITING)
-    yield jobs
-    for job in jobs:
-        job._silence()
+def two(tmp_path, monkeypatch):
+    """Two ranks that have found each other, in one process."""
+    monkeypatch.setattr(ranks_group, "POLL_S", (0.02, 0.02))
+    monkeypatch.setattr(ranks_group, "BEAT_S", 0.02)
+    groups = [ranks_of(tmp_path, rank).__enter__() for rank in range(2)]
+    both(groups, lambda group: group.gather(group.rank))
+    yield groups
+    for group in groups:
+        group._silence()
+
+
+def ranks_of(folder, rank: int) -> RankGroup:
+    return RankGroup(RankInfo(rank, 2, "test"), folder / ".staging" / "ranks", folder / "out")
+
+
+def both(groups, call) -> list:
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call, group) for group in groups]]
+
+
+def test_values_reach_all_ranks_or_the_first(two):
+    assert both(two, lambda group: group.gather({"of": group.rank})) == [[{"of": 0}, {"of": 1}]] * 2
+    assert both(two, lambda group: group.collect(group.rank)) == [[0, 1], []]
+    assert both(two, lambda group: group.from_first("x" * group.rank + "y")) == ["y", "y"]
+    assert both(two, lambda group: group.together(lambda: group.rank)) == [[0, 1]] * 2
+
+
+def test_an_error_in_a_common_step_keeps_its_facts(two):
+    def fail(group) -> object:
+        def refuse() -> None:
+            if group.rank:
+                raise UnsupportedCheckpoint.at(PathIn("c", "f"), "odd", "another", Code.STATE_DTYPE)
+
+        with pytest.raises(UnsupportedCheckpoint) as caught:
+            group.together(refuse)
+        return [(one.path, one.code, one.ranks) for one in caught.value.problems]
+
+    assert both(two, fail) == [[("f", Code.STATE_DTYPE, (1,))]] * 2
 
 
 def test_a_rank_that_was_stopped_meanwhile_leaves_the_next_merge_alone(two, tmp_path, monkeypatch):
     first, second = two
     first._silence()  # as if it had been killed
-    first.lock.release()
     stop = Stop()
     second.attach(stop)
     monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0.3")
-    with Job(Member(0, 2, "test"), tmp_path / "out"):
+    with ranks_of(tmp_path, 0):
         wait_until(lambda: stop.failed)
         with pytest.raises(Unanswered, match="another merge has taken its place"):
             second.check()
@@ -139,64 +278,73 @@ def test_a_rank_that_was_stopped_meanwhile_leaves_the_next_merge_alone(two, tmp_
             second.__exit__(None, None, None)
 
 
+def test_what_an_earlier_group_has_left_means_nothing(two, tmp_path):
+    """Rank 0 was killed: its folder stayed, with values by the same names."""
+    for group in two:
+        group._silence()
+    again = [ranks_of(tmp_path, rank).__enter__() for rank in range(2)]
+    assert both(again, lambda group: group.gather("new")) == [["new", "new"]] * 2
+    for group in again:
+        group._silence()
+
+
 def test_ranks_end_together(two, tmp_path):
     first, second = two
     thread = threading.Thread(target=first.__exit__, args=(None, None, None))
     thread.start()
-    second.wait(ENDED)
+    second.done()
     second.__exit__(None, None, None)
     thread.join()
-    assert not [*tmp_path.iterdir()]
+    assert not first.folder.exists()
 
 
-def test_the_error_of_one_is_that_of_all_and_is_told_once(two):
+def test_the_error_of_one_is_that_of_all_and_is_reported_once(two):
     first, second = two
     caught = []
 
     def fail() -> None:
         try:
-            error = StorageError.at("disk", "full")
-            second.__exit__(StorageError, error, None)
-        except StorageError as raised:
+            error = UnsupportedCheckpoint.at(PathIn("c", "f"), "odd", "another", Code.STATE_DTYPE)
+            second.__exit__(UnsupportedCheckpoint, error, None)
+        except UnsupportedCheckpoint as raised:
             caught.append(raised)
 
     thread = threading.Thread(target=fail)
     thread.start()
-    with pytest.raises(StorageError) as told:
-        first.wait(WRITTEN)
-    first.__exit__(StorageError, told.value, None)
+    with pytest.raises(UnsupportedCheckpoint) as reported:
+        first.collect(None)
+    first.__exit__(UnsupportedCheckpoint, reported.value, None)
     thread.join()
-    assert [str(problem) for problem in told.value.problems] == ["rank 1: disk: full"]
-    assert not told.value.is_reported
-    assert caught[0].is_reported
+    for error, is_reported in ((reported.value, False), (caught[0], True)):
+        (problem,) = error.problems
+        assert (str(problem), problem.path) == ("rank 1: c/f: odd\n  fix: another", "f")
+        assert (problem.code, problem.ranks) == (Code.STATE_DTYPE, (1,))
+        assert error.is_reported is is_reported
 
 
-def test_results_of_other_ranks_are_as_they_were(monkeypatch):
+def test_results_of_other_ranks_are_as_they_were():
     facts = [FileFact(7, 1, number, 3) for number in range(2)]
     file = FileLayout("w", (Zeros(7, "content"),))
     made = FileResult(
         file, 5, array("I", [5]), "digest", Moved(linked_bytes=7, linked_files=1), LinkedTo(0, "w", *facts)
     )
-    monkeypatch.setattr(share, "take_over", lambda *_: json.loads(json.dumps([share._to_json(made)])))
-    job = SimpleNamespace(member=Member(0, 1, "launch"))
-    (found,) = share._collect(job, Plan((), (file,)), [[]])
-    assert found == made
+    assert share._from_json(file, json.loads(json.dumps(share._to_json(made)))) == made
 
 
-def test_files_of_other_nodes_that_appear_late(tmp_path):
-    job = SimpleNamespace(limit_s=10.0, check=lambda: None, out=tmp_path / "out")
+def test_files_of_other_nodes_that_appear_late(tmp_path, monkeypatch):
+    group = ranks_of(tmp_path, 0)
     path = tmp_path / "folder" / "file"
     path.parent.mkdir()
     timers = [threading.Timer(0.05, path.write_bytes, [b"a"]), threading.Timer(0.25, path.write_bytes, [b"abc"])]
     for timer in timers:
         timer.start()
-    wait_for_files(job, tmp_path, {"folder/file": 3})
+    group.wait_for_files(tmp_path, {"folder/file": 3})
     assert path.read_bytes() == b"abc"
     assert [*path.parent.iterdir()] == [path]
     path.unlink()
-    job.limit_s = 0.1
+    monkeypatch.setenv("LLMTAILOR_TIMEOUT", "0.1")
     with pytest.raises(StorageError, match="this node does not see it"):
-        wait_for_files(job, tmp_path, {"folder/file": 3})
+        ranks_of(tmp_path, 0).wait_for_files(tmp_path, {"folder/file": 3})
 
 
 def wait_until(is_true) -> None:

@@ -340,11 +340,11 @@ def test_everything_is_durable_before_the_manifest_names_it(tmp_path, monkeypatc
 
 
 def test_a_policy_that_is_not_deterministic_is_found_out():
-    from llmtailor.saving.pending import check_same
+    from llmtailor.saving.pending import check_chosen
 
-    check_same([["norm"], ["norm"]])
-    with pytest.raises(UsageError, match="different parts on different ranks"):
-        check_same([["norm"], ["lm_head"]])
+    check_chosen([["norm"], ["norm"]])
+    with pytest.raises(UsageError, match="rank 1: not the same choice of parts by the policy as on rank 0"):
+        check_chosen([["norm"], ["lm_head"]])
 
 
 @pytest.fixture(scope="module")

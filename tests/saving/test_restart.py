@@ -210,5 +210,10 @@ def test_a_callback_finds_its_trainer(tmp_path):
 
 def test_ranks_with_different_options_are_refused(tmp_path):
     start_ranks("saving.disagreeing", [tmp_path], 2, tmp_path, 120)
-    assert all("differ between ranks" in (tmp_path / f"told-{rank}").read_text() for rank in range(2))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert found["options"].startswith("rank 1: not the same save_steps as on rank 0\n  fix: ")
+        # class, code, path in a checkpoint, and the ranks: no fact is lost on the way from one rank to the other
+        assert found["of rank 1"] == ["UnsafePickle", [["state-dtype", "model.safetensors", [1]]]]
+        assert found["newest"] == ["SourceError", [["other", None, []], ["manifest", "manifest.json", []]]]
     assert not list(tmp_path.glob("run/partial/step-*"))
