@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
+from llmtailor.codes import Code  # noqa: E402
 from llmtailor.saving import SaveFailed, saver_for  # noqa: E402
 from llmtailor.saving.record import RunRecord  # noqa: E402
 from saving.loop import Disk, Loop  # noqa: E402
@@ -92,8 +93,10 @@ AFTER = (scheduler_that_fails, moments_of_another_kind, param_replaced, group_sh
 def test_an_odd_model_costs_the_save(tmp_path, happens, policy, background):
     when = {"before" if happens in BEFORE else "after": happens}
     training = Training(tmp_path, policy=policy, background=background, **when)
-    with pytest.raises(SaveFailed):
+    with pytest.raises(SaveFailed) as caught:
         training.saver.save(1).wait(60)
+    is_known = happens in (moments_of_another_kind, param_replaced, state_of_an_unknown_type)
+    assert [one.code for one in caught.value.problems] == [Code.UNSUPPORTED if is_known else Code.OTHER]
     training.saver.close()
     assert not training.saver.folder.complete()
 
