@@ -10,9 +10,8 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import FileLayout, Plan
@@ -31,8 +30,6 @@ from llmtailor.ranks.team import check_same
 from llmtailor.storage.lock import Lock
 
 logger = logging.getLogger(__name__)
-_K = TypeVar("_K")
-_T = TypeVar("_T")
 _COMMAND = "start all ranks with the same command in the same environment"
 _WAIT = "wait until the sources are complete on all nodes, then run this again"
 _MUST_BE_SAME = {
@@ -136,8 +133,7 @@ def read_together(
     """
     group.from_first([_to_json(one) for one in results])
     found = group.collect(_read(group, composition, results, on_progress, stop))
-    shares = _read_shares(group, composition)
-    return dict(_in_order(shares, found))
+    return dict(sorted(((number, path), digest) for share in found for number, path, digest in share))
 
 
 def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> Moved:
@@ -177,29 +173,18 @@ def write_share(composition: Composition, identity: Identity, group: RankGroup, 
     return sum((result.moved for result in results), Moved())
 
 
-def _shares(sizes: Sequence[int], group: RankGroup) -> list[list[int]]:
-    """Return the numbers of the files that each rank takes, given the sizes of all files. A file is not split."""
-    return [sorted(share) for share in deal(dict(enumerate(sizes)), group.world_size)]
-
-
 def _write(group: RankGroup, plan: Plan, staging: Path, context: Context) -> list[FileResult]:
-    share = _shares([file.num_bytes for file in plan.files], group)[group.rank]
+    """Write this rank's share of the files. A file is not split."""
+    share = {*deal({file.path: file.num_bytes for file in plan.files}, group.world_size)[group.rank]}
     with _heeding(group):
-        return execute(replace(plan, files=tuple(plan.files[number] for number in share)), staging, context)
+        return execute(replace(plan, files=tuple(file for file in plan.files if file.path in share)), staging, context)
 
 
 def _collect(group: RankGroup, plan: Plan, own: Sequence[FileResult]) -> list[FileResult]:
     """Return the results of all ranks in plan order, on rank 0."""
-    results = group.collect([_to_json(one) for one in own])
-    shares = _shares([file.num_bytes for file in plan.files], group)
-    return [_from_json(plan.files[number], one) for number, one in _in_order(shares, results)]
-
-
-def _read_shares(group: RankGroup, composition: Composition) -> list[list[SourceFile]]:
-    """Return which source files each rank reads again."""
-    files = composition.plan.summary.read
-    sizes = [composition.indexes[number].files[path].num_bytes for number, path in files]
-    return [[files[number] for number in share] for share in _shares(sizes, group)]
+    shares = group.collect({one.path: _to_json(one) for one in own})
+    found = {path: one for share in shares for path, one in share.items()}
+    return [_from_json(file, found[file.path]) for file in plan.files if found]
 
 
 def _read(
@@ -208,18 +193,15 @@ def _read(
     results: Sequence[FileResult],
     on_progress: Callable[[int], None],
     stop: Stop,
-) -> list[str]:
-    """Read this rank's share of the source files again; return their digests."""
-    files = _read_shares(group, composition)[group.rank]
-    stated, asked = stated_checksums(composition, files), set(composition.plan.summary.read)
+) -> list[tuple[int, str, str]]:
+    """Read this rank's share of the source files again; return their numbers, paths and digests."""
+    asked = composition.plan.summary.read
+    sizes = {(number, path): composition.indexes[number].files[path].num_bytes for number, path in asked}
+    files = sorted(deal(sizes, group.world_size)[group.rank])
+    stated = stated_checksums(composition, files)
     with _heeding(group):
-        found = read_again(composition.plan, results, set(files), on_progress, stop, stated, asked)
-    return [found[name] for name in files]
-
-
-def _in_order(shares: Sequence[Sequence[_K]], found: Sequence[Sequence[_T]]) -> list[tuple[_K, _T]]:
-    """Return what each rank has found of its share, in the order of all; nothing on a rank that was given nothing."""
-    return sorted((pair for pairs in map(zip, shares, found) for pair in pairs), key=itemgetter(0))
+        found = read_again(composition.plan, results, set(files), on_progress, stop, stated, set(asked))
+    return [(number, path, found[number, path]) for number, path in files]
 
 
 def _to_json(result: FileResult) -> dict[str, Any]:
