@@ -14,7 +14,7 @@ from llmtailor.compose.plan import plan_merge
 from llmtailor.compose.write import write
 from llmtailor.errors import PathIn, Problem, SourceError, VerificationError
 from llmtailor.findings import ERROR, NOTE, Finding
-from llmtailor.recipe.recipe import Recipe
+from llmtailor.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 TEXTS = {"where", "what", "fix"}
