@@ -128,8 +128,8 @@ class RoundRobin(Configured):
 class MomentsInTurn(RoundRobin):
     """The masters of all parts at every save; the moments of ``k`` groups of adjacent parts, one group per save.
 
-    Old moments cost far less than old masters (benchmarks/fidelity.md). With ``k=4``, a save has half of the bytes of a full
-    one: a third for the masters, and a quarter of the other two thirds.
+    Old moments cost far less than old masters (benchmarks/fidelity.md). With ``k=4``, a save has half of the bytes of a
+    full one: a third for the masters, and a quarter of the other two thirds.
     """
 
     name: ClassVar[str] = "moments_in_turn"
