@@ -18,8 +18,12 @@ from llmtailor.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 TEXTS = {"where", "what", "fix"}
-FOREIGN = {"'os error' not in str(error)"}
-"""tokenizers tells what the system said in a bare Exception, and in nothing but its text."""
+MAY_READ_TEXT = {
+    "'os error' not in str(error)": "tokenizers tells what the system said in a bare Exception, and in nothing but its text",
+    "problem.what.split(' ')": "lists for people fold problems that differ in one word; nothing else depends on that",
+    "word in problem.fix": "the same",
+}
+"""Expressions that read a text, and why"""
 ASKING = {"startswith", "endswith", "removeprefix", "removesuffix", "split", "partition", "rpartition", "find", "index"}
 
 
@@ -63,7 +67,7 @@ def nodes() -> list[tuple[str, ast.AST]]:
 
 def test_nothing_is_decided_by_the_text_of_a_message():
     found = [(path, ast.unparse(node)) for path, node in nodes() if decides(node)]
-    assert not [f"{path}: {text}" for path, text in found if text not in FOREIGN]
+    assert not [f"{path}: {text}" for path, text in found if text not in MAY_READ_TEXT]
 
 
 @pytest.mark.parametrize(

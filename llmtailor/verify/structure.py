@@ -60,7 +60,7 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
         place, fact = PathIn(index.name, path), index.files.get(path)
         severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, _ON_PURPOSE)
         is_same = fact is not None and fact.num_bytes == num_bytes
-        if others and is_weight_file(path) and not is_same and not index.is_partial:  # an index has all weights
+        if others and is_weight_file(path) and not is_same and index.has_weight_files:  # an index has all weights
             what = f"the weights are no longer in the files that were written, but in {some(others)}"
             yield Finding(place, what, _ON_PURPOSE, Code.MANIFEST, WARNING)
         elif fact is None:
