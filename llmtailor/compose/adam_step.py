@@ -15,6 +15,7 @@ from typing import Any
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.sources import AVERAGE, RESET, Sources
+from llmtailor.containers.pickle_nodes import as_number
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, State
 
 NOTICEABLE = 0.01
@@ -107,6 +108,8 @@ def bias_factor(own: float, used: float, beta1: float, beta2: float) -> float:
 def betas_of(hyper: Mapping[str, Any]) -> tuple[float, float] | None:
     """Return Adam's betas; None if the hyperparameters have none that are valid."""
     match hyper.get("betas"):
-        case [int() | float() as first, int() | float() as second] if 0 <= first < 1 and 0 <= second < 1:
-            return float(first), float(second)
+        case [one, other]:
+            first, second = as_number(one), as_number(other)
+            if first is not None and second is not None and 0 <= first < 1 and 0 <= second < 1:
+                return float(first), float(second)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT, check_name, is_count
-from llmtailor.containers.pickle_nodes import TensorView, as_shape, as_tensor
+from llmtailor.containers.pickle_nodes import SmallTensor, TensorView, as_shape, as_tensor
 from llmtailor.errors import UnsupportedCheckpoint, damaged
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
 from llmtailor.storage.local import open_source
@@ -143,6 +144,32 @@ def read_elementwise(
         what = f"sub-group {flat_id} has no step; Adam-like optimizers keep one"
         raise UnsupportedCheckpoint.at(where, what, "leave this checkpoint out")
     return kinds, state["step"]
+
+
+_OPTION_BYTES = 1024
+"""Larger tensors are no hyperparameters; they stay where they are."""
+
+
+def read_options(root: Path, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the options of a param group, read by `read_option`."""
+    return {key: read_option(root, value, where) for key, value in options.items()}
+
+
+def read_option(root: Path, value: Any, where: str) -> Any:
+    """Return an option of a param group; of small tensors in it, such as ``lr`` and ``betas``, with their bytes.
+
+    Options can then be compared, and written in every layout. Raises SourceError for a file that can't be read.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(read_option(root, one, where) for one in value)
+    view = as_tensor(value)
+    if view is None or view.numel * ITEMSIZE[view.storage.dtype] > _OPTION_BYTES:
+        return value
+    tensor, data = read_tensor(value, "an option of a param group", where), b""
+    if tensor.numel:
+        with open_source(root / tensor.extent.path, where) as file:
+            data = bytes(file.read(tensor.extent.start, tensor.extent.stop))
+    return SmallTensor(tensor.dtype, tensor.shape, data, view.storage.location)
 
 
 def check_kind(kind: Any, where: str) -> str:

@@ -7,12 +7,13 @@ symbolic: nothing is imported, looked up or called.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from llmtailor.checkpoint.layout import Piece
+from llmtailor.checkpoint.layout import Bytes, Piece
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -171,6 +172,48 @@ def make_tensor(dtype: str, shape: tuple[int, ...], content: tuple[Piece, ...]) 
         numel *= extent
     storage = Storage(dtype, numel, content)
     return Call(REBUILD_TENSOR, (storage, 0, shape, tuple(reversed(strides)), False, Ordered()))
+
+
+_NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}
+
+
+class SmallTensor(Call):
+    """The node of a tensor whose bytes are known: it equals every other one with the same elements."""
+
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: bytes, location: str = "cpu"):
+        self.dtype, self.shape, self.data = dtype, shape, data
+        made = make_tensor(dtype, shape, self.content)
+        made.args[0].location = location  # the device that torch.load puts it on
+        super().__init__(made.func, made.args)
+
+    @property
+    def content(self) -> tuple[Piece, ...]:
+        return (Bytes(self.data, "an option of a param group"),) if self.data else ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SmallTensor) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        number = as_number(self)
+        return f"tensor({self.data.hex() if number is None else f'{number:.7g}'})"
+
+    def _key(self) -> tuple[object, ...]:
+        return self.dtype, self.shape, self.data
+
+
+def as_number(node: object) -> float | None:
+    """Return a number, or that of a tensor of one element with known bytes; None for anything else."""
+    if isinstance(node, SmallTensor):
+        if node.dtype == "BF16" and len(node.data) == 2:
+            return float(struct.unpack("<f", b"\0\0" + node.data)[0])
+        form = _NUMBERS.get(node.dtype)
+        return float(struct.unpack(form, node.data)[0]) if form and struct.calcsize(form) == len(node.data) else None
+    return node if isinstance(node, (int, float)) and not isinstance(node, bool) else None
 
 
 def children(node: object) -> Iterable[Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import common, count
+from llmtailor.containers.pickle_nodes import as_number
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
 
@@ -155,4 +156,5 @@ def _plain(value: Any) -> Any:
     """Return a hyperparameter as a JSON value; other types than numbers, strings and lists become their type's name."""
     if isinstance(value, (list, tuple)) and len(value) <= _FEW:
         return [_plain(item) for item in value]
+    value = value if (number := as_number(value)) is None else number
     return value if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

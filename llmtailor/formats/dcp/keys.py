@@ -65,9 +65,9 @@ class Optimizer:
 
 
 def sort_keys(
-    tensors: Mapping[str, Stored], objects: Mapping[str, tuple[KeyPath, Any]], where: str
+    tensors: Mapping[str, Stored], objects: Mapping[str, tuple[KeyPath, Any]], where: str, option: Callable[[Any], Any]
 ) -> tuple[Optimizer, dict[str, DcpEntry | Stored]]:
-    """Return the optimizer, and everything else by key.
+    """Return the optimizer, and everything else by key; ``option`` reads the value of a param group's option.
 
     Raises SourceError for options that contradict each other, and UnsupportedCheckpoint if there is no optimizer, or
     more than one.
@@ -89,12 +89,13 @@ def sort_keys(
             into = optimizer.tensors if isinstance(value, Stored) else optimizer.numbers
             into.setdefault(param, {})[kind] = value
         elif section == GROUPS and not words and isinstance(value, list):
-            by_number |= dict(enumerate(map(_checked, value)))
-        elif section == GROUPS and len(words) > 1 and isinstance(words[0], int) and key in objects:
-            by_number.setdefault(words[0], {})[".".join(map(str, words[1:]))] = value
-        elif section == GROUPS and key in objects and "." in (name := ".".join(map(str, words))):
-            param, _, option = name.rpartition(".")
-            by_param.setdefault(param, {})[option] = value
+            checked = map(_checked, value)
+            by_number |= {at: {key: option(one) for key, one in group.items()} for at, group in enumerate(checked)}
+        elif section == GROUPS and len(words) > 1 and isinstance(words[0], int):
+            by_number.setdefault(words[0], {})[".".join(map(str, words[1:]))] = option(value)
+        elif section == GROUPS and "." in (name := ".".join(map(str, words))):
+            param, _, last = name.rpartition(".")
+            by_param.setdefault(param, {})[last] = option(value)
         elif isinstance(value, Stored):
             rest[key] = value
         else:

@@ -42,7 +42,8 @@ from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.fields import FLOATING, Tensor, read_step
+from llmtailor.containers.fields import FLOATING, Tensor, read_option, read_step
+from llmtailor.containers.pickle_nodes import SmallTensor
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.checks import compare_steps, find_rounded
@@ -184,7 +185,7 @@ class _Indexing:
     def index(self) -> CheckpointIndex:
         """Return the index. Raises SourceError or UnsupportedCheckpoint if the keys don't fit together."""
         folder = self.folders.optimizer
-        optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where)
+        optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where, self._option)
         trained = [param for group in optimizer.groups for param in group.params]
         self._refuse_others(optimizer, trained)
         prefix, weights, others = self._weights(rest, trained)
@@ -230,6 +231,15 @@ class _Indexing:
         index = with_buffers(index, self._buffers(weights, others))
         findings = (*self._findings(optimizer, steps, index.params), *find_rounded(index))
         return replace(index, findings=findings)
+
+    def _option(self, value: Any) -> Any:
+        """Return an option of a param group; of a tensor its bytes, if they can be read."""
+        if not isinstance(value, Stored):
+            return read_option(self.root, value, self.optimizer_where)
+        held = value.held
+        if not self._is_readable(held):
+            return value
+        return SmallTensor(held.dtype, held.shape, self._read(held, 0, held.numel))
 
     def _weights(
         self, rest: Mapping[str, DcpEntry | Stored], trained: list[str]

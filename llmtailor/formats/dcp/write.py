@@ -21,7 +21,7 @@ from llmtailor.checkpoint.layout import FileLayout, Piece, Slot
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.dcp import KeyPath
-from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
+from llmtailor.containers.pickle_nodes import SmallTensor, as_tensor, make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
@@ -230,10 +230,10 @@ class _Target:
             if self.style.is_flat:
                 for param in group.params:
                     for key, value in options.items():
-                        folder.add_object(self._path(GROUPS, param, key), value)
+                        _add_option(folder, self._path(GROUPS, param, key), value)
                 continue
             for key, value in {**options, "params": list(group.params)}.items():
-                folder.add_object((*self._optimizer, GROUPS, number, key), value)
+                _add_option(folder, (*self._optimizer, GROUPS, number, key), value)
 
     @property
     def _optimizer(self) -> tuple[str, ...]:
@@ -290,6 +290,14 @@ class _Target:
             what = f"its param groups lack options that torch's AdamW asks for: {', '.join(added)}"
             found.append(Problem(self.base.name, what, "nothing; they get AdamW's defaults"))
         return found
+
+
+def _add_option(folder: FolderBuilder, path: KeyPath, value: Any) -> None:
+    """Add an option of a param group; a loader asks for a tensor where its own option is one."""
+    if isinstance(value, SmallTensor):
+        folder.add_tensor(path, value.dtype, value.shape, lambda begin, end: value.content, is_cut=False)
+    else:
+        folder.add_object(path, value)
 
 
 def _slots(state: State, dtype: str) -> Content:

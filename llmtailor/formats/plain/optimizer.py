@@ -23,7 +23,7 @@ from typing import Any
 
 from llmtailor.checkpoint.optimizer import NAME_KEYS, SAVED_NAMES
 from llmtailor.codes import Code
-from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_step, read_tensor
+from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_options, read_step, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
@@ -191,7 +191,7 @@ def _refuse_others(state: Mapping[Any, Any], options: Collection[str], where: st
 
 def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     state = get(tree, "state", dict, where)
-    groups = tuple(_read_group(group, where) for group in get(tree, "param_groups", list, where))
+    groups = tuple(_read_group(root, group, where) for group in get(tree, "param_groups", list, where))
     ids = [number for group in groups for number in group.ids]
     _check_ids(ids, state, where)
     options = keys_below(tree, "param_groups")
@@ -214,7 +214,7 @@ def _read(root: Path, tree: Any, where: str) -> SavedOptimizer:
     )
 
 
-def _read_group(node: Any, where: str) -> SavedGroup:
+def _read_group(root: Path, node: Any, where: str) -> SavedGroup:
     group = as_dict(node, "a param group", where)
     ids = as_ints(group.get("params"))
     if ids is None:
@@ -227,7 +227,8 @@ def _read_group(node: Any, where: str) -> SavedGroup:
         if len(listed) != len(ids):
             raise damaged(where, f"a param group has {len(ids)} ids and {len(listed)} names in {key}")
         names = tuple(check_name(name, key, where) for name in listed)
-    return SavedGroup(ids, names, {key: value for key, value in group.items() if key not in ("params", SAVED_NAMES)})
+    options = {key: value for key, value in group.items() if key not in ("params", SAVED_NAMES)}
+    return SavedGroup(ids, names, read_options(root, options, where))
 
 
 def _check_ids(ids: list[int], state: Mapping[Any, Any], where: str) -> None:

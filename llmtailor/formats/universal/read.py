@@ -111,7 +111,7 @@ def read_global_state(trees: Trees, path: str, where: str) -> GlobalState:
     all groups. Raises SourceError.
     """
     tree = as_dict(trees.read(path, where).tree, "the file", where)
-    groups = tuple(read_param_group(group, where) for group in get(tree, "param_groups", list, where))
+    groups = tuple(read_param_group(trees.root, group, where) for group in get(tree, "param_groups", list, where))
     owned = [flat_id for ids, _ in groups for flat_id in ids]
     if owned != list(range(len(owned))) or not owned:
         raise damaged(where, f"the param groups own the sub-groups {owned}, in this order", Code.FIELD_CONFLICT)

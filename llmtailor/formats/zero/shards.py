@@ -152,7 +152,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
         groups, state = tuple(((number,), {}) for number in range(len(masters))), dict(enumerate(inner))
     else:
         inner = get(outer, inner_key, dict, where)
-        groups = tuple(read_param_group(group, where) for group in get(inner, "param_groups", list, where))
+        groups = tuple(read_param_group(root, group, where) for group in get(inner, "param_groups", list, where))
         state = get(inner, "state", dict, where)
         _refuse_others(state, [hyper for _, hyper in groups], where)
         ids = [flat_id for owned, _ in groups for flat_id in owned]
@@ -252,7 +252,7 @@ def read_stage(outer: Mapping[str, Any], known: tuple[int, ...], file: str, wher
     raise damaged(where, f"zero_stage is {stated} in a file {file}", Code.FIELD_CONFLICT)
 
 
-def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+def read_param_group(root: Path, group: Any, where: str) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the sub-groups that a param group owns, and its hyperparameters."""
     group = as_dict(group, "a param group", where)
     ids = as_ints(group.get("params"))
@@ -263,7 +263,7 @@ def read_param_group(group: Any, where: str) -> tuple[tuple[int, ...], dict[str,
     if group.get("use_muon"):
         what, fix = "the optimizer is Muon, whose state is not elementwise", "only Adam-like optimizers can be composed"
         raise AnotherOptimizer.at(where, what, fix)
-    return ids, {key: value for key, value in group.items() if key != "params"}
+    return ids, fields.read_options(root, {key: value for key, value in group.items() if key != "params"}, where)
 
 
 def _mappings(node: Any) -> tuple[dict[str, tuple[Any, Any]], ...]:
