@@ -150,12 +150,17 @@ def fit(
     others = [weight for weight in weights if weight not in trainable and not (model and weight in model.tied)]
     if model and all(param in model.params for param in trainable):
         buffers = {buffer for buffer in others if buffer in model.buffers or buffer in listed}
-        wanted = {**model.params, **{buffer: weights[buffer] for buffer in others if buffer in buffers}}
+        if model.params.keys() <= weights.keys():  # the rest are modules that the config does not describe
+            buffers |= {name for name in others if name not in model.params and _is_integer(weights_held[name])}
+            added = others
+        else:  # or other names of the params that are missing
+            added = [name for name in others if name in buffers]
+        wanted = {**model.params, **{name: weights[name] for name in added}}
         tied = model.tied
     else:  # a custom model, known by the names in the param groups
         known = {param: shape or weights.get(param, ()) for param, shape in zip(trainable, shapes, strict=True)}
         wanted = {**known, **{other: weights[other] for other in others}}
-        buffers = {other for other in others if weights_held[other].dtype not in FLOATING} | set(listed)
+        buffers = {other for other in others if _is_integer(weights_held[other])} | set(listed)
         tied = {name: stored for name, stored in model.tied.items() if stored in wanted} if model else {}
     problems = compare_shapes(ids, shapes, list(trainable), wanted, where)
     problems += [
@@ -194,6 +199,10 @@ def fit(
         tied,
         {**{param: param for param in wanted if param in weights}, **dict(renamed)},
     )
+
+
+def _is_integer(held: TensorEntry) -> bool:
+    return held.dtype not in FLOATING
 
 
 def _numel(shapes: Mapping[str, tuple[int, ...]]) -> int:

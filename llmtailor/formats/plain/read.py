@@ -8,7 +8,7 @@ Adam counts its ``step`` per param here, so every param is its own sub-group, nu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,10 @@ from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_json
+from llmtailor.containers.fields import read_tied
+from llmtailor.containers.json import read_json, read_strict_json
 from llmtailor.containers.safetensors import SINGLE, read_weights
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
 from llmtailor.formats.field_tables import check_fields
@@ -50,6 +51,8 @@ from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, Sta
 OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
+TIED_KEY = "tied"
+"""In the same: JSON, tied names and the names that their values are stored under"""
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files of a DeepSpeed or FSDP checkpoint"""
 _PLAIN = (OPTIMIZER, SCHEDULER, *(CLIENTS[ACCELERATE].optimizer, CLIENTS[ACCELERATE].scheduler, "random_states_0.pkl"))
@@ -150,7 +153,8 @@ def _index(
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
     of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    index = make_index(root, name, optimizer, trainer, groups, known.params, known.tied, of_weights)
+    tied = {**known.tied, **_listed_ties(root, name, known.params)}
+    index = make_index(root, name, optimizer, trainer, groups, known.params, tied, of_weights)
     findings += find_stateless(index, where)
     if not has_names(optimizer):
         findings += frozen_by_guess(known.params, where)
@@ -353,6 +357,19 @@ def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Findi
 
 def _world_size(files: Iterable[str]) -> int:
     return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
+
+
+def _listed_ties(root: Path, name: str, params: Container[str]) -> dict[str, str]:
+    """Return the tied names that a composite's weight files list."""
+    found: dict[str, str] = {}
+    for file in read_weights(root, name):
+        if text := file.metadata.get(TIED_KEY):
+            where = PathIn(name, file.path)
+            try:
+                found |= read_tied(read_strict_json(text.encode()), where)
+            except (ValueError, RecursionError) as error:
+                raise damaged(where, f"its metadata {TIED_KEY} is not JSON ({error})") from error
+    return {tied: stored for tied, stored in found.items() if stored in params and tied not in params}
 
 
 def listed_buffers(root: Path, name: str) -> set[str]:

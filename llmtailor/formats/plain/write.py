@@ -11,8 +11,9 @@ base's do, and else under a key of ours; the Trainer keeps the key and saves it 
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, Unsupp
 from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.format import Wanted
 from llmtailor.formats.made import made_client_files, of_others
-from llmtailor.formats.plain.read import BUFFERS_KEY
+from llmtailor.formats.plain.read import BUFFERS_KEY, TIED_KEY
 from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCHEDULER, lay_out_trainer_files
 from llmtailor.formats.weights import adapter_file, new_weights
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
@@ -136,7 +137,7 @@ def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
         return [lay_out_weights(_from_originals(file, base), dtype)]
     if base.has_masters or not base.has_weight_files or _is_renamed(base):  # a resume looks for the params' own names
         files = new_weights(replace(base, saved_as=None), dtype=dtype)
-        files = tuple(replace(file, metadata={**file.metadata, **_buffers_in(file.tensors, base)}) for file in files)
+        files = tuple(replace(file, metadata={**file.metadata, **_roles_in(file.tensors, base)}) for file in files)
     else:
         files = read_weights(base.root, base.name)
     return lay_out_weight_files(tuple(_from_originals(file, base) for file in files), None)
@@ -158,6 +159,9 @@ def _from_originals(file: WeightFile, base: CheckpointIndex) -> WeightFile:
     return replace(file, filled_by=filled_by)
 
 
-def _buffers_in(shard: Iterable[str], base: CheckpointIndex) -> dict[str, str]:
-    buffers = [name for name in shard if name in base.params and base.params[name].role == "buffer"]
-    return {BUFFERS_KEY: ",".join(buffers)} if buffers else {}
+def _roles_in(shard: Container[str], base: CheckpointIndex) -> dict[str, str]:
+    """Return the metadata of a weight file: what neither its tensors nor, of an added module, the config tells."""
+    buffers = [name for name, param in base.params.items() if name in shard and param.role == "buffer"]
+    tied = {name: stored for name, stored in base.tied.items() if stored in shard}
+    listed = {BUFFERS_KEY: ",".join(buffers)} if buffers else {}
+    return listed | ({TIED_KEY: json.dumps(tied)} if tied else {})
