@@ -151,7 +151,7 @@ def write(
                         upload.take(staging.path / name, name, crc32(data))
                 if upload is not None:
                     upload.show()
-                _check_written(composition, staging.path if upload is None else composition.out)
+                check_written(composition, staging.path if upload is None else composition.out)
                 logger.info("verified what was written in %s", watch.lap())
                 stop.check()
                 if upload is None:
@@ -229,7 +229,7 @@ def _kind(finding: Finding) -> tuple[object, ...]:
     return finding.code, finding.severity, finding.path, finding.params
 
 
-def _check_written(composition: Composition, staging: Path) -> None:
+def check_written(composition: Composition, staging: Path) -> None:
     """Verify the output like any other checkpoint, and compare it with the plan.
 
     Findings that the same files of the sources have were reported as notices before anything was written.

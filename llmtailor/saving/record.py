@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from functools import partial
 
 from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.errors import StorageError, TailorError, Unanswered
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
+from llmtailor.runs.prove import prove_step
 from llmtailor.runs.retention import deletable
 from llmtailor.saving.levels import Copier, Finished
 from llmtailor.saving.ranks import Ranks
@@ -33,6 +36,9 @@ class RunRecord:
         self._ranks = ranks
         self.keep_composable = keep_composable
         self._carried = carried
+        self.is_proven = False
+        """Whether a save of this process was found to be composable, or was reported not to be"""
+        self._proof: threading.Thread | None = None
 
     def begin(self, past: Past) -> None:
         """Record the attempt of a loop that did not call `PartialSaver.start`."""
@@ -54,12 +60,44 @@ class RunRecord:
 
     def published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
         """Log a save, and delete what is no longer needed; copy it first if there is a second level."""
-        line, retire = report.to_json(), partial(self._retire, ledger)
+        line, retire = report.to_json(), partial(self._complete, ledger, save.step)
         if self.copier is not None:
             self.copier.add(Finished(save.step, save.save_id, began, line, retire))
         elif self._ranks.is_first:
             self.append(line)
             retire()
+
+    def close(self) -> None:
+        """Wait for the proof, if it is under way."""
+        if self._proof is not None:
+            self._proof.join()
+
+    def _complete(self, ledger: Ledger, step: int) -> list[int]:
+        """Prove the first save to be composable, in a thread of its own, and do what `_retire` does."""
+        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
+            self._proof = threading.Thread(target=self._prove, args=(step,), name="llmtailor-proof", daemon=True)
+            self._proof.start()
+        return self._retire(ledger)
+
+    def _prove(self, step: int) -> None:
+        """Plan a composite, and say so if that fails. Training continues: what is saved may be of use all the same."""
+        there = self._folder.complete().keys()
+        try:
+            prove_step(self._folder.run, step)
+        except (OSError, StorageError, Unanswered) as error:
+            logger.info("whether step %d can be composed is not known: %s", step, error)
+        except Exception as error:
+            if there - self._folder.complete().keys():  # deleted meanwhile; the next save is looked at
+                return
+            logger.error(
+                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training continues and "
+                "saves; keep full checkpoints, too, until this is solved",
+                step,
+                error,
+                exc_info=None if isinstance(error, TailorError) else error,
+            )
+            self.append({"step": step, "not_composable": str(error)})
+        self.is_proven = True
 
     def _retire(self, ledger: Ledger) -> list[int]:
         """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""

@@ -256,6 +256,7 @@ class PartialSaver:
             self.record.copier = None
             if self.first is not self.folder:
                 self.first.unlock()
+        self.record.close()
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -414,6 +415,7 @@ class PartialSaver:
         logger.warning("the set of trained params has changed; the next save is complete")
         self.model, self.training = find_trained_parts(self._training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
+        self.record.is_proven = False
         self.ledger = self.ledger.without(self.ledger.held_by.keys())
 
     def _find_state(self, step: int | None, most_skipped: int) -> bool:

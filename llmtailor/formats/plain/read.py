@@ -8,7 +8,7 @@ Adam counts its ``step`` per param here, so every param is its own sub-group, nu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ OTHER_WEIGHTS = "pytorch_model.bin"
 BUFFERS_KEY = "buffers"
 """In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
 TIED_KEY = "tied"
-"""In the same: JSON, tied names and the names that their values are stored under"""
+"""In the same, also if there are none: JSON, tied names and the names that their values are stored under"""
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
 """Files of a DeepSpeed or FSDP checkpoint"""
 _PLAIN = (OPTIMIZER, SCHEDULER, *(CLIENTS[ACCELERATE].optimizer, CLIENTS[ACCELERATE].scheduler, "random_states_0.pkl"))
@@ -144,7 +144,8 @@ def _index(
     """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
     where = PathIn(name, trainer.client.optimizer)
     findings = list(trainer.findings)
-    model = _ask_model(root, name, optimizer, trainer, findings)
+    ties = _listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
+    model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
     if has_names(optimizer):
         groups = listed_names(optimizer, where)
     else:
@@ -153,7 +154,7 @@ def _index(
     weights = {state.param: held for state, held in stored.items()}
     known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
     of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    tied = {**known.tied, **_listed_ties(root, name, known.params)}
+    tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
     index = make_index(root, name, optimizer, trainer, groups, known.params, tied, of_weights)
     findings += find_stateless(index, where)
     if not has_names(optimizer):
@@ -359,17 +360,18 @@ def _world_size(files: Iterable[str]) -> int:
     return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
 
 
-def _listed_ties(root: Path, name: str, params: Container[str]) -> dict[str, str]:
-    """Return the tied names that a composite's weight files list."""
+def _listed_ties(root: Path, name: str) -> dict[str, str] | None:
+    """Return the tied names that a composite's weight files list; None if a file was not written by llmtailor."""
     found: dict[str, str] = {}
     for file in read_weights(root, name):
-        if text := file.metadata.get(TIED_KEY):
-            where = PathIn(name, file.path)
-            try:
-                found |= read_tied(read_strict_json(text.encode()), where)
-            except (ValueError, RecursionError) as error:
-                raise damaged(where, f"its metadata {TIED_KEY} is not JSON ({error})") from error
-    return {tied: stored for tied, stored in found.items() if stored in params and tied not in params}
+        if (text := file.metadata.get(TIED_KEY)) is None:
+            return None
+        where = PathIn(name, file.path)
+        try:
+            found |= read_tied(read_strict_json(text.encode()), where)
+        except (ValueError, RecursionError) as error:
+            raise damaged(where, f"its metadata {TIED_KEY} is not JSON ({error})") from error
+    return found
 
 
 def listed_buffers(root: Path, name: str) -> set[str]:

@@ -164,4 +164,4 @@ def _roles_in(shard: Container[str], base: CheckpointIndex) -> dict[str, str]:
     buffers = [name for name, param in base.params.items() if name in shard and param.role == "buffer"]
     tied = {name: stored for name, stored in base.tied.items() if stored in shard}
     listed = {BUFFERS_KEY: ",".join(buffers)} if buffers else {}
-    return listed | ({TIED_KEY: json.dumps(tied)} if tied else {})
+    return {**listed, TIED_KEY: json.dumps(tied)}
