@@ -228,12 +228,13 @@ class ZeroTraining:
             shapes = Fixed(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
         return {
             "module": Fixed(self._module()),
-            "buffer_names": engine._get_buffer_names(),
+            "buffer_names": [*dict.fromkeys((*engine._get_buffer_names(), *self._buffers))],
             "param_shapes": [
                 Fixed(OrderedDict((name, torch.Size(shape)) for name, shape in group.items())) for group in self._shapes
             ],
             "frozen_param_shapes": shapes,
-            "shared_params": engine._get_shared_params(),
+            # DeepSpeed passes over a module that is registered a second time, and the module lists its params
+            "shared_params": {**engine._get_shared_params(), **(self.tied if self.ranks.is_first else {})},
             "frozen_param_fragments": fragments,
         }
 

@@ -177,12 +177,13 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model's state dict; one of a module with several names is there by all of them."""
     transient = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+    return {name: one for name, one in model.named_buffers(remove_duplicate=False) if name not in transient}
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
