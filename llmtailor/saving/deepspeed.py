@@ -226,14 +226,15 @@ class ZeroTraining:
         if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
             fragments = Fixed(OrderedDict((name, Kept(self._frozen_name(), name)) for name in frozen))
             shapes = Fixed(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
+        again = [name for name, stored in self.tied.items() if stored in self._buffers]
         return {
             "module": Fixed(self._module()),
-            "buffer_names": [*dict.fromkeys((*engine._get_buffer_names(), *self._buffers))],
+            "buffer_names": [*dict.fromkeys((*engine._get_buffer_names(), *self._buffers, *again))],
             "param_shapes": [
                 Fixed(OrderedDict((name, torch.Size(shape)) for name, shape in group.items())) for group in self._shapes
             ],
             "frozen_param_shapes": shapes,
-            # DeepSpeed passes over a module that is registered a second time, and the module lists its params
+            # DeepSpeed passes over a module that is registered a second time; its state dict has it by both names
             "shared_params": {**engine._get_shared_params(), **(self.tied if self.ranks.is_first else {})},
             "frozen_param_fragments": fragments,
         }
@@ -249,13 +250,14 @@ class ZeroTraining:
         state = self.model.state_dict()
         module: OrderedDict[str, Any] = OrderedDict()
         for name, tensor in state.items():
-            fact = self.params.get(self.tied.get(name, name))
-            if fact is None and name not in self._buffers:  # PEFT leaves out what is frozen
+            stored = self.tied.get(name, name)
+            fact = self.params.get(stored)
+            if fact is None and stored not in self._buffers:  # PEFT leaves out what is frozen
                 continue
-            if name in self._buffers:
-                module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{name}")
+            if stored in self._buffers:
+                module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{stored}")
             elif self.stage < 3 and fact is not None and fact.role == "frozen":
-                module[name] = Kept(self._frozen_name(), self.tied.get(name, name))
+                module[name] = Kept(self._frozen_name(), stored)
             else:
                 module[name] = Left(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
         if hasattr(state, "_metadata"):

@@ -177,21 +177,27 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of a model's state dict; one of a module with several names is there by all of them."""
+    """Return the buffers of a model's state dict, each by its first name there."""
+    tied = tied_names(model)
+    return {name: buffer for name, buffer in _buffers_by_name(model) if name not in tied}
+
+
+def _buffers_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    return {name: one for name, one in model.named_buffers(remove_duplicate=False) if name not in transient}
+    yield from (one for one in model.named_buffers(remove_duplicate=False) if one[0] not in transient)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return the additional names of params, and the names they are stored under."""
+    """Return the additional names of params and persistent buffers, and the names they are stored under."""
     first: dict[int, str] = {}
     tied = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        stored = first.setdefault(id(param), name)
+    with_elements = (one for one in _buffers_by_name(model) if one[1].numel())  # as safetensors sees it
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *with_elements):
+        stored = first.setdefault(id(tensor), name)
         if stored != name:
             tied[name] = stored
     return tied

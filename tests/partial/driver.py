@@ -228,6 +228,21 @@ def arguments(job: Job, folder: Path) -> TrainingArguments:
     return TrainingArguments(**{**usual, **(job.arguments or {})})
 
 
+def add_frozen(model: Any) -> None:
+    """Give a layer what the config does not describe: a frozen module with buffers."""
+    layer = next(module for name, module in model.named_modules() if name.endswith(".layers.0"))
+    layer.added = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
+
+
+class TensorRates(LayerGroups):  # type: ignore[misc]
+    """Rates and betas as tensors, as torch asks for in captured graphs."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        for group in super().create_optimizer(model).param_groups:
+            group["lr"], group["betas"] = torch.tensor(group["lr"]), tuple(map(torch.tensor, group["betas"]))
+        return self.optimizer
+
+
 def make_model(job: Job) -> Any:
     set_seed(job.seed)
     arch, _, more = job.arch.partition("+")
@@ -236,6 +251,7 @@ def make_model(job: Job) -> Any:
         model = get_peft_model(model, LORA)
     if job.extras:
         add_extras(model)
+        add_frozen(model)
     for name, param in model.named_parameters():
         if any(fnmatch.fnmatch(name, glob) for glob in job.frozen):
             param.requires_grad = False
@@ -279,7 +295,8 @@ def train(job: Job, root: Path) -> None:
     rank = args.process_index
     resume = prepare(job, root, rank)
     model = make_model(job)
-    trainer: Any = watched(LayerGroups if job.groups == "layer" else Trainer, job, folder)(
+    grouped = TensorRates if job.extras else LayerGroups
+    trainer: Any = watched(grouped if job.groups == "layer" else Trainer, job, folder)(
         model=model,
         args=args,
         train_dataset=Tokens(),

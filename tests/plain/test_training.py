@@ -29,6 +29,20 @@ def freeze_embeddings(model):
     model.get_input_embeddings().weight.requires_grad_(False)
 
 
+def add_frozen(model):
+    """A module that the config does not describe, with integers among its buffers."""
+    model.added = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4, affine=False)).requires_grad_(
+        False
+    )
+
+
+class TensorRates(NamedGroups):
+    def create_optimizer(self, model=None):
+        for group in super().create_optimizer(model).param_groups:
+            group["lr"], group["betas"] = torch.tensor(group["lr"]), tuple(map(torch.tensor, group["betas"]))
+        return self.optimizer
+
+
 RUNS = {
     "llama": {"arch": "llama"},
     "qwen2-tied": {"arch": "qwen2", "tied": True},
@@ -36,6 +50,8 @@ RUNS = {
     "bf16": {"arch": "llama", "dtype": torch.bfloat16},
     "frozen": {"arch": "llama", "prepare": freeze_embeddings},
     "named": {"arch": "llama", "kind": NamedGroups},
+    "added": {"arch": "llama", "prepare": add_frozen},
+    "added-tensors": {"arch": "llama", "prepare": add_frozen, "kind": TensorRates},
     "named-tied": {"arch": "qwen2", "tied": True, "kind": NamedGroups},
 }
 
@@ -68,7 +84,7 @@ def test_an_index_says_what_the_live_optimizer_holds(trained):
     assert bool(index.tied) == ("tied" in name)
     if "tied" in name:
         assert set(index.tied) == {"lm_head.weight"} and not set(index.tied) & set(index.params)
-    assert bool(index.findings) == (name == "frozen")
+    assert bool(index.findings) == (name in ("frozen", "added"))
 
 
 def test_a_checkpoint_converted_into_itself_resumes_with_the_same_losses(trained, tmp_path):

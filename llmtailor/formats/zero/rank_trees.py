@@ -67,7 +67,8 @@ class ZeroTarget:
     def dtype(self, state: State) -> str:
         """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
         if self.base.has_masters or state.kind == BUFFER:
-            return self.base.held[state].live_dtype
+            held = self.base.held.get(state)  # an empty buffer may not be held
+            return held.live_dtype if held else "F32"
         return self.precision if state.kind == FROZEN else "F32"
 
     def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,13 +186,13 @@ def model_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
 def _placeholders(target: ZeroTarget, rank: int, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the module of ZeRO-3: buffers, and placeholders for params, which live in the optimizer's files."""
     for name, node in names.items():
-        param = target.base.params.get(name)
+        param = target.base.params.get(target.base.tied.get(name, name))
         if param is None and name not in target.base.tied:  # PEFT left out the param that this is another name of
             continue
         if param is None or param.role != "buffer":
             yield name, make_tensor(target.precision, (0,), ())
         else:
-            yield name, _whole(target, State(name, BUFFER), rank * param.numel) if param.numel else node
+            yield name, _whole(target, State(param.name, BUFFER), rank * param.numel) if param.numel else node
 
 
 def _whole_params(target: ZeroTarget, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -336,6 +336,8 @@ def _rest3(files: ShardFiles, usual: ModelShard, model: Sequence[ModelShard | No
             entry = TensorEntry(like.dtype, shape, Sliced(extents, 0, part, ITEMSIZE[like.dtype]))
         yield Param(param, shape, "frozen"), FROZEN, entry
     for param, like in usual.module.items():
+        if param in usual.tied:
+            continue
         extents = _extents(files.model, model, lambda shard: shard.module[param])  # noqa: B023
         yield Param(param, like.shape, "buffer"), BUFFER, _copies(extents, like)
 
@@ -344,9 +346,11 @@ def _rest12(model: ModelShard) -> Untrained:
     """Yield those of ZeRO-1/2: one file for all ranks, so every rank has the buffers of rank 0."""
     trained = {param for shapes in model.param_shapes for param in shapes}
     for name, tensor in model.module.items():
+        if name in model.tied:
+            continue
         if name in model.buffer_names:
             yield Param(name, tensor.shape, "buffer"), BUFFER, _copies((tensor.extent,) * model.world_size, tensor)
-        elif name not in trained and name not in model.tied:
+        elif name not in trained:
             yield Param(name, tensor.shape, "frozen"), FROZEN, _whole(model.fragments.get(name, tensor))
 
 
