@@ -31,9 +31,8 @@ def freeze_embeddings(model):
 
 def add_frozen(model):
     """A module that the config does not describe, with integers among its buffers."""
-    model.added = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4, affine=False)).requires_grad_(
-        False
-    )
+    norm = torch.nn.BatchNorm1d(4, affine=False)
+    model.added = torch.nn.Sequential(torch.nn.Linear(6, 4), norm).requires_grad_(False)
 
 
 class TensorRates(NamedGroups):
