@@ -1,6 +1,7 @@
 """Trainings under fully_shard on CPU ranks over gloo, forked from one process, with the saver and the truth.
 
-Under HSDP, some params are frozen.
+Under HSDP, some params are frozen, a frozen module is one that the config does not describe, and it has two names; the
+learning rate is a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from plain.training import Tokens
 
 STEPS, VOCAB = 6, 62
 RANKS = {"fsdp": 3, "hsdp": 4, "partly": 2, "trainer": 2, "experts": 2}
-FROZEN = ("embed_tokens", ".layers.1.")
+FROZEN = ("embed_tokens", ".layers.1.", "added")
 
 
 def build(kind: str) -> Any:
@@ -47,7 +48,18 @@ def build(kind: str) -> Any:
     if kind == "experts":
         moe = {"num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
         return MixtralForCausalLM(MixtralConfig(**sizes, **moe))
-    return LlamaForCausalLM(LlamaConfig(**sizes))
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    if kind == "hsdp":
+        model.model.added = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+        model.model.again = model.model.added
+        for name, param in model.named_parameters():
+            param.requires_grad = not any(word in name for word in FROZEN)
+    return model
+
+
+def optimizer_for(model: Any, kind: str) -> Any:
+    rate = torch.tensor(1e-2) if kind == "hsdp" else 1e-2
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=rate)
 
 
 def shard(model: Any, kind: str) -> None:
@@ -65,11 +77,8 @@ def whole(value: Any) -> Any:
 
 def train(kind: str, folder: Path, rank: int) -> None:
     model = build(kind)
-    if kind == "hsdp":
-        for name, param in model.named_parameters():
-            param.requires_grad = not any(word in name for word in FROZEN)
     shard(model, kind)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = optimizer_for(model, kind)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"policy": "round_robin:4", "experts": "parts"} if kind == "experts" else {"policy": "adaptive"}
 

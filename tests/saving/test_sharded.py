@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from helpers.commands import run_here  # noqa: E402
@@ -18,7 +20,7 @@ from llmtailor.containers.safetensors import read_header  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from llmtailor.runs.save_log import LOG, read_log  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
-from saving.sharded import RANKS  # noqa: E402
+from saving.sharded import RANKS, build, optimizer_for  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,26 @@ def test_composites_hold_what_the_ranks_held(trained, kind, tmp_path):
         assert files == [f"frozen-{rank:05}-of-00004.safetensors" for rank in range(4)] * (kind == "hsdp")
         assert all((path / file).stat().st_nlink == 3 for file in files), "the same in every save"
         assert AutoModelForCausalLM.from_pretrained(out).config.architectures == ["LlamaForCausalLM"]
+
+
+def test_torch_loads_modules_under_two_names_and_a_rate_that_is_a_tensor(trained, tmp_path):
+    truth, _ = torch.load(trained / "hsdp" / "truth.pt")
+    done = run_here("merge", "--run", trained / "hsdp" / "run", "--at", 2, "--to", "dcp", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    model = build("hsdp")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    optimizer = optimizer_for(model, "hsdp")
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    optimizer.param_groups[0]["lr"].zero_()
+    dcp.load(states, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+    assert optimizer.param_groups[0]["lr"] == torch.tensor(1e-2)
+    for name, param in model.named_parameters():
+        wanted = truth[2][name]
+        assert torch.equal(param, wanted["master"]), name
+        assert all(torch.equal(value, wanted[kind]) for kind, value in optimizer.state[param].items())
 
 
 def newest_of_experts(run, step):

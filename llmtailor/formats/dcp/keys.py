@@ -32,6 +32,8 @@ from llmtailor.formats.dcp.folder import Stored
 STATE, GROUPS = "state", "param_groups"
 BUFFERS = ("llmtailor", "buffers")
 """Path of the names of buffers, in what llmtailor writes: a training saves them like params"""
+TIED = ("llmtailor", "tied")
+"""The same of tied names with the names that have their values: both are saved"""
 _USUAL = ("optimizer", "optim")
 MAX_GROUPS = 100_000
 ADAMW = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,19 @@ from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.fields import FLOATING, Tensor, read_option, read_step
+from llmtailor.containers.fields import FLOATING, Tensor, read_option, read_step, read_tied
 from llmtailor.containers.pickle_nodes import SmallTensor
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.checks import compare_steps, find_rounded
 from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards, read_folder, read_shards
-from llmtailor.formats.dcp.keys import BUFFERS, Optimizer, check_options, sort_keys, split_model
+from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.roles import with_buffers
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.other_optimizers import refuse_others
-from llmtailor.formats.plain.read import listed_buffers
+from llmtailor.formats.plain.read import listed_buffers, listed_ties
 from llmtailor.formats.rng import find_lost_rng, is_rng_file
 from llmtailor.formats.scheduler import compare_scheduler
 from llmtailor.formats.trainer import (
@@ -191,7 +191,8 @@ class _Indexing:
         prefix, weights, others = self._weights(rest, trained)
         self._check_states(optimizer, weights)
         steps = self._steps(optimizer, trained)
-        tied = self._find_tied(weights, set(trained))
+        listed = self._listed_ties(others)
+        tied = self._find_tied(weights, set(trained)) if listed is None else _those_in(weights, listed)
         world_size = self._world_size()
         params, held = self._hold(optimizer, weights, tied)
         dtypes = Counter(weights[param].held.dtype for param in trained)
@@ -300,6 +301,13 @@ class _Indexing:
             what = f"Adam's step of {some(lost)} is missing"
             raise SourceError.at(self.optimizer_where, what, _PARTIAL_LOAD, Code.STATE_MISSING)
         return steps | dict.fromkeys(unknown, max(steps.values(), default=0.0))  # all are alike but in a composite
+
+    def _listed_ties(self, others: Mapping[str, DcpEntry]) -> Mapping[str, str] | None:
+        """Return the tied names that llmtailor listed; None if it did not write the folder."""
+        if self.folders.form == WHOLE:
+            return attempt(lambda: listed_ties(self.root, self.name), self.problems)
+        entry = others.get(".".join(TIED))
+        return None if entry is None else read_tied(entry.content, self.optimizer_where)
 
     def _find_tied(self, weights: Mapping[str, Stored], trained: set[str]) -> dict[str, str]:
         """Return the names that no optimizer trains, and whose elements are all those of a trained param."""
@@ -415,6 +423,10 @@ class _Indexing:
 
 _ADAM = "use AdamW, or another optimizer with one element of state for each element of the params"
 _PARTIAL_LOAD = "a resume fails, or silently restarts it with allow_partial_load; copy the checkpoint again"
+
+
+def _those_in(weights: Collection[str], tied: Mapping[str, str]) -> dict[str, str]:
+    return {name: stored for name, stored in tied.items() if name in weights and stored in weights}
 
 
 def _is_like(one: TensorEntry, other: TensorEntry) -> bool:

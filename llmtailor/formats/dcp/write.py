@@ -28,7 +28,7 @@ from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
 from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
-from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, merge_alike
+from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.format import Wanted
@@ -88,7 +88,7 @@ class DcpWriter:
         target.add_model(folder)
         target.add_optimizer(folder)
         target.add_others(folder)
-        target.add_buffer_names(folder)
+        target.add_roles(folder)
         notices = target.notices()
         lost = [path for path in base.files if path == TRAINER_STATE or is_rng_file(path)]
         if base.run_family != DCP and (lost or base.inside):
@@ -155,7 +155,7 @@ class _Target:
         self.add_optimizer(optimizer)
         if self.style is self.base.train.dcp:
             self.add_others(optimizer)
-        self.add_buffer_names(optimizer)
+        self.add_roles(optimizer)
         if self.style.form == SHARDS:
             return [*self.shards(), *optimizer.finish()]
         self.add_model(model)
@@ -268,17 +268,18 @@ class _Target:
         others: Mapping[str, DcpEntry] = self.base.train.dcp.others if self.base.train.dcp else {}
         tree = scheduler_tree(self.base, self.wanted.from_group)
         for key, entry in others.items():
-            if entry.path[0] != LR_SCHEDULER and key != ".".join(BUFFERS):
+            if entry.path[0] != LR_SCHEDULER and key not in (".".join(BUFFERS), ".".join(TIED)):
                 folder.add_entry(entry)
         if isinstance(tree, dict):
             for name, value in tree.items():
                 folder.add_object((LR_SCHEDULER, str(name)), value)
 
-    def add_buffer_names(self, folder: FolderBuilder) -> None:
-        """Add the names of floating-point buffers, which look like frozen params to a later reader."""
+    def add_roles(self, folder: FolderBuilder) -> None:
+        """Add the names of floating-point buffers, and tied names: both look like frozen params to a later reader."""
         names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
         if names:
             folder.add_object(BUFFERS, names)
+        folder.add_object(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:
         found = []

@@ -144,7 +144,7 @@ def _index(
     """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
     where = PathIn(name, trainer.client.optimizer)
     findings = list(trainer.findings)
-    ties = _listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
+    ties = listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
     if has_names(optimizer):
         groups = listed_names(optimizer, where)
@@ -360,7 +360,7 @@ def _world_size(files: Iterable[str]) -> int:
     return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
 
 
-def _listed_ties(root: Path, name: str) -> dict[str, str] | None:
+def listed_ties(root: Path, name: str) -> dict[str, str] | None:
     """Return the tied names that a composite's weight files list; None if a file was not written by llmtailor."""
     found: dict[str, str] = {}
     for file in read_weights(root, name):
