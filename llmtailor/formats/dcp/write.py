@@ -279,7 +279,8 @@ class _Target:
         names = [param.name for param in self.base.params.values() if param.role == "buffer" and param.numel]
         if names:
             folder.add_object(BUFFERS, names)
-        folder.add_object(TIED, dict(self.base.tied))
+        if self.base.tied or any(param.role != "trainable" for param in self.base.params.values()):
+            folder.add_object(TIED, dict(self.base.tied))
 
     def notices(self) -> list[Problem]:
         found = []
