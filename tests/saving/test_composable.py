@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from llmtailor.recipe import Recipe  # noqa: E402
 from safetensors.torch import load_file, load_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import llmtailor  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
+from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.saving import saver_for  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from partial.composing import compose  # noqa: E402
