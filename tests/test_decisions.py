@@ -19,7 +19,7 @@ from llmtailor.recipe import Recipe
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 TEXTS = {"where", "what", "fix"}
 MAY_READ_TEXT = {
-    "'os error' not in str(error)": "tokenizers tells what the system said in a bare Exception, and in nothing but its text",
+    "'os error' not in str(error)": "tokenizers reports the system error only in the text of a bare Exception",
     "problem.what.split(' ')": "lists for people fold problems that differ in one word; nothing else depends on that",
     "word in problem.fix": "the same",
 }
