@@ -5,7 +5,9 @@ round, so a disk that gets slower or faster meanwhile does not favour anyone. Be
 is gone and the disk has settled (sync). The merge makes its files durable before it returns, so there are two
 yardsticks: a plain ``cp -r``, and ``cp -r`` plus an fsync of each file and folder, which is the like-for-like one.
 
-On a file system with reflinks, ``cp --reflink=always`` plus the fsyncs is measured too, and the merge without clones.
+The merge writes large files past the page cache; each is also measured through it, since the disk decides which is
+faster. The first line says what kind of disk that is. On a file system with reflinks, ``cp --reflink=always`` plus the
+fsyncs is measured too, and the merge without clones.
 
 This module imports nothing large: a child's peak memory counts from its parent's size at the fork.
 """
@@ -96,6 +98,32 @@ def has_reflinks(work: Path) -> bool:
     return able
 
 
+THROUGH_THE_CACHE = """
+from llmtailor.cli.main import main
+from llmtailor.engine import streams
+streams.bypass_cache = lambda *arguments: False
+main()
+"""
+
+
+def disk_of(work: Path) -> str:
+    """Return what is known about the disk: file system, device, whether it rotates, its cache, the kernel."""
+    status = work.stat()
+    number = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    fs_type, device = next((line[line.index("-") + 1 :][:2] for line in mounts if line[2] == number), ("?", "?"))
+    known = [f"{fs_type} on {device}"]
+    block = Path(f"/sys/dev/block/{number}").resolve()
+    queue = next((folder / "queue" for folder in (block, block.parent) if (folder / "queue").is_dir()), None)
+    if queue is not None:
+        rotates = (queue / "rotational").read_text().strip() == "1"
+        known.append("said to rotate" if rotates else "said not to rotate")
+        known += [
+            f"{name} {(queue / name).read_text().strip()}" for name in ("scheduler", "write_cache", "nr_requests")
+        ]
+    return ", ".join([*known, f"Linux {os.uname().release}", f"{os.cpu_count()} cores"])
+
+
 def forget(root: Path) -> None:
     """Drop a tree from the page cache, as far as the kernel listens."""
     for path in root.rglob("*"):
@@ -147,17 +175,27 @@ def contenders(options: argparse.Namespace, work: Path, sources: list[Path], out
         for name in options.recipes:
             config = work / f"{name}-{num}.yaml"
             config.write_text(recipe(sources[:num], num_layers, interleaved=name == "parity"))
-            command = [*options.llmtailor.split(), "merge", str(config), str(out), "--quiet"]
+            command = ["merge", str(config), str(out), "--quiet"]
             command += ["--dry-run"] * options.dry_run
             # A plan that would not fit on the disk (exit code 8) is measured all the same.
             accept = (0, 8) if options.dry_run else (0,)
-            found.append(Contender(f"merge {name}, {num} sources", partial(spawn, command, accept)))
+            for label, program in programs(options).items():
+                found.append(Contender(f"merge {name}, {num}{label}", partial(spawn, [*program, *command], accept)))
             if clones:
-                command = [*command, "--clone", "never"]
+                command = [*options.llmtailor[0].split(), *command, "--clone", "never"]
                 found.append(Contender(f"  {name}, {num}, no clones", partial(spawn, command)))
     for ranks in options.ranks:
-        command = [*options.llmtailor.split(), "convert", str(sources[0]), str(out), "--num-gpu", str(ranks), "--quiet"]
-        found.append(Contender(f"convert to {ranks} ranks", partial(spawn, command)))
+        command = ["convert", str(sources[0]), str(out), "--num-gpu", str(ranks), "--quiet"]
+        for label, program in programs(options).items():
+            found.append(Contender(f"convert to {ranks} ranks{label}", partial(spawn, [*program, *command])))
+    return found
+
+
+def programs(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the programs to measure, by what is added to the name of a row."""
+    found = {f" [{n + 1}]" if n else "": command.split() for n, command in enumerate(options.llmtailor)}
+    if not options.dry_run:
+        found[" (cached)"] = [sys.executable, "-c", THROUGH_THE_CACHE]
     return found
 
 
@@ -172,12 +210,12 @@ def report(measured: list[Contender], num_bytes: int) -> None:
 
     heads = f"{'median s':>10}{'min':>8}{'max':>8}{'GB/s':>8}{'/ cp+fsync':>12}{'/ cp':>8}"
     heads += f"{'CPU s':>8}{'/ cp+fsync':>12}{'peak MB':>10}{'new MB':>10}"
-    print(f"{'':24}{heads}")
+    print(f"{'':28}{heads}")
     for one in measured:
         median = statistics.median(one.seconds)
         rate = f"{num_bytes / median / 1e9:.2f}" if durable else "-"
         print(
-            f"{one.name:24}{median:10.2f}{min(one.seconds):8.2f}{max(one.seconds):8.2f}{rate:>8}"
+            f"{one.name:28}{median:10.2f}{min(one.seconds):8.2f}{max(one.seconds):8.2f}{rate:>8}"
             f"{ratio(one, durable):>12}{ratio(one, plain):>8}"
             f"{statistics.median(usage.cpu_seconds for usage in one.used):8.2f}{ratio(one, durable, of_cpu=True):>12}"
             f"{max(usage.peak_bytes for usage in one.used) / 1e6:10.1f}{statistics.median(one.new_bytes) / 1e6:10.1f}"
@@ -191,6 +229,7 @@ def measure(options: argparse.Namespace, work: Path) -> None:
     sources = make_sources(options, work)
     num_bytes = tree_bytes(sources[0])
     measured = contenders(options, work, sources, out)
+    print(f"disk: {disk_of(work)}; sources {'from the disk' if options.cold else 'in the page cache'}")
     print(f"{num_bytes / 1e9:.2f} GB a checkpoint, {options.world_size} ranks, {options.groups} groups, in {work}")
     for number in range(options.rounds):
         turn = number % len(measured)
@@ -233,7 +272,12 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="measure the planning only; nothing is written")
     parser.add_argument("--work", type=Path, default=Path("bench-run"), help="where; default: ./bench-run")
     parser.add_argument("--keep", action="store_true", help="keep the sources, and use those already there")
-    parser.add_argument("--llmtailor", default=f"{sys.executable} -m llmtailor", help="the command to measure")
+    parser.add_argument(
+        "--llmtailor",
+        nargs="+",
+        default=[f"{sys.executable} -m llmtailor"],
+        help="the command to measure; more commands get rows of their own",
+    )
     parser.add_argument("--json", type=Path, dest="json_path", help="write the single measurements to this file too")
     options = parser.parse_args()
 
