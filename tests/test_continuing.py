@@ -110,8 +110,9 @@ def damage_middle(file: Path) -> None:
         lambda file: os.truncate(file, 0),
         lambda file: file.open("ab").write(b"more"),
         lambda file: (file.unlink(), file.symlink_to(file.parents[3] / "recipe.yaml")),
+        lambda file: (file.unlink(), os.link(file.parents[3] / "recipe.yaml", file)),
     ],
-    ids=["flip", "gone", "cut", "empty", "longer", "link"],
+    ids=["flip", "gone", "cut", "empty", "longer", "link", "hard link"],
 )
 def test_what_is_damaged_is_written_again(left, damage):
     path = next(path for path, marks in peek(left.out).marks.items() if "optim" in path or "model_states" in path)
@@ -119,7 +120,7 @@ def test_what_is_damaged_is_written_again(left, damage):
     (left.staging / "out" / "foreign").write_text("x")
     assert left.run() == 0
     assert left.state() == "complete"
-    assert (left.root / "recipe.yaml").read_text() == RECIPE  # a link to it was not followed
+    assert (left.root / "recipe.yaml").read_text() == RECIPE  # a link to it was not written to
 
 
 def test_another_recipe_is_refused_unless_told_otherwise(left):

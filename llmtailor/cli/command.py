@@ -96,18 +96,10 @@ def notify(what: object) -> None:
     click.echo(f"note: {with_urls(str(what))}", err=True)
 
 
-def say_moved(moved: Moved, quiet: bool, link: bool = False) -> None:
-    """Print on stderr how much of an output is linked to its sources or shares blocks with them, if anything is.
-
-    ``link`` says that links were asked for.
-    """
+def say_moved(moved: Moved, quiet: bool) -> None:
+    """Print on stderr how much of an output shares blocks with its sources, if anything does."""
     from llmtailor.errors import size
 
-    if link and moved.unlinkable_files:
-        why = "no hard links to the source are possible (another file system or owner)"
-        notify(f"unchanged files that had to be copied: {moved.unlinkable_files}; {why}")
-    if link and not quiet:
-        click.echo(f"files linked: {moved.linked_files} ({size(moved.linked_bytes)})", err=True)
     if moved.cloned_bytes and not quiet:
         click.echo(f"cloned {size(moved.cloned_bytes)}, copied {size(moved.copied_bytes)}", err=True)
 

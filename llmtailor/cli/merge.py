@@ -208,7 +208,7 @@ def _merge(
     else:
         with progress_bar(bytes_to_move(composition), quiet=quiet) as on_progress:
             moved = write(composition, on_progress, notify, group)
-        say_moved(moved, quiet, wanted.link)
+        say_moved(moved, quiet)
         click.echo(f"wrote {report.out}", err=as_json)
         if as_json:
             say(moved)

@@ -87,12 +87,6 @@ CLONE = click.option(
     help="Whether what is written shares blocks with the checkpoints it is made from. auto: where the file system can "
     "(reflinks of XFS and Btrfs). never: write every byte. require: fail where it can't.",
 )
-LINK = click.option(
-    "--link",
-    is_flag=True,
-    help="Make whole files of tensors that a source has unchanged hard links to it, where possible; copy the others. "
-    "What is later written into one is in both: use it only if no training saves into these folders again.",
-)
 DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,
@@ -189,7 +183,6 @@ _TARGET = [
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."
     ),
     CLONE,
-    LINK,
     DISTRIBUTED,
     DRY_RUN,
     JSON,

@@ -8,6 +8,7 @@ import click
 
 from llmtailor.errors import UsageError
 
+_CLONE = "use --clone: on a file system with reflinks, unchanged data takes no space"
 _ALONE = "omit it: one process does the work; merge and convert are still shared by ranks"
 _BY_HAND = "write it as a recipe: llmtailor recipe RUN_DIR -o recipe.yaml is a start, and parts: takes any selection"
 REMOVED: dict[tuple[str, str], str] = {
@@ -24,6 +25,8 @@ REMOVED: dict[tuple[str, str], str] = {
     ("thin", "--distributed"): _ALONE,
     ("verify", "--distributed"): _ALONE,
     ("salvage", "--distributed"): _ALONE,
+    ("merge", "--link"): _CLONE,
+    ("convert", "--link"): _CLONE,
 }
 """(command, ``--option`` or ``--option VALUE``) -> what to do instead, as the fix of a message.
 

@@ -34,7 +34,6 @@ from llmtailor.errors import (
     TailorError,
     TargetError,
     UnsupportedCheckpoint,
-    UsageError,
 )
 from llmtailor.formats.attempt_mark import state_attempt, state_lags
 from llmtailor.formats.clients import choose_client, client_of
@@ -126,9 +125,6 @@ class Options:
     clone: Clone = "auto"
     """Whether the output shares blocks with its sources: ``auto`` where the file system can, ``never``, or ``require``,
     which fails where it can't"""
-    link: bool = field(default=False, repr=False)  # not shown, because it does not change the output's bytes
-    """Whether files of tensors that a source has unchanged become hard links to it, where possible. What is later
-    written into one of the two is then in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +183,6 @@ def plan_merge(
     reference, watch = indexes[base], Stopwatch()
     logger.info("the base is %s, %s", reference.name, "as the recipe says" if recipe.base else "the newest source")
     out = (out or recipe.output or _default_out(reference)).absolute()
-    if options.link and stand_in_of(out):
-        raise UsageError.at("--link", "an object store has no hard links", "omit it, or name a folder")
     if stand_in_of(reference.root) and not stand_in_of(out) and not named:
         raise TargetError.at(reference.name, "the base is in an object store, and no output is named", "name one")
     structure = find_structure(reference)

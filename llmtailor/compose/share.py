@@ -19,7 +19,6 @@ from llmtailor.compose.plan import Composition
 from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.journal import Identity, Journal
-from llmtailor.engine.linking import LinkedTo
 from llmtailor.engine.pool import Abandoned, Stop
 from llmtailor.engine.recheck import SourceFile, read_again
 from llmtailor.engine.staging import RANKS, acquire, lock_of, peek, rank_journal, release, staging_folder
@@ -63,7 +62,7 @@ def fingerprint(composition: Composition, identity: Identity) -> dict[str, str]:
     """Return what must be the same on all ranks."""
     facts = sorted((path, fact.num_bytes, fact.mtime_ns) for path, fact in identity.sources.items())
     options = composition.options
-    how = (options.restart, options.replace, options.checksum, options.clone, options.link)
+    how = (options.restart, options.replace, options.checksum, options.clone)
     return {
         "version of llmtailor": identity.tool_version,
         "recipe or options": _digest((identity.request, how)),
@@ -159,7 +158,6 @@ def write_share(composition: Composition, identity: Identity, group: RankGroup, 
             digest=options.checksum,
             stop=stop,
             clone=options.clone,
-            link=options.link,
         )
         results = _write(group, composition.plan, folder / "out", context)
     finally:
@@ -210,11 +208,9 @@ def _to_json(result: FileResult) -> dict[str, Any]:
         "crcs": base64.b64encode(array("I", result.crcs).tobytes()).decode(),
         "digest": result.digest,
         "moved": asdict(result.moved),
-        "linked": asdict(result.linked) if result.linked else None,
     }
 
 
 def _from_json(file: FileLayout, one: Mapping[str, Any]) -> FileResult:
     crcs = array("I", base64.b64decode(one["crcs"]))
-    linked = LinkedTo.from_json(one["linked"]) if one["linked"] else None
-    return FileResult(file, one["crc"], crcs, one["digest"], Moved(**one["moved"]), linked)
+    return FileResult(file, one["crc"], crcs, one["digest"], Moved(**one["moved"]))

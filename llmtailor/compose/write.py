@@ -130,7 +130,6 @@ def write(
                     digest=told.checksum,
                     stop=stop,
                     clone=told.clone,
-                    link=told.link,
                     direct=upload is None,
                     upload=upload,
                 )
@@ -194,7 +193,6 @@ def _check_sources(
     it or in a manifest next to it.
     """
     changed, doubtful = [], set()
-    linked = {(one.linked.source, one.linked.path): one.linked for one in results if one.linked}
     for remote in stand_ins.values():
         remote.list()
     for number, index in enumerate(composition.indexes):
@@ -209,8 +207,6 @@ def _check_sources(
                 )
                 continue
             known = before.get(f"{composition.plan.sources[number]}/{path}", now)
-            if (link := linked.get((number, path))) is not None and link.before == known:
-                known = link.after
             if now != known and not stand_in_of(index.root):
                 doubtful.add((number, path))
     if changed:

@@ -25,7 +25,6 @@ from llmtailor.engine import streams
 from llmtailor.engine.blending import blended
 from llmtailor.engine.filled import Filled
 from llmtailor.engine.journal import Mark
-from llmtailor.engine.linking import LinkedTo, NoLinks, link_file
 from llmtailor.engine.moving import Clone, Mover
 from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
 from llmtailor.engine.streams import Output, Sources, Store, cannot_write
@@ -65,12 +64,6 @@ class Moved:
     """Written"""
     kept_bytes: int = 0
     """Written by an earlier run that was interrupted"""
-    linked_bytes: int = 0
-    """In files that are hard links to the sources'"""
-    linked_files: int = 0
-    """The number of these files"""
-    unlinkable_files: int = 0
-    """The number of files that should have been, but had to be copied: no links are possible there"""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*map(operator.add, astuple(self), astuple(other)))
@@ -87,8 +80,6 @@ class FileResult:
     digest: str | None
     """XXH3 of the file, if requested"""
     moved: Moved
-    linked: LinkedTo | None = None
-    """What the file is a link to; None if it was there already"""
 
     @property
     def path(self) -> str:
@@ -129,8 +120,6 @@ class Context:
     direct: bool = True
     """Whether large files bypass the page cache where they can, which takes half of the CPU time; not for what is read
     again at once"""
-    link: bool = False
-    """Whether files that a source has unchanged become hard links to it, where possible"""
     upload: Upload | None = None
     """Takes each file away when it is complete"""
 
@@ -192,18 +181,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
     sources = Sources(work.plan.sources, work.facts, context.stores)
-    unlinkable = 0
     try:
-        if marks and target.exists() and target.lstat().st_nlink > 1:
-            target.unlink()  # it is a source's file, too, so it must not be written to
-            marks = ()
-        if context.link and not marks:
-            try:
-                if (linked := _link_file(work, file, target, sources)) is not None:
-                    logger.info("%s: linked, %s bytes, in %s", file.path, f"{file.num_bytes:,}", watch.lap())
-                    return linked
-            except NoLinks:
-                unlinkable = 1
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if marks else os.O_EXCL), 0o666)
         try:
             with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
@@ -223,21 +201,8 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     except OSError as error:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
-    moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept, unlinkable_files=unlinkable)
+    moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept)
     return FileResult(file, filled.crc, array("I", filled.crcs), output.hexdigest(), moved)
-
-
-def _link_file(work: _Work, file: FileLayout, target: Path, sources: Sources) -> FileResult | None:
-    """Make one file by linking it to a source's that has all its bytes, if there is one. Raises as `link_file`."""
-    context = work.context
-    with work.turns:
-        context.stop.check()
-        linked = link_file(file.made(), target, sources, work.facts, context)
-    if linked is None:
-        return None
-    context.record(file.path, Mark(file.num_bytes, linked.filled.crc))
-    moved = Moved(linked_bytes=file.num_bytes, linked_files=1)
-    return FileResult(file, linked.filled.crc, array("I", linked.filled.crcs), linked.digest, moved, linked.source)
 
 
 def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Context) -> tuple[Filled, Output]:

@@ -41,11 +41,10 @@ def free_bytes(out: Path) -> int:
 
 
 def occupied_bytes(out: Path) -> int:
-    """Return the space that an earlier merge into ``out`` takes and the next one reuses; links take none."""
+    """Return the space that an earlier merge into ``out`` takes and the next one reuses."""
     total = 0
     for folder, _, names in os.walk(staging_folder(out)):
         for name in names:
             with suppress(FileNotFoundError):  # another merge is running during a dry run
-                status = (Path(folder) / name).lstat()
-                total += status.st_blocks * 512 if status.st_nlink == 1 else 0
+                total += (Path(folder) / name).lstat().st_blocks * 512
     return total

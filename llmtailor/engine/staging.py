@@ -263,7 +263,8 @@ class Staging:
             links = (name for name in folders if (Path(folder) / name).is_symlink())
             for name in (*files, *links):
                 path = Path(folder) / name
-                if str(path.relative_to(self.path)) not in keep or path.is_symlink():
+                # a name of a file that is also elsewhere must not be written to
+                if str(path.relative_to(self.path)) not in keep or path.is_symlink() or path.lstat().st_nlink > 1:
                     path.unlink()
             if Path(folder) != self.path and not any(Path(folder).iterdir()):
                 Path(folder).rmdir()

@@ -29,7 +29,7 @@ from typing import Any
 
 import llmtailor
 
-NAMES = ("mkdir", "rmdir", "unlink", "link", "rename", "renameat2")
+NAMES = ("mkdir", "rmdir", "unlink", "rename", "renameat2")
 CHANGES = ("open", "write", "ftruncate", "fsync", "fdatasync", *NAMES)
 """What changes the disk; ``open`` counts if it makes a file."""
 READS = ("preadv", "readv")
@@ -80,7 +80,7 @@ class Injector:
             "open": self.open, "close": self.close, "write": self.write, "ftruncate": self.ftruncate,
             "fsync": self.fsync, "fdatasync": self.fsync, "mkdir": self.on_path("mkdir"),
             "rmdir": self.on_path("rmdir"), "unlink": self.on_path("unlink"), "remove": self.on_path("unlink"),
-            "link": self.link, "rename": self.rename, "replace": self.rename, "preadv": self.on_read("preadv"),
+            "rename": self.rename, "replace": self.rename, "preadv": self.on_read("preadv"),
             "readv": self.on_read("readv"),
         }.items():  # fmt: skip
             setattr(os, name, make)
@@ -163,12 +163,6 @@ class Injector:
             self.step("fsync", self.paths[fd])
             # not done: it takes most of the time, and only a power cut would show the difference
             self.note("fsync", fd, self.paths[fd])
-
-    def link(self, source: Any, target: Any, **others: Any) -> None:
-        with self.lock:
-            self.step("link", os.path.abspath(target))
-            self.original["link"](source, target, **others)
-            self.note("link", os.path.abspath(target), Path(source).read_bytes())
 
     def rename(self, source: Any, target: Any, **others: Any) -> None:
         with self.lock:

@@ -69,8 +69,6 @@ class Disk:
             del self._file(fd).data[length:]
         elif kind == "fsync":
             self._fsync(*details)
-        elif kind == "link":  # to a file elsewhere, of which nothing needs to be durable
-            self._put(details[0], File(details[1]))
         elif kind == "mkdir":
             self._put(details[0], Folder())
         elif kind in ("unlink", "rmdir"):

@@ -18,7 +18,6 @@ RECIPE = "base_model: checkpoint-200\nparts:\n  - {from: checkpoint-100, select:
 COMMANDS = {
     "merge": ["merge", "recipe.yaml", "out", "--quiet"],
     "convert": ["convert", "checkpoint-200", "out", "--num-gpu", "3", "--quiet"],
-    "link": ["convert", "checkpoint-200", "out", "--num-gpu", "3", "--link", "--quiet"],
     "checksum": ["merge", "recipe.yaml", "out", "--quiet", "--checksum"],
     "force": ["merge", "recipe.yaml", "out", "--quiet", "--force"],
 }

@@ -45,7 +45,7 @@ def scenes(server, tmp_path_factory):
     return get
 
 
-MORE_POWER_CUTS = [(False, "force"), (True, "merge"), (False, "link"), (True, "link")]
+MORE_POWER_CUTS = [(False, "force"), (True, "merge")]
 
 
 def some(count: int, *, ends: int = 2):

@@ -18,7 +18,6 @@ from llmtailor.codes import Code
 from llmtailor.compose import share
 from llmtailor.engine.copy import FileResult, Moved
 from llmtailor.engine.journal import Identity, Mark, Unfinished
-from llmtailor.engine.linking import LinkedTo
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import (
     Interrupted,
@@ -38,7 +37,6 @@ from llmtailor.ranks.codec import as_error, from_json, merged, to_json
 from llmtailor.ranks.group import RankGroup
 from llmtailor.ranks.launch import RankInfo, find_rank
 from llmtailor.ranks.team import check_same
-from llmtailor.storage.listing import FileFact
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {
@@ -323,11 +321,8 @@ def test_the_error_of_one_is_that_of_all_and_is_reported_once(two):
 
 
 def test_results_of_other_ranks_are_as_they_were():
-    facts = [FileFact(7, 1, number, 3) for number in range(2)]
     file = FileLayout("w", (Zeros(7, "content"),))
-    made = FileResult(
-        file, 5, array("I", [5]), "digest", Moved(linked_bytes=7, linked_files=1), LinkedTo(0, "w", *facts)
-    )
+    made = FileResult(file, 5, array("I", [5]), "digest", Moved(copied_bytes=7))
     assert share._from_json(file, json.loads(json.dumps(share._to_json(made)))) == made
 
 
