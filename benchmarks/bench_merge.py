@@ -168,7 +168,7 @@ def contenders(options: argparse.Namespace, work: Path, sources: list[Path], out
     found = []
     if not options.dry_run:
         found = [Contender("cp -r", lambda: copy(False)), Contender("cp -r + fsync", lambda: copy(True))]
-    clones = not options.dry_run and has_reflinks(work)
+    clones = not options.dry_run and has_reflinks(out.parent)
     if clones:
         found.append(Contender("cp --reflink + fsync", lambda: copy(True, "always")))
     for num in options.sources:
@@ -224,12 +224,12 @@ def report(measured: list[Contender], num_bytes: int) -> None:
 
 
 def measure(options: argparse.Namespace, work: Path) -> None:
-    out = work / "out"
+    out = (options.out.resolve() if options.out else work) / "out"
     shutil.rmtree(out, ignore_errors=True)
     sources = make_sources(options, work)
     num_bytes = tree_bytes(sources[0])
     measured = contenders(options, work, sources, out)
-    print(f"disk: {disk_of(work)}; sources {'from the disk' if options.cold else 'in the page cache'}")
+    print(f"disk: {disk_of(out.parent)}; sources {'from the disk' if options.cold else 'in the page cache'}")
     print(f"{num_bytes / 1e9:.2f} GB a checkpoint, {options.world_size} ranks, {options.groups} groups, in {work}")
     for number in range(options.rounds):
         turn = number % len(measured)
@@ -237,10 +237,10 @@ def measure(options: argparse.Namespace, work: Path) -> None:
             if options.cold:
                 for source in sources:
                     forget(source)
-            before, began = used_bytes(work), time.perf_counter()
+            before, began = used_bytes(out.parent), time.perf_counter()
             contender.used.append(contender.run())
             contender.seconds.append(time.perf_counter() - began)
-            contender.new_bytes.append(used_bytes(work) - before)
+            contender.new_bytes.append(used_bytes(out.parent) - before)
             print(f"round {number + 1}: {contender.name}: {contender.seconds[-1]:.2f} s", file=sys.stderr)
             shutil.rmtree(out, ignore_errors=options.dry_run)
     report(measured, num_bytes)
@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--sparse", action="store_true", help="sources full of holes (outputs are full size)")
     parser.add_argument("--dry-run", action="store_true", help="measure the planning only; nothing is written")
     parser.add_argument("--work", type=Path, default=Path("bench-run"), help="where; default: ./bench-run")
+    parser.add_argument("--out", type=Path, help="a folder on another disk, for the outputs (default: that of --work)")
     parser.add_argument("--keep", action="store_true", help="keep the sources, and use those already there")
     parser.add_argument(
         "--llmtailor",
@@ -280,6 +281,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, dest="json_path", help="write the single measurements to this file too")
     options = parser.parse_args()
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
 
     work = options.work.resolve() / "-".join(
         [options.shape, f"{options.layers or 'all'}layers", f"{options.world_size}ranks", options.groups]

@@ -244,7 +244,7 @@ def test_nothing_is_kept_before_there_is_something(scene):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BUFFER_BYTES", 2048)
-    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WRITERS", 1)
     for step in (100, 200):
         make(tmp_path, step)
     (tmp_path / "recipe.yaml").write_text(RECIPE)

@@ -26,8 +26,8 @@ from llmtailor.engine.blending import blended
 from llmtailor.engine.filled import Filled
 from llmtailor.engine.journal import Mark
 from llmtailor.engine.moving import Clone, Mover
-from llmtailor.engine.pool import Inline, Stop, num_workers, run_all
-from llmtailor.engine.streams import Output, Sources, Store, cannot_write
+from llmtailor.engine.pool import Inline, Stop, num_writers, run_all
+from llmtailor.engine.streams import Output, Sources, Store, cannot_write, direct_bytes
 from llmtailor.engine.upload import Upload
 from llmtailor.model.states import ITEMSIZE, State
 from llmtailor.storage.checksums import crc32, new_digest
@@ -142,8 +142,10 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     except OSError as error:
         raise cannot_write(staging, error) from error
     # a store answers late, so its requests wait for each other less than a disk's
-    workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_workers()
-    work = _Work(plan, facts, staging, context, BoundedSemaphore(workers), Mover(context.clone))
+    workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_writers()
+    num_large = sum(file.num_bytes >= MIN_DIRECT_BYTES for file in plan.files)
+    direct = direct_bytes(1 if context.inline else min(workers, num_large)) if context.direct else 0
+    work = _Work(plan, facts, staging, context, direct, BoundedSemaphore(workers), Mover(context.clone))
     if context.inline:
         return [_make_file(work, file) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
@@ -162,8 +164,10 @@ class _Work:
     """Full name -> the source file as indexed"""
     staging: Path
     context: Context
+    direct: int
+    """The size of the buffer of a file that bypasses the page cache; 0 if none does"""
     turns: BoundedSemaphore
-    """Held by who needs a core"""
+    """Held by who reads and writes"""
     mover: Mover
 
 
@@ -177,7 +181,7 @@ def _make_file(work: _Work, file: FileLayout) -> FileResult:
 
 
 def _write_file(work: _Work, file: FileLayout) -> FileResult:
-    """Write one file: its bytes while holding a core, then its fsync, which needs none, in parallel with others."""
+    """Write one file: its bytes while holding a turn, then its fsync, in parallel with other files."""
     context, target, watch = work.context, work.staging / file.path, Stopwatch()
     marks = context.kept.get(file.path, ())
     sources = Sources(work.plan.sources, work.facts, context.stores)
@@ -187,7 +191,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
             with work.turns, Inline() if context.inline else ThreadPoolExecutor(1) as beside:
                 watch.lap()
                 context.stop.check()
-                filled, output = _take_over(file.made(), fd, marks, context)
+                filled, output = _take_over(file.made(), fd, marks, work)
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept = output.at
@@ -205,11 +209,12 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     return FileResult(file, filled.crc, array("I", filled.crcs), output.hexdigest(), moved)
 
 
-def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Context) -> tuple[Filled, Output]:
+def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[Filled, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
-    is_direct = context.direct and not marks and plan.num_bytes >= MIN_DIRECT_BYTES
+    context = work.context
+    direct = work.direct if not marks and plan.num_bytes >= MIN_DIRECT_BYTES else 0
     filled = Filled(plan)
-    output = Output(fd, context.on_progress, new_digest() if context.digest else None, is_direct)
+    output = Output(fd, context.on_progress, new_digest() if context.digest else None, direct)
     for number, mark in enumerate(marks):
         try:
             for piece in filled.missing():
@@ -222,7 +227,7 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], context: Contex
         if not true:
             logger.info("%s: the content up to byte %d does not match the journal", plan.path, mark.num_bytes)
             context.on_progress(-output.at)
-            return _take_over(plan, fd, marks[:number], context)
+            return _take_over(plan, fd, marks[:number], work)
     if marks:
         logger.info("%s: %d of %d bytes are there and match the journal", plan.path, output.at, plan.num_bytes)
     return filled, output
@@ -247,7 +252,7 @@ def _fill(filled: Filled, output: Output, sources: Sources, mover: Mover, beside
                 if marking:
                     marking.result()
                 marked, marking, due = due.num_bytes, beside.submit(mark, due), None
-    output.flush()
+    output.end()
     if marking:
         marking.result()  # a disk reports an error only once, not again at the last fsync
 

@@ -67,9 +67,10 @@ class Mover:
                 break
             os.lseek(output.fd, count, os.SEEK_CUR)
             output.cloned += count
-            for begin in range(start, start + count, len(output.buffer)):
+            size = min(BUFFER_BYTES, len(output.buffer))
+            for begin in range(start, start + count, size):
                 ahead.reached(begin)
-                room = output.buffer[: start + count - begin]
+                room = output.buffer[: min(size, start + count - begin)]
                 sources.read_into(piece, begin, room)
                 output.count(room)
                 yield room

@@ -14,6 +14,7 @@ from llmtailor.errors import Interrupted
 
 T = TypeVar("T")
 MAX_WORKERS = 4
+MAX_WRITERS = 8
 _WAKE_UP_S = 0.5
 
 
@@ -79,6 +80,11 @@ class Inline(Executor):
 
 def num_workers() -> int:
     return min(MAX_WORKERS, os.cpu_count() or 1)
+
+
+def num_writers() -> int:
+    """Return how many files are written at once: more than there are cores, because each waits for the disk."""
+    return min(MAX_WRITERS, 2 * (os.cpu_count() or 1))
 
 
 def run_all(jobs: Iterable[Callable[[], T]], workers: int, stop: Stop) -> list[T]:

@@ -21,8 +21,12 @@ from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, bypass_
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""
 
-DIRECT_BYTES = 2 << 20
-"""Written at once when the page cache is bypassed: large enough that waiting for the disk costs little"""
+DIRECT_BYTES = 16 << 20
+"""Buffers of all files that bypass the page cache. Each write waits for the disk, so what is in them is what the disk
+has to do at once."""
+
+MAX_DIRECT_BYTES = 8 << 20
+"""Of these, at most for one file; the kernel splits such a write into several requests. An interrupt waits for it."""
 
 
 class Digest(Protocol):
@@ -141,15 +145,15 @@ class Output:
     """Gathers bytes in one buffer and writes it when full; it may first keep what the file already has.
 
     With ``direct``, writes bypass the page cache where they can. That saves a copy of every byte, and what others have
-    in the cache stays there.
+    in the cache stays there. ``direct`` is the size of the buffer for them, 0 for none.
     """
 
-    def __init__(self, fd: int, on_progress: Callable[[int], None], digest: Digest | None, direct: bool = False):
+    def __init__(self, fd: int, on_progress: Callable[[int], None], digest: Digest | None, direct: int = 0):
         self.fd = fd
         self.on_progress = on_progress
         self.digest = digest
-        self.is_direct = direct and bypass_cache(fd)
-        self.buffer = memoryview(mmap.mmap(-1, DIRECT_BYTES) if self.is_direct else bytearray(BUFFER_BYTES))
+        self.is_direct = bool(direct) and bypass_cache(fd)
+        self.buffer = memoryview(mmap.mmap(-1, direct) if self.is_direct else bytearray(BUFFER_BYTES))
         self.filled = 0
         self.at = 0
         """Valid bytes in the file"""
@@ -220,6 +224,11 @@ class Output:
             self._write(self.buffer[: self.filled])
             self.filled = 0
 
+    def end(self) -> None:
+        """Write what is in the buffer, and give it back: making a file durable needs none."""
+        self.flush()
+        self.buffer = memoryview(b"")
+
     def _write(self, data: memoryview) -> None:
         """Write bytes at the end of the file: whole blocks straight to the disk, if possible. Others end that."""
         whole = len(data) // BLOCK_BYTES * BLOCK_BYTES if self.is_direct else 0
@@ -242,6 +251,12 @@ class Output:
             self.digest.update(data)
         self.at += len(data)
         self.on_progress(len(data))
+
+
+def direct_bytes(num_files: int) -> int:
+    """Return the buffer size of a file if so many bypass the page cache at once: whole blocks."""
+    each = min(MAX_DIRECT_BYTES, DIRECT_BYTES // max(num_files, 1))
+    return max(each // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
 def _address(data: memoryview) -> int:

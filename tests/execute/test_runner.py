@@ -121,7 +121,7 @@ def test_a_write_that_fails_is_an_error(source, tmp_path):
 
 def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_path, monkeypatch):
     """With one worker, the fsyncs of two files meet: the second file was written during the fsync of the first."""
-    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WRITERS", 1)
     meeting, original = threading.Barrier(2), os.fsync
 
     def fsync(fd):
@@ -136,7 +136,7 @@ def test_a_worker_goes_on_while_the_disk_is_busy_with_its_last_file(source, tmp_
 
 
 def test_no_more_files_are_written_at_once_than_there_are_workers(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "MAX_WORKERS", 1)
+    monkeypatch.setattr(pool, "MAX_WRITERS", 1)
     at_work, alone = threading.Lock(), []
     original = runner._fill
 
@@ -168,8 +168,7 @@ def test_one_failure_stops_the_others(source, tmp_path, monkeypatch):
 
     long = FileLayout("long", (Copy(Extent("large", 0, 268435456), 0),))
     bad = FileLayout("bad", (Copy(Extent("missing", 0, 10), 0),))
-    monkeypatch.setattr(pool, "MAX_WORKERS", 2)
-    monkeypatch.setattr(pool.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(pool, "MAX_WRITERS", 2)
     original = SourceError.at
     monkeypatch.setattr(SourceError, "at", lambda *args: (begun.wait(timeout=30), failed.set(), original(*args))[2])
     with pytest.raises(SourceError):
