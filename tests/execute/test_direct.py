@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import threading
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from helpers.render import render
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Bytes, Copy, Crc, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine import copy as runner
-from llmtailor.engine import streams
+from llmtailor.engine import pool, streams
 from llmtailor.engine.copy import Context, execute
 
 BUFFER = 8 * BLOCK_BYTES
@@ -115,3 +118,59 @@ def test_where_the_flag_is_refused_nothing_changes(a_plan, on_disk, writes, monk
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     check(a_plan(2 * BUFFER), on_disk)
     assert not any(direct for _, direct in writes)
+
+
+@pytest.mark.parametrize("num_files", [1, 2, 3, 4, 8, 1000, 100_000])
+def test_buffers_are_whole_blocks_and_bounded_together(num_files):
+    each = streams.direct_bytes(num_files)
+    assert each and each % BLOCK_BYTES == 0 and each <= streams.MAX_DIRECT_BYTES
+    assert each * num_files <= max(streams.DIRECT_BYTES, num_files * BLOCK_BYTES)
+
+
+def large_files(on_disk, num_files, num_bytes):
+    """A plan of as many files, whose sources are holes."""
+    source = on_disk / "holes"
+    source.mkdir()
+    with (source / "data").open("wb") as file:
+        file.truncate(num_bytes)
+    pieces = (Copy(Extent("data", 0, num_bytes), 0),)
+    return Plan((str(source),), tuple(FileLayout(f"f{number}", pieces) for number in range(num_files)))
+
+
+def test_the_disk_has_more_to_do_than_one_write_of_each_core(on_disk, monkeypatch):
+    """On one core, the first writes of two files are under way at the same time."""
+    meeting, first = threading.Barrier(2), threading.local()
+
+    def write_all(fd, data):
+        if not hasattr(first, "done"):
+            first.done = True
+            meeting.wait(timeout=30)
+        real_write(fd, data)
+
+    monkeypatch.setattr(pool.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(streams, "write_all", write_all)
+    execute(large_files(on_disk, 2, runner.MIN_DIRECT_BYTES), on_disk / "out")
+    assert not meeting.broken
+
+
+def test_files_that_wait_to_become_durable_have_no_buffers(on_disk, monkeypatch):
+    """All files wait at once; if each still had its buffer, they would take twice as much."""
+
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) << 10
+
+    num_files = 8
+    meeting, original = threading.Barrier(num_files), os.fsync
+
+    def fsync(fd):
+        meeting.wait(timeout=60)
+        original(fd)
+
+    monkeypatch.setattr(pool.os, "cpu_count", lambda: num_files // 4)
+    monkeypatch.setattr(runner.os, "fsync", fsync)
+    plan = large_files(on_disk, num_files, streams.MAX_DIRECT_BYTES)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the tests before this one
+    before = peak()
+    execute(plan, on_disk / "out")
+    assert peak() - before < streams.DIRECT_BYTES * 3 // 2
