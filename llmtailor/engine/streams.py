@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,8 @@ has to do at once."""
 
 MAX_DIRECT_BYTES = 8 << 20
 """Of these, at most for one file; the kernel splits such a write into several requests. An interrupt waits for it."""
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Digest(Protocol):
@@ -153,7 +156,7 @@ class Output:
         self.on_progress = on_progress
         self.digest = digest
         self.is_direct = bool(direct) and bypass_cache(fd)
-        self.buffer = memoryview(mmap.mmap(-1, direct) if self.is_direct else bytearray(BUFFER_BYTES))
+        self.buffer = huge_pages(direct) if self.is_direct else memoryview(bytearray(BUFFER_BYTES))
         self.filled = 0
         self.at = 0
         """Valid bytes in the file"""
@@ -254,9 +257,23 @@ class Output:
 
 
 def direct_bytes(num_files: int) -> int:
-    """Return the buffer size of a file if so many bypass the page cache at once: whole blocks."""
+    """Return the buffer size of a file if so many bypass the page cache at once: whole huge pages, at least one."""
     each = min(MAX_DIRECT_BYTES, DIRECT_BYTES // max(num_files, 1))
-    return max(each // BLOCK_BYTES, 1) * BLOCK_BYTES
+    return max(each // _HUGE_PAGE_BYTES, 1) * _HUGE_PAGE_BYTES
+
+
+def huge_pages(num_bytes: int) -> memoryview:
+    """Return memory in pages of 2 MiB, where the system has some.
+
+    A request to a disk has a limited number of places in memory, and single pages of 4 KiB are scattered. Without huge
+    pages the same bytes took two to five times as many requests, which decides on a disk with a limit of requests.
+    """
+    whole = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # it is only a hint
+        whole.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(whole)
+    start = -_address(memory) % _HUGE_PAGE_BYTES  # what is before and behind takes no memory, as nothing touches it
+    return memory[start : start + num_bytes]
 
 
 def _address(data: memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,6 +20,7 @@ from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine import copy as runner
 from llmtailor.engine import pool, streams
 from llmtailor.engine.copy import Context, execute
+from llmtailor.storage.stand_in import STORE_WORKERS
 
 BUFFER = 8 * BLOCK_BYTES
 SOURCE_BYTES = 20 * BLOCK_BYTES
@@ -28,7 +30,7 @@ real_write = streams.write_all
 @pytest.fixture
 def a_plan(on_disk, monkeypatch):
     """Returns plans for one file of a given length, whose pieces begin and end anywhere."""
-    monkeypatch.setattr(streams, "DIRECT_BYTES", BUFFER)
+    monkeypatch.setattr(runner, "direct_bytes", lambda num_files: BUFFER)
     monkeypatch.setattr(runner, "MIN_DIRECT_BYTES", 100)
     source = on_disk / "source"
     source.mkdir()
@@ -120,11 +122,32 @@ def test_where_the_flag_is_refused_nothing_changes(a_plan, on_disk, writes, monk
     assert not any(direct for _, direct in writes)
 
 
-@pytest.mark.parametrize("num_files", [1, 2, 3, 4, 8, 1000, 100_000])
+@pytest.mark.parametrize("num_files", range(1, max(pool.MAX_WRITERS, STORE_WORKERS) + 1))
 def test_buffers_are_whole_blocks_and_bounded_together(num_files):
     each = streams.direct_bytes(num_files)
     assert each and each % BLOCK_BYTES == 0 and each <= streams.MAX_DIRECT_BYTES
-    assert each * num_files <= max(streams.DIRECT_BYTES, num_files * BLOCK_BYTES)
+    assert each * num_files <= streams.DIRECT_BYTES
+
+
+def flags_of(memory):
+    """Return the kernel's flags of the mapping that these bytes are in, as in `man 5 proc_pid_smaps`."""
+    address, here = ctypes.addressof(ctypes.c_char.from_buffer(memory)), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(found[1], 16) <= address < int(found[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no such mapping")
+
+
+def test_a_buffer_asks_for_huge_pages():
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no huge pages")
+    memory = streams.huge_pages(streams.MAX_DIRECT_BYTES)
+    assert len(memory) == streams.MAX_DIRECT_BYTES
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % (2 << 20) == 0
+    assert "hg" in flags_of(memory), "asked for"
+    assert "sh" not in flags_of(memory), "shared memory has a switch of its own, which is off by default"
 
 
 def large_files(on_disk, num_files, num_bytes):
