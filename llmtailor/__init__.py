@@ -17,8 +17,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmtailor.compare.diff import Diff as Diff
-    from llmtailor.compare.diff import diff as diff
     from llmtailor.compose.plan import Composition as Composition
     from llmtailor.compose.plan import Options as Options
     from llmtailor.compose.plan import plan_merge as plan_merge
@@ -28,27 +26,29 @@ if TYPE_CHECKING:
     from llmtailor.errors import Problem as Problem
     from llmtailor.errors import TailorError as TailorError
     from llmtailor.findings import Finding as Finding
-    from llmtailor.runs.latest import Latest as Latest
-    from llmtailor.runs.latest import find_latest as find_latest
+    from llmtailor.runs.newest import Latest as Latest
+    from llmtailor.runs.newest import find_latest as find_latest
     from llmtailor.training import layer_param_groups as layer_param_groups
+    from llmtailor.verify.diff import Diff as Diff
+    from llmtailor.verify.diff import diff as diff
     from llmtailor.verify.inspect import inspect_checkpoint as inspect_checkpoint
-    from llmtailor.verify.verdict import Verdict as Verdict
+    from llmtailor.verify.verify import Verdict as Verdict
     from llmtailor.verify.verify import verify_checkpoint as verify_checkpoint
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Composition": "llmtailor.compose.plan",
-    "Diff": "llmtailor.compare.diff",
+    "Diff": "llmtailor.verify.diff",
     "Finding": "llmtailor.findings",
-    "Latest": "llmtailor.runs.latest",
+    "Latest": "llmtailor.runs.newest",
     "Options": "llmtailor.compose.plan",
     "Problem": "llmtailor.errors",
     "Report": "llmtailor.compose.report",
     "TailorError": "llmtailor.errors",
-    "Verdict": "llmtailor.verify.verdict",
-    "diff": "llmtailor.compare.diff",
-    "find_latest": "llmtailor.runs.latest",
+    "Verdict": "llmtailor.verify.verify",
+    "diff": "llmtailor.verify.diff",
+    "find_latest": "llmtailor.runs.newest",
     "inspect_checkpoint": "llmtailor.verify.inspect",
     "layer_param_groups": "llmtailor.training",
     "merge": "llmtailor.compose.write",

@@ -14,7 +14,7 @@ from llmtailor.cli.main import DIFFERENT
 from llmtailor.cli.options import COUNT, JSON, LOCATION
 
 if TYPE_CHECKING:
-    from llmtailor.compare.diff import Compared
+    from llmtailor.verify.diff import Compared
 
 _LABELS: dict[str, Callable[[Compared], str]] = {
     "part": lambda one: one.part,
@@ -66,8 +66,8 @@ def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int 
       llmtailor diff runs/x/checkpoint-400 copy/checkpoint-400 >/dev/null && echo "the copy is exact"
     """
     from llmtailor.cli.diff_text import diff_text, heat_map
-    from llmtailor.compare.diff import diff_indexes, to_json
     from llmtailor.formats.registry import index_checkpoint
+    from llmtailor.verify.diff import diff_indexes, to_json
 
     one, two = index_checkpoint(a), index_checkpoint(b)
     with progress_bar(None, quiet=False, label="reading") as on_progress:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from llmtailor.cli.tables import table
-from llmtailor.compare.values import Change
 from llmtailor.model.states import MASTER, WEIGHT
+from llmtailor.verify.diff import Change
 
 if TYPE_CHECKING:
-    from llmtailor.compare.diff import Diff
+    from llmtailor.verify.diff import Diff
 
 _WIDTH = 9
 """Of a column of the heat map"""

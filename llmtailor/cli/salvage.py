@@ -62,9 +62,8 @@ def salvage(
     """
     from llmtailor.compose.write import check_room, write
     from llmtailor.formats.clients import client_of
-    from llmtailor.salvage.plan import plan_salvage
+    from llmtailor.salvage.plan import plan_salvage, to_json
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
-    from llmtailor.salvage.report import to_json
 
     if replace and out is not None:
         raise UsageError.at("--replace", "it determines the output folder", "omit -o")
@@ -119,7 +118,7 @@ def _put_in_place(replacement: Replacement, as_json: bool) -> None:
 def _show(salvage: Salvage) -> None:
     from llmtailor.cli.tables import salvage_text
     from llmtailor.findings import folded
-    from llmtailor.salvage.report import gain
+    from llmtailor.salvage.plan import gain
 
     for problem in folded(salvage.damage):
         click.echo(f"damaged: {problem.where}: {problem.what}", err=True)

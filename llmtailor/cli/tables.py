@@ -13,7 +13,7 @@ from llmtailor.model.parts import condense, group_shares
 from llmtailor.model.states import MASTER
 
 if TYPE_CHECKING:
-    from llmtailor.runs.retention import Age, StepAge
+    from llmtailor.runs.gc import Age, StepAge
     from llmtailor.salvage.plan import Salvage
     from llmtailor.verify.inspect import Inspection, PartFacts
 
@@ -63,7 +63,7 @@ def plan_text(report: Report) -> str:
 
 def salvage_text(salvage: Salvage) -> str:
     """Return which checkpoint each part comes from, and why not from the newest."""
-    from llmtailor.salvage.report import fold, rows
+    from llmtailor.salvage.plan import fold, rows
 
     cells = [
         (

@@ -77,8 +77,7 @@ def verify(
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
     from llmtailor.storage.stand_in import stand_in_of
-    from llmtailor.verify.verdict import to_json, to_text
-    from llmtailor.verify.verify import verify_checkpoint
+    from llmtailor.verify.verify import to_json, to_text, verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
@@ -117,9 +116,9 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
       python train.py --resume_from_checkpoint "$(llmtailor latest runs/x)"
       llmtailor latest runs/x --at 400 --deep
     """
-    from llmtailor.runs.latest import find_latest, latest_to_json
+    from llmtailor.runs.newest import find_latest, latest_to_json
     from llmtailor.storage.stand_in import location_of
-    from llmtailor.verify.verdict import to_text
+    from llmtailor.verify.verify import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:
         found = find_latest(run, at, deep, on_progress, trust_unrecorded=trust_unrecorded, client=client)

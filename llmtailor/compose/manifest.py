@@ -1,17 +1,24 @@
-"""Makes ``llmtailor.json``, the record of a composite's sources. Pure."""
+"""Makes ``llmtailor.json``, the record of a composite's sources, and reads the checksums that sources state."""
 
 from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from llmtailor import __version__
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.compose.plan import Composition
+from llmtailor.containers.dcp import METADATA, list_data_records
+from llmtailor.containers.torch_zip import list_records
+from llmtailor.containers.zip import Record
 from llmtailor.engine.copy import FileResult
-from llmtailor.engine.recheck import SourceFile
+from llmtailor.engine.recheck import SourceFile, Stated
+from llmtailor.errors import PathIn
+from llmtailor.formats.known_files import is_resumed_from
+from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.trainer import CARD
 from llmtailor.model.parts import layer_of
 from llmtailor.model.states import MODULE, WEIGHT, State
@@ -91,3 +98,29 @@ def _state_crcs(results: Sequence[FileResult], left_out: Container[str]) -> Iter
 
 def _digest(digest: str | None) -> dict[str, str]:
     return {DIGEST: digest} if digest else {}
+
+
+def stated_checksums(composition: Composition, files: Iterable[SourceFile]) -> dict[SourceFile, list[Stated]]:
+    """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
+    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
+    of_dcp = [_data_records(index) for index in composition.indexes]
+    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
+    for number, path in files:
+        index, about = composition.indexes[number], manifests[number]
+        records = of_dcp[number].get(path, ())
+        if path.endswith((".pt", ".pth", ".bin")):
+            records = list_records(index.root, path, PathIn(index.name, path))
+        for record in records:
+            if record.crc is not None:
+                stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
+        if about is not None and path in about.files and is_resumed_from(path, index):
+            num_bytes, crc = about.files[path]
+            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
+    return stated
+
+
+def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
+    """Return the records of the data files of a source's DCP folders."""
+    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
+    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
+    return {path: records for each in found for path, records in each.items()}

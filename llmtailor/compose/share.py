@@ -15,8 +15,8 @@ from typing import Any
 
 from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import FileLayout, Plan
+from llmtailor.compose.manifest import stated_checksums
 from llmtailor.compose.plan import Composition
-from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.journal import Identity, Journal
 from llmtailor.engine.pool import Abandoned, Stop

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.compose.manifest import make_manifest
+from llmtailor.compose.manifest import make_manifest, stated_checksums
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
 from llmtailor.compose.share import gather, leading, read_together, write_share, write_together
-from llmtailor.compose.stated import stated_checksums
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
 from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.pool import Stop, stoppable

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from llmtailor.checkpoint.index import CheckpointIndex, Survey
 from llmtailor.codes import Code
-from llmtailor.compare.diff import Compared, diff_parts
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.report import Report
 from llmtailor.compose.write import settle_output
@@ -29,8 +28,8 @@ from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
-from llmtailor.verify.verdict import Damage, Verdict
-from llmtailor.verify.verify import verify_surveyed
+from llmtailor.verify.diff import Compared, diff_parts
+from llmtailor.verify.verify import Damage, Verdict, verify_surveyed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

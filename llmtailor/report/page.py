@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmtailor import __version__
 from llmtailor.codes import Code
-from llmtailor.compare.diff import KINDS
-from llmtailor.compare.values import Change
 from llmtailor.compose.report import fold_experts
 from llmtailor.errors import UsageError, printable, size, some
 from llmtailor.model.parts import expert_number, layer_of
 from llmtailor.report.chart import Shade, bars, curve, grid, ranges_of, shade_of
 from llmtailor.report.gather import PartChange, RunFacts
 from llmtailor.runs.save_log import LoggedSave
+from llmtailor.verify.diff import KINDS, Change
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -1,7 +1,7 @@
 """Simulates what a policy would save of a model, how often to save, and what saves and failures would cost.
 
 The saves are those of a training: `policies.choose` decides what each holds, `Ledger` remembers it, and
-`runs.retention.deletable` deletes. The costs are formulas over their bytes; docs/policies.md explains them.
+`runs.gc.deletable` deletes. The costs are formulas over their bytes; docs/policies.md explains them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmtailor.model.experts import split_experts
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
-from llmtailor.runs.retention import deletable
+from llmtailor.runs.gc import deletable
 
 PARTIAL_BYTES = 12
 """Per param of a partial checkpoint: fp32 master, exp_avg and exp_avg_sq"""

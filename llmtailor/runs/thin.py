@@ -34,14 +34,8 @@ from llmtailor.formats.partial.write import trained_states
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import ModelStructure
 from llmtailor.recipe import Assignment, Recipe
-from llmtailor.runs.folder import (
-    RunFolder,
-    carrying_out,
-    files_in,
-    freed_bytes,
-    remove_partial,
-    remove_replaced,
-)
+from llmtailor.runs.folder import RunFolder, carrying_out, files_in, freed_bytes, remove_partial, remove_replaced
+from llmtailor.runs.gc import StepAge, compare_ages
 from llmtailor.runs.pruning import (
     PARTIAL,
     WEIGHTS,
@@ -53,7 +47,6 @@ from llmtailor.runs.pruning import (
     read_facts,
     read_thinned,
 )
-from llmtailor.runs.retention import StepAge, compare_ages
 from llmtailor.runs.scan import Scan, check_newest, describe_checkpoint, scan_run
 from llmtailor.runs.to_partial import check_same, check_unchanged, compared, plan_conversion, write_conversion
 from llmtailor.runs.to_weights import freed_by_reduction, plan_weights, reduce_to_weights

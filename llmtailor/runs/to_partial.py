@@ -38,7 +38,7 @@ from llmtailor.storage.checksums import crc_of_zeros
 from llmtailor.storage.listing import FileFact, added_since
 from llmtailor.storage.local import Files, fsync_folder, write_durably
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.read import crc_of_range
+from llmtailor.verify.values import crc_of_range
 
 OnProgress = Callable[[int], None]
 BUG = "the disk loses data, or this is a bug in llmtailor: please report it; nothing was removed"

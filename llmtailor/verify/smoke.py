@@ -33,9 +33,9 @@ from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Files
 from llmtailor.timing import Stopwatch, time_limit, too_slow
-from llmtailor.verify.elements import held_of
-from llmtailor.verify.read import CHUNK_ELEMENTS
-from llmtailor.verify.verdict import Verdict, by_severity
+from llmtailor.verify.structure import held_of
+from llmtailor.verify.values import CHUNK_ELEMENTS
+from llmtailor.verify.verify import Verdict, by_severity
 
 _DTYPES = {"torch.float64": "F64", "torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 _FIX = "verify with --deep to find damage, or use another checkpoint"

@@ -5,9 +5,19 @@ A composite is also compared with its manifest, which records what the merge wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 
-from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.index import (
+    ACCELERATE,
+    DEEPSPEED,
+    LIGHTNING,
+    TRAINER,
+    UNIVERSAL,
+    CheckpointIndex,
+    TensorEntry,
+)
+from llmtailor.checkpoint.placement import Extent, Runs, union
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
@@ -16,7 +26,7 @@ from llmtailor.formats.clients import client_of
 from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"
@@ -139,3 +149,39 @@ def _config(index: CheckpointIndex) -> Iterator[Finding]:
     if is_whole and client_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)
+
+
+Spans = dict[State, Runs]
+Elements = tuple[State, tuple[int, int]]
+
+
+def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:
+    """Yield the elements of states in chosen byte ranges."""
+    for state, held in all_held(index):
+        for fragment in chain.from_iterable(held.place.cover(*run) for run in held.runs):
+            if is_meant(fragment.extent):
+                yield state, (fragment.begin, fragment.end)
+
+
+def lost_elements(index: CheckpointIndex, paths: Collection[str]) -> Iterator[Elements]:
+    """Yield the elements of states in unreadable files."""
+    return elements_in(index, lambda extent: extent.path in paths) if paths else iter(())
+
+
+def join(runs: Iterable[Elements]) -> Spans:
+    """Return the elements of each state as one set."""
+    found: dict[State, list[tuple[int, int]]] = {}
+    for state, run in runs:
+        found.setdefault(state, []).append(run)
+    return {state: union(tuple(spans)) for state, spans in found.items()}
+
+
+def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:
+    """Yield every state held, including the module's weights of ZeRO-1/2."""
+    yield from index.held.items()
+    for name, held in index.module.items():
+        yield State(name, MODULE), held
+
+
+def held_of(index: CheckpointIndex, state: State) -> TensorEntry:
+    return index.module[state.param] if state.kind == MODULE else index.held[state]

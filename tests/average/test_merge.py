@@ -25,8 +25,7 @@ from llmtailor.formats.registry import display_name, find_structure, index_check
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.runs.folder import RunFolder
-from llmtailor.verify.verdict import RESUMABLE
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle import zero3
 from oracle.zero3 import Snapshot
 from synthetic import pickled_as_deepspeed

@@ -23,8 +23,7 @@ from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Average, Recipe, Select, Whole  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from oracle.zero3 import MOMENTS, differ  # noqa: E402
 from plain.training import train as train_alone  # noqa: E402
 from real.harness import Run, Runs, Train  # noqa: E402

@@ -22,11 +22,10 @@ from llmtailor.errors import SourceError
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.model.states import WEIGHT
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.latest import find_latest
+from llmtailor.runs.newest import find_latest
 from llmtailor.salvage import replace as replacing
 from llmtailor.storage.stand_in import with_tag
-from llmtailor.verify.verdict import RESUMABLE
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from thin.scene import call, folders
 
 pytestmark = pytest.mark.real

@@ -23,8 +23,7 @@ from clients.spec import Spec  # noqa: E402
 from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from real.harness import TrainingFailed, train  # noqa: E402
 from thin.scene import call, compose  # noqa: E402
 

@@ -21,11 +21,10 @@ from llmtailor.findings import ERROR, WARNING
 from llmtailor.formats.clients import detect_client
 from llmtailor.formats.field_tables import Field
 from llmtailor.formats.rng import ACCELERATE_TABLE
-from llmtailor.runs.latest import find_latest
+from llmtailor.runs.newest import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.smoke import try_resume
-from llmtailor.verify.verdict import RESUMABLE
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 
 Damage = Callable[[Path], object]
 

@@ -17,8 +17,7 @@ from helpers.checkpoints import make  # noqa: E402
 from helpers.strategies import shapes  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from synthetic import pickled_as_deepspeed  # noqa: E402
 
 

@@ -20,8 +20,7 @@ from llmtailor.containers.dcp import lay_out_metadata, read_metadata  # noqa: E4
 from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.recipe import Recipe, Select  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 
 
 def long(*names: str) -> list[Any]:

@@ -8,8 +8,7 @@ import llmtailor
 from campaigns.fuzz import make_sound
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe
-from llmtailor.verify.verdict import RESUMABLE
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -9,8 +9,7 @@ torch = pytest.importorskip("torch")
 from dcp.holding import assert_holds  # noqa: E402
 from dcp.runs import TWO_RANKS  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 
 FSDP_RUNS = [name for name in (*TWO_RANKS, "loop-w3") if name != "ddp"]
 

@@ -36,10 +36,9 @@ from llmtailor.formats.registry import display_name, find_structure, index_check
 from llmtailor.model.states import WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
-from llmtailor.runs.latest import find_latest  # noqa: E402
+from llmtailor.runs.newest import find_latest  # noqa: E402
 from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from real.harness import TrainingFailed, train  # noqa: E402
 from thin.scene import call, compose, folders  # noqa: E402
 

@@ -17,8 +17,7 @@ from llmtailor.formats.plain.read import detects  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from plain.composing import read, to_plain  # noqa: E402
 from plain.training import NamedGroups, live_states, train  # noqa: E402
 

@@ -15,8 +15,7 @@ from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.write import write
 from llmtailor.recipe import Recipe
-from llmtailor.salvage.plan import plan_salvage
-from llmtailor.salvage.report import rows
+from llmtailor.salvage.plan import plan_salvage, rows
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import differ

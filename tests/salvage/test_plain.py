@@ -16,8 +16,7 @@ from transformers import Trainer  # noqa: E402
 from llmtailor.compose.write import write  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import EXP_AVG, State  # noqa: E402
-from llmtailor.salvage.plan import Salvage, plan_salvage  # noqa: E402
-from llmtailor.salvage.report import rows  # noqa: E402
+from llmtailor.salvage.plan import Salvage, plan_salvage, rows  # noqa: E402
 from llmtailor.saving import attach  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.composing import read  # noqa: E402

@@ -21,7 +21,7 @@ from llmtailor.errors import SourceError  # noqa: E402
 from llmtailor.formats.partial.manifest import read_manifest  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
 from llmtailor.recipe.strategies import StrategyOptions  # noqa: E402
-from llmtailor.runs.retention import find_reachable, needed  # noqa: E402
+from llmtailor.runs.gc import find_reachable, needed  # noqa: E402
 from llmtailor.runs.scan import choose_for_run, describe_checkpoint  # noqa: E402
 from llmtailor.verify.inspect import describe  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402

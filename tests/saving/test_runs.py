@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint, is_complete, lost_parts, partial_sources
 from llmtailor.policies import Situation, check_policy, choose, make_policy
-from llmtailor.runs.retention import deletable
+from llmtailor.runs.gc import deletable
 from recipe.structures import llama
 
 SPECS = (

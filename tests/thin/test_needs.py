@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint
 from llmtailor.errors import SourceError
+from llmtailor.runs.gc import find_reachable
 from llmtailor.runs.pruning import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
-from llmtailor.runs.retention import find_reachable
 from recipe.structures import llama
 
 ANATOMY = llama(2)

@@ -26,8 +26,7 @@ from llmtailor.errors import StorageError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import WEIGHT  # noqa: E402
 from llmtailor.runs import to_weights  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from real.harness import Runs  # noqa: E402
 from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
 from universal.converting import by_deepspeed, convert  # noqa: E402

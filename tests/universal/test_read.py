@@ -19,8 +19,7 @@ from llmtailor.errors import MismatchError, SourceError, TargetError  # noqa: E4
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import BUFFER, WEIGHT  # noqa: E402
 from llmtailor.recipe import Recipe, Select  # noqa: E402
-from llmtailor.verify.verdict import RESUMABLE  # noqa: E402
-from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
+from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from oracle.zero3 import Snapshot  # noqa: E402
 from universal.converting import by_deepspeed, convert  # noqa: E402
 

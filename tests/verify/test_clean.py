@@ -7,8 +7,7 @@ import json
 import pytest
 
 from llmtailor.model.states import EXP_AVG, MASTER
-from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE, to_json
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, to_json, verify_checkpoint
 from real.runs import BATCHES
 
 NAMES = [name for batch in BATCHES.values() for name in batch]

@@ -14,8 +14,7 @@ from llmtailor.compose.write import merge, write
 from llmtailor.errors import VerificationError
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe
-from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, WITH_WARNINGS, verify_checkpoint
 
 
 def convert(source: Path, out: Path, **options: object) -> Path:

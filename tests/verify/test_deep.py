@@ -18,11 +18,10 @@ from helpers.checkpoints import edit, make, optim_states
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
-from llmtailor.verify import read as reading
-from llmtailor.verify.bad_values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, differing, find
-from llmtailor.verify.elements import all_held
-from llmtailor.verify.verdict import NOT_RESUMABLE, RESUMABLE
-from llmtailor.verify.verify import verify_checkpoint
+from llmtailor.verify import values as reading
+from llmtailor.verify.structure import all_held
+from llmtailor.verify.values import NEGATIVE, NOT_A_NUMBER, NOT_FINITE, differing, find
+from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint
 
 COPIES = {WEIGHT, MODULE, MASTER, FROZEN}
 
@@ -218,7 +217,7 @@ def test_a_bad_rank_in_zero2_takes_only_its_partition(runs, tmp_path):
 
 def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path, monkeypatch):
     checkpoint = make(tmp_path, 100)
-    from llmtailor.verify import deep
+    from llmtailor.verify import values as deep
 
     read = deep.read_everything
 

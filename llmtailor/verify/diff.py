@@ -1,0 +1,634 @@
+"""Compares two checkpoints: every state that both hold is streamed, in parallel and in flat memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from llmtailor.checkpoint.index import CheckpointIndex, DcpEntry, TensorEntry
+from llmtailor.checkpoint.layout import Bytes, Copy, Piece
+from llmtailor.checkpoint.optimizer import without_names
+from llmtailor.checkpoint.placement import Runs, common
+from llmtailor.containers.json import read_json
+from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
+from llmtailor.engine.pool import num_workers, run_all, stoppable
+from llmtailor.engine.streams import cannot_read
+from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
+from llmtailor.formats.clients import TRAINER_STATE, is_copied_unread
+from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
+from llmtailor.formats.rng import is_rng_file
+from llmtailor.formats.trainer import CONFIG, is_tokenizer_file
+from llmtailor.model.parts import ModelStructure, condense, layer_of, nearest
+from llmtailor.model.roles import place_of
+from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.storage.casts import FLOATING, cast, widen
+from llmtailor.storage.local import Files, open_source, read_source
+
+_ABSENT = "absent"
+_MAX_BYTES, _CHUNK_BYTES = 256 << 20, 1 << 20
+_SHOWN = 40
+"""Characters of a value that are shown"""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that A and B have in two ways."""
+
+    what: str
+    a: str
+    b: str
+    matters: bool = True
+    """Whether a training continues differently; the number of ranks, for one, is only how the same state is stored"""
+
+
+def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+    """Yield the differences between two checkpoints, but for the values of states.
+
+    Args:
+        a, b: the checkpoints.
+        structure: the parts of a model with the params of both.
+
+    Raises SourceError if a file can't be read.
+    """
+    yield from _stored(a, b)
+    yield from _counters(a, b)
+    yield from _params(a, b, structure)
+    yield from _held(a, b, structure)
+    yield from _optimizer(a, b, structure)
+    trees_a, trees_b = a.train.trees, b.train.trees
+    for path in sorted({*trees_a, *trees_b}):
+        # with other ranks, some random states have no counterpart
+        is_of_rank = is_rng_file(path) and a.world_size != b.world_size and not (path in trees_a and path in trees_b)
+        for difference in _trees(path, a, b):
+            yield replace(difference, matters=not is_of_rank)
+    for key in sorted({*_others(a), *_others(b)}):
+        one, two = (dict(_leaves_of(index, key)) if key in _others(index) else None for index in (a, b))
+        yield from _fields(key, one, two)
+    yield from _json(TRAINER_STATE, a, b)
+    for path in sorted(path for path in {*a.files, *b.files} if _is_beside(path)):
+        yield from _file(path, a, b)
+
+
+def _stored(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
+    for what in ("format", "world_size", "stage"):
+        one, two = getattr(a, what), getattr(b, what)
+        if one != two:
+            yield Difference(what.replace("_", " "), str(one), str(two), matters=False)
+
+
+def _counters(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
+    for what in ("global_step", "skipped_steps", "precision"):
+        one, two = getattr(a, what), getattr(b, what)
+        if one != two:
+            yield Difference(what.replace("_", " "), str(one), str(two))
+
+
+def _params(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+    for one, two, left, right in ((a, b, "here", _ABSENT), (b, a, _ABSENT, "here")):
+        if names := [name for name in one.params if name not in two.params]:
+            yield Difference(f"{len(names)} params of {_parts_of(names, structure)}", left, right)
+    for name, param in a.params.items():
+        other = b.params.get(name)
+        if other and (param.shape, param.role) != (other.shape, other.role):
+            yield Difference(name, f"{param.role} {list(param.shape)}", f"{other.role} {list(other.shape)}")
+
+
+def _held(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+    """Yield the kinds of states that only one of them holds, other shapes, and dtypes."""
+    kinds = dict.fromkeys(state.kind for index in (a, b) for state in index.held)
+    for kind in kinds:
+        one, two = (
+            {state for state, held in index.held.items() if state.kind == kind and held.is_here} for index in (a, b)
+        )
+        known = (a.params.keys() & b.params.keys()) | {state.param for state in one ^ two if state.kind == WEIGHT}
+        for lacking, left, right, index in ((one - two, "here", _ABSENT, b), (two - one, _ABSENT, "here", a)):
+            for matters in (True, False):
+                names = [state.param for state in lacking if state.param in known]
+                if names := [name for name in names if _is_made(index, kind, name) != matters]:
+                    yield Difference(f"{kind} of {_parts_of(names, structure)}", left, right, matters)
+        for state in sorted(one & two):
+            shapes = a.held[state].shape, b.held[state].shape
+            if shapes[0] != shapes[1] and state.param not in a.params and kind != BUFFER:
+                yield Difference(f"{kind} {state.param}", str(list(shapes[0])), str(list(shapes[1])))
+        for left, right in sorted({(a.held[state].dtype, b.held[state].dtype) for state in one & two}):
+            if left != right:
+                yield Difference(f"dtype of {kind}", left, right, matters=False)
+
+
+def _is_made(index: CheckpointIndex, kind: str, name: str) -> bool:
+    """Whether a checkpoint needs no such state of a param: weights are made of masters, or are the masters."""
+    if kind == MASTER:
+        return index.weights_are_states
+    originals = (index.held.get(State(name, other)) for other in (MASTER, FROZEN, BUFFER))
+    return kind == WEIGHT and any(held is not None and held.is_here for held in originals)
+
+
+def _optimizer(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
+    """Yield the steps of Adam and the hyperparameters that differ, each with the parts concerned."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    steps_a, steps_b = a.steps(), b.steps()
+    for name in (name for name in steps_a if name in steps_b):
+        if steps_a[name] != steps_b[name]:
+            found.setdefault(("Adam step", f"{steps_a[name]:g}", f"{steps_b[name]:g}"), []).append(name)
+    hyper_a, hyper_b = _hyper(a), _hyper(b)
+    for name in (name for name in hyper_a if name in hyper_b):
+        one, two = hyper_a[name], hyper_b[name]
+        for key in sorted(one.keys() & two.keys()):
+            if _plain(one[key]) != _plain(two[key]):
+                found.setdefault((key, str(one[key])[:_SHOWN], str(two[key])[:_SHOWN]), []).append(name)
+    for (what, left, right), names in found.items():
+        whose = "" if len(names) == len(steps_a) else f" of {_parts_of(names, structure)}"
+        yield Difference(f"{what}{whose}", left, right)
+
+
+def _parts_of(names: Iterable[str], structure: ModelStructure) -> str:
+    parts = {structure.part_of[name] for name in names}
+    return condense(part for part in structure.parts if part in parts)
+
+
+def _hyper(index: CheckpointIndex) -> dict[str, Mapping[str, Any]]:
+    return {name: without_names(group.hyper) for group in index.groups for name in group.params}
+
+
+def _trees(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
+    """Compare a stock file's decoded content: the schedule, random number states, the loss scale."""
+    found = [
+        dict(_leaves(index.root, index.name, index.train.trees[path])) if path in index.train.trees else None
+        for index in (a, b)
+    ]
+    yield from _fields(path, *found)
+
+
+def _json(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
+    found = [
+        dict(_leaves(index.root, index.name, read_json(index.root / path, PathIn(index.name, path))))
+        if path in index.files
+        else None
+        for index in (a, b)
+    ]
+    yield from _fields(path, *found)
+
+
+def _fields(path: str, one: dict[str, str] | None, two: dict[str, str] | None) -> Iterator[Difference]:
+    if one is None or two is None:
+        if one != two:
+            yield Difference(path, _ABSENT if one is None else "here", _ABSENT if two is None else "here")
+        return
+    wrong = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+    # of a list that has grown, such as the log, the number of values is enough
+    for top in sorted({key.split(".")[0] for key in wrong}):
+        keys = [key for key in wrong if key.split(".")[0] == top]
+        if len(keys) == 1:
+            left, right = (found.get(keys[0], _ABSENT)[:_SHOWN] for found in (one, two))
+            yield Difference(f"{path}: {keys[0]}", left, right)
+        else:
+            left, right = (f"{sum(key.split('.')[0] == top for key in found)} values" for found in (one, two))
+            yield Difference(f"{path}: {top}, {len(keys)} values", left, right)
+
+
+def _leaves(root: Path, name: str, node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield every value in a decoded tree with the path to it; of a tensor, its dtype, shape and digest."""
+    view = as_tensor(node)
+    if view is not None:
+        digest = _digest(root, name, view.storage.content)
+        yield ".".join(path), f"{view.storage.dtype} {list(view.shape)} {digest}"
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(root, name, value, (*path, str(key)))
+        if isinstance(node, Ordered):
+            yield from _leaves(root, name, node.attributes, (*path, "attributes"))
+    elif isinstance(node, (list, tuple)):
+        for number, value in enumerate(node):
+            yield from _leaves(root, name, value, (*path, str(number)))
+    elif isinstance(node, Call):
+        yield from _leaves(root, name, [node.func, node.args, node.state, node.items, node.appends], path)
+    else:
+        yield ".".join(path), str(node)
+
+
+def _others(index: CheckpointIndex) -> Mapping[str, DcpEntry]:
+    """Return what a folder of torch.distributed.checkpoint holds besides model and optimizer."""
+    return index.train.dcp.others if index.train.dcp else {}
+
+
+def _leaves_of(index: CheckpointIndex, key: str) -> Iterator[tuple[str, str]]:
+    entry = _others(index)[key]
+    if not entry.is_tensor:
+        yield from _leaves(index.root, index.name, entry.content)
+        return
+    dtype, shape, boxes = entry.content
+    for offsets, sizes, extent in boxes:
+        digest = _digest(index.root, index.name, (Copy(extent),))
+        yield str(offsets), f"{dtype} {list(shape)} {sizes} {digest}"
+
+
+def _digest(root: Path, name: str, content: Iterable[Piece]) -> str:
+    found = hashlib.sha256()
+    for piece in content:
+        if isinstance(piece, Copy):
+            extent = piece.extent
+            with open_source(root / extent.path, PathIn(name, extent.path)) as file:
+                for start in range(extent.start, extent.stop, _CHUNK_BYTES):
+                    found.update(file.read(start, min(start + _CHUNK_BYTES, extent.stop)))
+        else:
+            found.update(piece.data if isinstance(piece, Bytes) else bytes(piece.num_bytes))
+    return found.hexdigest()[:12]
+
+
+def _is_beside(path: str) -> bool:
+    return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or is_copied_unread(path)
+
+
+def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
+    one, two = (
+        hashlib.sha256(read_source(index.root / path, PathIn(index.name, path), _MAX_BYTES)).hexdigest()[:12]
+        if path in index.files
+        else _ABSENT
+        for index in (a, b)
+    )
+    if one != two:
+        yield Difference(path, one, two)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+BLOCK_ELEMENTS = 1 << 16
+"""Elements that are compared at once, so that intermediate results stay in the processor's cache"""
+_UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How elements of B differ from those of A. Sums run over the elements that are finite in both."""
+
+    numel: int = 0
+    changed: int = 0
+    """Elements that differ in any bit"""
+    not_finite: int = 0
+    """Elements that are NaN or infinite in A or B"""
+    largest: float = 0.0
+    """The largest \\|b - a\\|"""
+    of_a: float = 0.0
+    """Sum of a^2"""
+    of_b: float = 0.0
+    """Sum of b^2"""
+    of_difference: float = 0.0
+    """Sum of (b - a)^2"""
+    product: float = 0.0
+    """Sum of a * b"""
+
+    def __add__(self, other: Change) -> Change:
+        return Change(
+            self.numel + other.numel,
+            self.changed + other.changed,
+            self.not_finite + other.not_finite,
+            max(self.largest, other.largest),
+            self.of_a + other.of_a,
+            self.of_b + other.of_b,
+            self.of_difference + other.of_difference,
+            self.product + other.product,
+        )
+
+    @property
+    def relative(self) -> float:
+        """\\|B - A\\| / \\|A\\|, in the L2 norm: 0 if nothing changed, infinite if A is zero and B is not"""
+        if self.of_difference == 0:
+            return 0.0
+        return math.sqrt(self.of_difference / self.of_a) if self.of_a else math.inf
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between A and B; None if one is zero"""
+        norms = math.sqrt(self.of_a) * math.sqrt(self.of_b)
+        return max(-1.0, min(1.0, self.product / norms)) if norms else None
+
+    @property
+    def share(self) -> float:
+        """The share of elements that differ, 0..1"""
+        return self.changed / self.numel if self.numel else 0.0
+
+
+def compare(a: memoryview, dtype_a: str, b: memoryview, dtype_b: str) -> Change:
+    """Compare as many elements of A and B.
+
+    Of two floating-point dtypes, the wider is rounded to the narrower first, as a training rounds its masters. Values
+    of other dtypes are only compared for equality, and must have the same dtype.
+    """
+    dtype = min(dtype_a, dtype_b, key=lambda dtype: ITEMSIZE[dtype])
+    found = Change()
+    numel = len(a) // ITEMSIZE[dtype_a]
+    for begin in range(0, numel, BLOCK_ELEMENTS):
+        end = min(begin + BLOCK_ELEMENTS, numel)
+        one, two = (
+            _rounded(data[begin * ITEMSIZE[own] : end * ITEMSIZE[own]], own, dtype)
+            for data, own in ((a, dtype_a), (b, dtype_b))
+        )
+        found += _compare_block(one, two, dtype)
+    return found
+
+
+def _rounded(data: memoryview, own: str, dtype: str) -> memoryview | bytes:
+    return data if own == dtype else cast(data, own, dtype)
+
+
+def _compare_block(a: memoryview | bytes, b: memoryview | bytes, dtype: str) -> Change:
+    kind = _UNSIGNED[ITEMSIZE[dtype]]
+    bits_a, bits_b = np.frombuffer(a, kind), np.frombuffer(b, kind)
+    changed = int(np.count_nonzero(bits_a != bits_b))
+    is_equal = not changed
+    if dtype not in FLOATING:
+        return Change(len(bits_a), changed)
+    with np.errstate(invalid="ignore", over="ignore"):
+        one = widen(a, dtype).astype("<f8")
+        two = one if is_equal else widen(b, dtype).astype("<f8")
+        of_a = _dot(one, one)
+        of_b = of_a if is_equal else _dot(two, two)
+    not_finite = 0
+    if not math.isfinite(of_a + of_b):
+        finite = np.isfinite(one) & np.isfinite(two)
+        not_finite = len(finite) - int(np.count_nonzero(finite))
+        one, two = one[finite], two[finite]
+        of_a, of_b = _dot(one, one), _dot(two, two)
+    if is_equal:
+        return Change(len(bits_a), 0, not_finite, 0.0, of_a, of_b, 0.0, of_a)
+    difference = two - one
+    largest = float(np.abs(difference).max()) if len(difference) else 0.0
+    of_difference, product = _dot(difference, difference), _dot(one, two)
+    return Change(len(bits_a), changed, not_finite, largest, of_a, of_b, of_difference, product)
+
+
+def _dot(one: npt.NDArray[np.float64], two: npt.NDArray[np.float64]) -> float:
+    """Return the sum of products. Unlike BLAS, it does not depend on the number of threads."""
+    return float(np.einsum("i,i->", one, two))
+
+
+CHUNK_ELEMENTS = 1 << 20
+KINDS = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
+"""The kinds of states of a usual training; others follow these in tables"""
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A state that was compared."""
+
+    state: State
+    part: str
+    layer: int | None
+    """Its layer, if its part is one"""
+    module: str
+    """Its module inside the layer, e.g. ``self_attn.q_proj``, with ``*`` for numbers; outside of layers, its part"""
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """How checkpoint B differs from checkpoint A."""
+
+    a: str
+    b: str
+    steps: tuple[int, int]
+    """The global steps of A and B"""
+    part_steps: dict[str, tuple[int, int]]
+    """Part -> the steps at which its moments were saved, of a composite not always the global step"""
+    training: tuple[Difference, ...]
+    """What differs besides the values of states"""
+    states: tuple[Compared, ...]
+    """In the order of the model"""
+    chosen: tuple[str, ...] = ()
+    """The only kinds of states that were compared; empty for all"""
+    master_steps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Part -> the steps at which its masters were saved, which may be newer than the moments"""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether a training continues from B exactly as from A, as far as the `chosen` kinds show"""
+        return not any(one.matters for one in self.training) and not any(one.change.changed for one in self.states)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of states compared"""
+        found = {one.state.kind for one in self.states}
+        return [*(kind for kind in KINDS if kind in found), *sorted(found - {*KINDS})]
+
+    def by(self, label: Callable[[Compared], str]) -> dict[str, dict[str, Change]]:
+        """Return label -> kind -> the change of all states of that label and kind."""
+        found: dict[str, dict[str, Change]] = {}
+        for one in self.states:
+            of_label = found.setdefault(label(one), {})
+            of_label[one.state.kind] = of_label.get(one.state.kind, Change()) + one.change
+        return found
+
+
+def diff(
+    a: Path, b: Path, kinds: Collection[str] = (), on_progress: Callable[[int], None] = lambda num_bytes: None
+) -> Diff:
+    """Compare two checkpoints of any format; partial ones are compared as far as both hold a state.
+
+    Args:
+        a, b: the folders of the checkpoints.
+        kinds: the kinds of states to compare, such as ``weight`` and ``exp_avg``; empty for all.
+        on_progress: called from several threads with numbers of bytes read.
+
+    Raises SourceError for a damaged checkpoint, MismatchError if no state is in both, UsageError for a kind that is not
+    in both, Interrupted on Ctrl-C.
+    """
+    return diff_indexes(index_checkpoint(a), index_checkpoint(b), kinds, on_progress)
+
+
+def diff_indexes(
+    a: CheckpointIndex, b: CheckpointIndex, kinds: Collection[str], on_progress: Callable[[int], None]
+) -> Diff:
+    """See `diff`."""
+    structure = _structure_of_both(a, b)
+    common = [*_common(a, b)]
+    if not common:
+        what = f"{a.name} and {b.name} have no state in common"
+        raise MismatchError.at(b.name, what, "compare checkpoints of the same model")
+    held = list(dict.fromkeys(state.kind for state in common))
+    if unknown := [kind for kind in kinds if kind not in held]:
+        raise UsageError(
+            Problem("--kind", f"not in both checkpoints: {kind!r}", nearest(kind, held)) for kind in unknown
+        )
+    states = [state for state in common if not kinds or state.kind in kinds]
+    part_steps = {part: (a.step_of(part), b.step_of(part)) for part in structure.parts}
+    return Diff(
+        a.name,
+        b.name,
+        (a.global_step, b.global_step),
+        part_steps,
+        tuple(compare_training(a, b, structure)),
+        _compare_states(a, b, structure, [_Unit(state, state.param) for state in states], on_progress),
+        tuple(kinds),
+        {part: (a.master_step_of(part), b.master_step_of(part)) for part in structure.parts},
+    )
+
+
+def diff_parts(
+    a: CheckpointIndex, b: CheckpointIndex, parts: Collection[str], on_progress: Callable[[int], None]
+) -> tuple[Compared, ...]:
+    """Compare the states of these parts as far as both hold them; the result may be empty. Raises as `diff`."""
+    structure = _structure_of_both(a, b)
+    shared = {layer_of(part) for part in parts if layer_of(part) != part}
+    structure = with_experts(structure, a, shared)
+    pieces_of, units = structure.pieces_of, []
+    for state in _common(a, b):
+        for name in pieces_of.get(state.param, [state.param]):
+            if structure.part_of[name] in parts:
+                piece = structure.pieces.get(name)
+                units.append(_Unit(state, name, ((piece.begin, piece.end),) if piece else None))
+    return _compare_states(a, b, structure, units, on_progress)
+
+
+class _Unit(NamedTuple):
+    """What is compared: a state, or an expert's elements of it."""
+
+    state: State
+    name: str
+    """Of the param, or of its piece"""
+    runs: Runs | None = None
+    """None for all elements"""
+
+
+def _compare_states(
+    a: CheckpointIndex,
+    b: CheckpointIndex,
+    structure: ModelStructure,
+    units: list[_Unit],
+    on_progress: Callable[[int], None],
+) -> tuple[Compared, ...]:
+    found = _compare_all(a, b, units, on_progress)
+    order = {part: number for number, part in enumerate(structure.parts)}
+    compared = [_compared(State(unit.name, unit.state.kind), structure, found[unit]) for unit in units]
+    return tuple(sorted(compared, key=lambda one: order[one.part]))
+
+
+def _structure_of_both(a: CheckpointIndex, b: CheckpointIndex) -> ModelStructure:
+    """Return the parts of A's model, with what only B has."""
+    one, two = find_structure(a), find_structure(b)
+    parts = (*one.parts, *(part for part in two.parts if part not in one.parts))
+    return ModelStructure({**two.part_of, **one.part_of}, parts, one.num_layers, one.tied)
+
+
+def _common(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[State]:
+    """Yield the states that both hold. Without DeepSpeed, masters are the weights and not listed again."""
+    left_out = {MASTER, FROZEN, BUFFER} if a.weights_are_states and b.weights_are_states else set[str]()
+    for state, one in a.held.items():
+        two = b.held.get(state)
+        if two is None or not (one.is_here and two.is_here) or state.kind in left_out:
+            continue
+        if one.numel and two.numel and not common(one.runs, two.runs):  # other experts of a fused param
+            continue
+        is_alike = one.dtype == two.dtype or {one.dtype, two.dtype} <= FLOATING
+        if is_alike and (one.shape == two.shape or one.numel == two.numel or state.kind == BUFFER):
+            yield state
+
+
+def _compared(state: State, structure: ModelStructure, change: Change) -> Compared:
+    part = structure.part_of[state.param]
+    layer = structure.layers.get(part)
+    place = place_of(state.param)
+    module = part if layer is None else ".".join(place.path[len(place.module) + 1 :])
+    return Compared(state, part, layer, _NUMBERS.sub("*", module) or part, change)
+
+
+def _compare_all(
+    a: CheckpointIndex, b: CheckpointIndex, units: list[_Unit], on_progress: Callable[[int], None]
+) -> dict[_Unit, Change]:
+    readers = (_Reader(a, on_progress), _Reader(b, on_progress))
+
+    def compare_chunk(unit: _Unit, begin: int, end: int) -> tuple[_Unit, Change]:
+        one, two = (reader.read(unit.state, begin, end) for reader in readers)
+        return unit, compare(one, a.held[unit.state].dtype, two, b.held[unit.state].dtype)
+
+    jobs = (
+        partial(compare_chunk, unit, begin, min(begin + CHUNK_ELEMENTS, high))
+        for unit in units
+        # each rank has its own buffers: of two numbers of ranks, the first ones are compared
+        for low, high in _runs(a.held[unit.state], b.held[unit.state], unit)
+        for begin in range(low, high, CHUNK_ELEMENTS)
+    )
+    found = dict.fromkeys(units, Change())
+    with stoppable() as stop:
+        for unit, change in run_all(jobs, num_workers(), stop):
+            found[unit] += change
+    return found
+
+
+def _runs(one: TensorEntry, two: TensorEntry, unit: _Unit) -> Runs:
+    """Return the elements that both hold of what is compared."""
+    runs = common(one.runs, two.runs)
+    return runs if unit.runs is None else common(runs, unit.runs)
+
+
+class _Reader:
+    """Reads runs of elements of a checkpoint, each thread into a buffer of its own."""
+
+    def __init__(self, index: CheckpointIndex, on_progress: Callable[[int], None]) -> None:
+        self._index = index
+        self._files = Files(index.root, index.files)
+        self._on_progress = on_progress
+        self._own = threading.local()
+
+    def read(self, state: State, begin: int, end: int) -> memoryview:
+        """Return elements of a state; they are valid until this thread's next call. Raises SourceError."""
+        held: TensorEntry = self._index.held[state]
+        itemsize = ITEMSIZE[held.dtype]
+        size = (end - begin) * itemsize
+        if len(self._own.__dict__.get("buffer", b"")) < size:
+            self._own.buffer = bytearray(max(size, CHUNK_ELEMENTS * itemsize))
+        room = memoryview(self._own.buffer)[:size]
+        if held.is_all_zero:
+            room[:] = bytes(size)
+        for fragment in held.place.cover(begin, end):
+            low, high = ((element - begin) * itemsize for element in (fragment.begin, fragment.end))
+            try:
+                self._files.read_into(fragment.extent.path, fragment.extent.start, room[low:high])
+            except OSError as error:
+                raise cannot_read(f"{self._index.name}/{fragment.extent.path}", error) from error
+        self._on_progress(size)
+        return room
+
+
+def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
+    """Return the result as JSON data; ``label`` says by what it is grouped. Infinite and undefined numbers are null."""
+    return {
+        "schema": "llmtailor.diff/1",
+        "a": found.a,
+        "b": found.b,
+        "steps": list(found.steps),
+        "is_equal": found.is_equal,
+        "kinds": found.kinds,
+        "training": [{"what": one.what, "a": one.a, "b": one.b, "matters": one.matters} for one in found.training],
+        "states": [
+            {"label": name, "kind": kind, **_numbers(change)}
+            for name, kinds in found.by(label).items()
+            for kind, change in kinds.items()
+        ],
+        "part_steps": {part: list(steps) for part, steps in found.part_steps.items()},
+        "master_steps": {part: list(steps) for part, steps in found.master_steps.items()},
+    }
+
+
+def _numbers(change: Change) -> dict[str, float | int | None]:
+    relative = change.relative
+    return {
+        "numel": change.numel,
+        "changed": change.changed,
+        "not_finite": change.not_finite,
+        "relative": relative if math.isfinite(relative) else None,
+        "largest": change.largest,
+        "cosine": change.cosine,
+    }

@@ -1,0 +1,611 @@
+"""The deep checks of `verify`: values, checksums and digests.
+
+Every byte is read once, in parallel and in bounded memory. The states of a param are read together, as a bundle,
+because its weights must be its rounded masters. Values are checked block by block, so that intermediate results stay
+in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.placement import Extent, Runs
+from llmtailor.codes import Code
+from llmtailor.containers.dcp import METADATA, list_data_records
+from llmtailor.containers.json import read_json
+from llmtailor.containers.torch_zip import list_records
+from llmtailor.containers.zip import Record
+from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
+from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
+from llmtailor.findings import ERROR, NOTE, WARNING, Finding
+from llmtailor.formats.known_files import is_resumed_from
+from llmtailor.formats.manifest import ManifestFacts
+from llmtailor.formats.registry import find_structure
+from llmtailor.formats.trainer import CONFIG
+from llmtailor.model.disk_names import naming_of, on_disk
+from llmtailor.model.parts import SavedAs
+from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.storage.casts import cast
+from llmtailor.storage.checksums import Intervals, crc32, part_digest
+from llmtailor.storage.local import Files
+from llmtailor.verify.structure import Elements, Spans, elements_in, held_of, join, lost_elements
+
+NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
+_CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
+_OTHER_SAVE = "they are from different saves, or damaged: copy both files again, or use another checkpoint"
+_DIVERGED = "the run had diverged, or the file is damaged: use an older checkpoint"
+_SAID: Final[dict[str, tuple[str, str, Code, str]]] = {
+    NOT_FINITE: ("is not finite", _DIVERGED, Code.NOT_FINITE, ERROR),
+    NEGATIVE: ("is negative, but a mean of squares can't be", _OTHER_SAVE, Code.NEGATIVE, ERROR),
+    DIFFERS: ("is not the rounded master", _OTHER_SAVE, Code.NOT_ROUNDED, ERROR),
+    SPLIT: ("is not the rounded master, as requested", "a resume uses the masters", Code.SPLIT_WEIGHTS, WARNING),
+}
+_SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
+
+
+@dataclass(slots=True)
+class BadValues:
+    """Elements of a state that are wrong in one way."""
+
+    count: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """One range per chunk, from the first such element to just past the last"""
+
+
+def find_bad_values(
+    index: CheckpointIndex, bad_values: Mapping[tuple[State, str], BadValues], is_split: bool
+) -> Iterator[Finding]:
+    """Yield a finding per kind of state and bad value. With ``is_split``, weights may differ on purpose."""
+    together: dict[tuple[str, str], list[State]] = {}
+    for state, problem in bad_values:
+        together.setdefault((state.kind, problem), []).append(state)
+    for (kind, problem), states in together.items():
+        count = sum(bad_values[state, problem].count for state in states)
+        first, _ = min(bad_values[states[0], problem].runs)
+        held = held_of(index, states[0])
+        total = sum(held_of(index, state).numel for state in states)
+        tensors = f"in {len(states)} tensors, the first" if len(states) > 1 else "the first"
+        where = PathIn(index.name, next(iter(held.place.cover(first, first + 1))).extent.path)
+        at = f"{count:,} of {total:,} elements, {tensors} at {_coordinates(first, held.shape)} of {states[0].param}"
+        on_purpose = problem == DIFFERS and is_split and kind == WEIGHT
+        what, fix, code, severity = _SAID[SPLIT if on_purpose else problem]
+        name = f"{_CALLED.get(kind, kind)} of {some(state.param for state in states)}"
+        yield Finding(where, f"{name} {what}: {at}", fix, code, severity)
+
+
+def find_zeroed(index: CheckpointIndex, not_zero: Collection[State]) -> Iterator[Finding]:
+    """Report flat tensors of a full checkpoint whose moments are all zero although Adam has made steps.
+
+    The gradients of a whole flat tensor are never all zero: such moments were erased or never loaded.
+    """
+    stepped = [
+        flat
+        for flat in index.sub_groups
+        if flat.step > 0 and any(index.params[param].numel for param in flat.params)
+        if State(flat.params[0], EXP_AVG_SQ) in index.held
+    ]
+    for kind in (EXP_AVG, EXP_AVG_SQ):
+        zeroed = [flat for flat in stepped if not any(State(param, kind) in not_zero for param in flat.params)]
+        if zeroed:
+            params = tuple(param for flat in zeroed for param in flat.params)
+            what = f"{kind} of {some(params)} is all zero after {zeroed[0].step:g} steps of Adam"
+            severity = ERROR if len(zeroed) == len(stepped) else WARNING
+            yield Finding(
+                index.name, what, f"a resume restarts Adam there; {_OTHER_SAVE}", Code.ALL_ZERO, severity, params
+            )
+
+
+def damaged_elements(
+    index: CheckpointIndex,
+    bad_values: Mapping[tuple[State, str], BadValues],
+    saved_as: Mapping[str, tuple[SavedAs, ...]],
+    is_split: bool,
+) -> Iterator[Elements]:
+    """Yield the ranges of elements that can't be trusted; if two states contradict each other, those of both."""
+    pieces = {piece.name: (name, piece.begin) for name, found in saved_as.items() for piece in found}
+    for (state, problem), found in bad_values.items():
+        if problem == DIFFERS and is_split and state.kind == WEIGHT:
+            continue
+        name, offset = pieces.get(state.param, (state.param, 0))
+        name = index.tied.get(name, name)
+        for begin, end in found.runs:
+            yield state, (begin, end)
+            if problem == DIFFERS:
+                kind = MASTER if index.params[name].role == "trainable" else FROZEN
+                yield State(name, kind), (begin + offset, end + offset)
+
+
+def _coordinates(element: int, shape: tuple[int, ...]) -> str:
+    found = []
+    for extent in reversed(shape):
+        element, inside = divmod(element, extent)
+        found.append(inside)
+    return str(list(reversed(found)))
+
+
+BLOCK_ELEMENTS = 1 << 16
+_UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_EXPONENT: Final[dict[str, int]] = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
+"""The exponent bits, all set in infinities and NaNs"""
+
+Mask = npt.NDArray[np.bool_]
+Bytes = bytes | bytearray | memoryview
+
+
+def any_bit(data: Bytes) -> bool:
+    """Return whether any bit is set; none is in zeros."""
+    return bool(np.frombuffer(data, np.uint8).any())
+
+
+_TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
+    NOT_FINITE: lambda bits, sign, special: (bits & special) == special,
+    NOT_A_NUMBER: lambda bits, sign, special: (bits & ~sign) > special,
+    NEGATIVE: lambda bits, sign, special: bits > sign,
+}
+
+
+def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
+    """Return which elements are not finite, not a number (buffers may be infinite: they hold masks) or negative.
+
+    Returns None if there are none, as with a dtype that is not floating-point.
+    """
+    if dtype not in _EXPONENT:
+        return None
+    bits, test = _bits(data, dtype), _TESTS[problem]
+    sign, special = bits.dtype.type(1 << (8 * ITEMSIZE[dtype] - 1)), bits.dtype.type(_EXPONENT[dtype])
+    return _blockwise(len(bits), lambda block: test(bits[block], sign, special))
+
+
+def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precision: str) -> Mask | None:
+    """Return which elements of a copy are not the rounded original, bit for bit; None if there are none.
+
+    A copy in a dtype other than ``precision``, that of the weights in training, was made from these weights or, if
+    there were none, from the original itself. Either is accepted. Other dtypes than floating-point are compared if
+    they are the same.
+    """
+    have, source = _bits(copy, copy_dtype), memoryview(original)
+    castable = dtype in _EXPONENT and copy_dtype in _EXPONENT
+    if not castable and dtype != copy_dtype:
+        return None
+    itemsize = ITEMSIZE[dtype]
+
+    def check(block: slice) -> Mask:
+        part = source[block.start * itemsize : block.stop * itemsize]
+        if not castable:
+            plain: Mask = have[block] != _bits(part, dtype)
+            return plain
+        wrong: Mask = have[block] != _bits(cast(part, dtype, copy_dtype), copy_dtype)
+        if precision != copy_dtype and wrong.any():
+            rounded_twice = cast(cast(part, dtype, precision), precision, copy_dtype)
+            wrong &= have[block] != _bits(rounded_twice, copy_dtype)
+        return wrong
+
+    return _blockwise(len(have), check)
+
+
+def _blockwise(numel: int, check: Callable[[slice], Mask]) -> Mask | None:
+    found: Mask | None = None
+    for start in range(0, numel, BLOCK_ELEMENTS):
+        block = slice(start, min(start + BLOCK_ELEMENTS, numel))
+        mask = check(block)
+        if mask.any():
+            found = np.zeros(numel, np.bool_) if found is None else found
+            found[block] = mask
+    return found
+
+
+def _bits(data: Bytes, dtype: str) -> npt.NDArray[Any]:
+    return np.frombuffer(data, _UNSIGNED[ITEMSIZE[dtype]])
+
+
+CHUNK_ELEMENTS = 1 << 20
+_WORTH_ANNOUNCING = 1 << 18
+
+_Run = tuple[int, int]
+_NON_NEGATIVE = {EXP_AVG_SQ, "max_exp_avg_sq"}
+_OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One state of a bundle, and the checks on its values."""
+
+    state: State
+    held: TensorEntry
+    checks: tuple[str, ...] = (NOT_FINITE,)
+    """The problems that `bad_values.find` looks for"""
+    begin: int = 0
+    """The element of the bundle at which it begins: a fused param is saved in pieces"""
+    is_copy: bool = False
+    """Whether it must be the rounded first stream"""
+
+
+class Bundle(NamedTuple):
+    """The states of one param, or a weight without a param. All except copies have ``numel`` elements."""
+
+    numel: int
+    streams: list[Stream]
+
+    @property
+    def runs(self) -> Runs:
+        """The elements to read: all, or those that a partial checkpoint holds of every state"""
+        return next((one.held.runs for one in self.streams if not one.held.is_whole), ((0, self.numel),))
+
+
+def bundle_states(
+    index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]], unreadable: Collection[str] = ()
+) -> Iterator[Bundle]:
+    """Yield everything to read, each byte once. Padding is in no placement, so in no bundle.
+
+    ``saved_as`` lists params whose weights have other names.
+    """
+    seen: set[Extent] = set()
+    for numel, streams in _bundles(index, saved_as):
+        fresh = []
+        for stream in streams:
+            if stream.held.is_here and stream.held.numel and not stream.held.is_all_zero:
+                # tied names may share their bytes, and without DeepSpeed weights are masters
+                first, _ = stream.held.runs[0]
+                begins = next(iter(stream.held.place.cover(first, first + 1))).extent
+                if begins.path in unreadable or begins not in seen:
+                    seen.add(begins)
+                    fresh.append(stream)
+        if fresh:
+            yield Bundle(numel, fresh)
+
+
+def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Bundle]:
+    names_of: dict[str, list[str]] = {}
+    for name, stored in index.tied.items():
+        names_of.setdefault(stored, []).append(name)
+    moments: dict[str, list[Stream]] = {}
+    for state, held in index.held.items():
+        if state.kind not in _OF_THE_MODEL:
+            checks = (NOT_FINITE, NEGATIVE) if state.kind in _NON_NEGATIVE else (NOT_FINITE,)
+            moments.setdefault(state.param, []).append(Stream(state, held, checks))
+    for param in index.params.values():
+        streams = []
+        kind = {"buffer": BUFFER, "trainable": MASTER, "frozen": FROZEN}[param.role]
+        original = State(param.name, kind)
+        if original in index.held and kind == BUFFER:
+            held = index.held[original]
+            yield Bundle(
+                held.numel if index.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
+            )
+        elif original in index.held:
+            streams.append(Stream(original, index.held[original]))
+            for name in (param.name, *names_of.get(param.name, ())):
+                streams += _copies(index, name, saved_as.get(name) or (SavedAs(name, param.shape),))
+        if kind != BUFFER:
+            yield Bundle(param.numel, [*streams, *moments.get(param.name, ())])
+    for state, held in index.held.items():
+        if state.kind == WEIGHT:  # of a buffer, or by another name than in memory
+            yield Bundle(held.numel, [Stream(state, held, (NOT_A_NUMBER,))])
+
+
+def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
+    if name in index.module:
+        yield Stream(State(name, MODULE), index.module[name], is_copy=True)
+    for piece in saved_as:
+        state = State(piece.name, WEIGHT)
+        if state in index.held and index.held[state].shape == piece.shape:
+            yield Stream(state, index.held[state], begin=piece.begin, is_copy=True)
+
+
+@dataclass
+class Reading:
+    """Reads bundles and keeps the results."""
+
+    index: CheckpointIndex
+    left_out: Collection[str]
+    """Files known to be unreadable"""
+    on_progress: Callable[[int], None]
+    """Gets the bytes read, from several threads"""
+    stop: Stop
+    sum_files: Collection[str]
+    """Files to take checksums of"""
+    sum_states: bool
+    """Whether to take checksums of all states"""
+    bad_values: dict[tuple[State, str], BadValues] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Files that could not be read to the end, and why"""
+    not_zero: set[State] = field(default_factory=set)
+    """Moments with at least one bit set"""
+    by_file: Intervals[str] = field(default_factory=Intervals)
+    by_state: Intervals[State] = field(default_factory=Intervals)
+    """By bytes of the state, as if it were contiguous"""
+
+    def __post_init__(self) -> None:
+        self.files = Files(self.index.root)
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def read(self, bundles: Iterable[Bundle]) -> None:
+        """Read and check all bundles. Raises Interrupted on Ctrl-C."""
+        bundles = list(bundles)
+        jobs = (
+            partial(self._read_chunk, bundle, begin, min(begin + CHUNK_ELEMENTS, high))
+            for bundle in bundles
+            for low, high in bundle.runs
+            for begin in range(low, high, CHUNK_ELEMENTS)
+        )
+        run_all(jobs, num_workers(), self.stop)
+        order = {stream.state: number for number, stream in enumerate(s for bundle in bundles for s in bundle.streams)}
+        self.bad_values = dict(sorted(self.bad_values.items(), key=lambda item: (order[item[0][0]], item[0][1])))
+
+    def crc_of(self, path: str, start: int, stop: int) -> int:
+        """Return the CRC-32 of bytes of a file; those not read yet are read now. Raises OSError."""
+        read = partial(crc_of_range, self.files, path, on_progress=self.on_progress)
+        return self.by_file.crc_of(path, start, stop, read)
+
+    def _read_chunk(self, bundle: Bundle, begin: int, end: int) -> None:
+        """Read elements ``begin``..``end`` of a bundle: the corresponding elements of each stream."""
+        parts = _parts(bundle, begin, end)
+        for stream, low, high in parts:
+            self._announce(stream, low, high)
+        original, reference = bundle.streams[0], None
+        for stream, low, high in parts:
+            dtype, is_original = stream.held.dtype, stream is original
+            data, lost = self._read_stream(stream, low, high, is_original)
+            if is_original:
+                reference, lost_there = data, lost
+            for check in stream.checks:
+                self._note(stream.state, check, find(check, data, dtype), lost, low)
+            if stream.state.kind in (EXP_AVG, EXP_AVG_SQ) and stream.state not in self.not_zero and any_bit(data):
+                self.not_zero.add(stream.state)
+            if stream.is_copy and reference is not None and not is_original:
+                offset, itemsize = low + stream.begin - begin, ITEMSIZE[original.held.dtype]
+                part = reference[offset * itemsize : (offset + high - low) * itemsize]
+                mask = differing(part, original.held.dtype, data, dtype, self.index.precision)
+                lost += [(max(0, first - offset), max(0, last - offset)) for first, last in lost_there]
+                self._note(stream.state, DIFFERS, mask, lost, low)
+
+    def _note(self, state: State, problem: str, mask: Mask | None, lost: list[_Run], begin: int) -> None:
+        if mask is None:
+            return
+        for low, high in lost:
+            mask[low:high] = False
+        where = mask.nonzero()[0]
+        if len(where):
+            with self._lock:
+                found = self.bad_values.setdefault((state, problem), BadValues())
+                found.count += len(where)
+                found.runs.append((begin + int(where[0]), begin + int(where[-1]) + 1))
+
+    def _read_stream(self, stream: Stream, begin: int, end: int, is_original: bool) -> tuple[memoryview, list[_Run]]:
+        """Return elements ``begin``..``end``, and the runs of them, relative to ``begin``, that are lost (set to zero).
+
+        The buffer belongs to this thread: one for originals and one for everything else.
+        """
+        itemsize = ITEMSIZE[stream.held.dtype]
+        view, lost = self._buffer(is_original, (end - begin) * itemsize), []
+        for fragment in stream.held.place.cover(begin, end):
+            extent, low, high = fragment.extent, fragment.begin - begin, fragment.end - begin
+            part = view[low * itemsize : high * itemsize]
+            if not self._fill(part, extent.path, extent.start):
+                part[:] = bytes(len(part))
+                lost.append((low, high))
+            elif self.sum_states or extent.path in self.sum_files:
+                crc = crc32(part)
+                self.by_file.add(extent.path, extent.start, extent.stop, crc)
+                if self.sum_states:
+                    self.by_state.add(stream.state, fragment.begin * itemsize, fragment.end * itemsize, crc)
+        self.on_progress(len(view))
+        return view, lost
+
+    def _fill(self, room: memoryview, path: str, offset: int) -> bool:
+        """Read bytes of a file; return whether that succeeded."""
+        if path in self.left_out or path in self.unreadable:
+            return False
+        try:
+            self.files.read_into(path, offset, room)
+        except OSError as error:
+            with self._lock:
+                self.unreadable.setdefault(path, error.strerror or str(error))
+            return False
+        return True
+
+    def _buffer(self, is_original: bool, num_bytes: int) -> memoryview:
+        """Return one of this thread's two buffers: allocating one for every chunk would take longer than reading it."""
+        own: dict[bool, bytearray] = self._own.__dict__.setdefault("buffers", {})
+        if len(own.get(is_original, b"")) < num_bytes:
+            own[is_original] = bytearray(num_bytes)
+        return memoryview(own[is_original])[:num_bytes]
+
+    def _announce(self, stream: Stream, begin: int, end: int) -> None:
+        """Have the system fetch bytes ahead: a chunk's states are far apart, so it can't predict the next ones."""
+        for fragment in stream.held.place.cover(begin, end):
+            extent = fragment.extent
+            if extent.num_bytes >= _WORTH_ANNOUNCING:
+                with suppress(OSError):
+                    self.files.will_need(extent.path, extent.start, extent.stop)
+
+
+def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]]:
+    """Return the streams of a bundle with the elements of each that correspond to the bundle's ``begin``..``end``."""
+    parts = [
+        (stream, max(begin, stream.begin) - stream.begin, min(end - stream.begin, stream.held.numel))
+        for stream in bundle.streams
+    ]
+    return [part for part in parts if part[1] < part[2]]
+
+
+def crc_of_range(
+    files: Files, path: str, start: int, stop: int, on_progress: Callable[[int], None], crc: int = 0
+) -> int:
+    """Return the CRC-32 of bytes of a file, continuing from ``crc``. Raises OSError."""
+    buffer = memoryview(bytearray(min(stop - start, 1 << 20)))
+    while start < stop:
+        room = buffer[: stop - start]
+        files.read_into(path, start, room)
+        crc = crc32(room, crc)
+        on_progress(len(room))
+        start += len(room)
+    return crc
+
+
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Deep:
+    """The results of reading every byte."""
+
+    findings: tuple[Finding, ...]
+    """Findings about files and checksums"""
+    values: tuple[Finding, ...]
+    """Findings about the values of states"""
+    states: Spans
+    """Elements that are lost or can't be trusted"""
+    intact: Mapping[str, Sequence[Record]]
+    """The records of torch files that match their checksums, by file"""
+
+
+def read_everything(
+    index: CheckpointIndex,
+    unreadable: frozenset[str],
+    manifest: ManifestFacts | None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Deep:
+    """Read a checkpoint and check its values and checksums.
+
+    ``on_progress`` gets the number of bytes read, from several threads. Raises Interrupted on Ctrl-C.
+    """
+    saved_as, sums = _saved_as(index), _stated_sums(index, unreadable, manifest)
+    with stoppable() as stop:
+        summed = {path for path, stated in sums.items() if stated}
+        sum_states = bool(manifest and manifest.digests)
+        reading = Reading(index, unreadable, on_progress, stop, summed, sum_states)
+        with reading.files:
+            reading.read(bundle_states(index, saved_as, unreadable))
+            jobs = [partial(_compare_sums, reading, path, stated) for path, stated in sorted(sums.items())]
+            wrong = [found for one in run_all(jobs, num_workers(), stop) for found in one]
+    is_split = manifest is not None and manifest.is_split
+    lost = join(lost_elements(index, unreadable.union(reading.unreadable)))
+    damaged = [
+        *damaged_elements(index, reading.bad_values, saved_as, is_split),
+        *((state, run) for state, spans in lost.items() for run in spans),
+    ]
+    about_sums = []
+    for path, record in wrong:
+        inside = [*elements_in(index, partial(_overlaps, path, record))] if record.name else []
+        damaged += inside
+        about_sums.append(_wrong_sum(index, path, record, {state for state, _ in inside}))
+    findings = (
+        *_unread(index, reading),
+        *sorted(about_sums, key=str),
+        *(_digests(index, reading, manifest, lost) if manifest else ()),
+        *(find_zeroed(index, reading.not_zero) if index.has_masters and not (lost or index.is_partial) else ()),
+        *_not_compared(index, saved_as),
+    )
+    intact = {
+        path: [record for record in stated if record.name and (path, record) not in wrong]
+        for path, stated in sums.items()
+        if path not in reading.unreadable
+    }
+    return Deep(findings, tuple(find_bad_values(index, reading.bad_values, is_split)), join(damaged), intact)
+
+
+def _stated_sums(
+    index: CheckpointIndex, unreadable: frozenset[str], manifest: ManifestFacts | None
+) -> dict[str, list[Record]]:
+    """Return the checksums stated in torch files and the manifest, by path; one without a name is the whole file's."""
+    sums: dict[str, list[Record]] = {}
+    for path in index.files:
+        if (path == "." or path.endswith(_OF_TORCH)) and path not in unreadable:
+            with suppress(SourceError):  # reported by the structure checks
+                records = list_records(index.root, path, PathIn(index.name, path))
+                sums[path] = [record for record in records if record.crc is not None]
+        if path.rpartition("/")[2] == METADATA:
+            with suppress(SourceError):
+                for file, listed in list_data_records(index.root, path, PathIn(index.name, path)).items():
+                    if file not in unreadable:
+                        sums[file] = [record for record in listed if record.crc is not None]
+    for path, (num_bytes, crc) in manifest.files.items() if manifest else ():
+        if path in index.files and path not in unreadable and index.files[path].num_bytes == num_bytes:
+            sums.setdefault(path, []).append(Record("", 0, num_bytes, crc))
+    return sums
+
+
+def _compare_sums(reading: Reading, path: str, stated: list[Record]) -> list[tuple[str, Record]]:
+    """Return the records that do not match; the whole file only if all of its records do."""
+    wrong: list[tuple[str, Record]] = []
+    try:
+        for record in stated if path not in reading.unreadable else ():
+            if (record.name or not wrong) and reading.crc_of(path, record.start, record.stop) != record.crc:
+                wrong.append((path, record))
+    except OSError as error:
+        reading.unreadable[path] = error.strerror or str(error)
+        return []
+    return wrong
+
+
+def _overlaps(path: str, record: Record, extent: Extent) -> bool:
+    return extent.path == path and extent.start < record.stop and record.start < extent.stop
+
+
+def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collection[State]) -> Finding:
+    where, severity = PathIn(index.name, path), ERROR if is_resumed_from(path, index) else WARNING
+    if record.name:
+        names = some(sorted({f"{state.kind} of {state.param}" for state in inside}))
+        what = f"{record.name} does not match its checksum in the file{f'; it holds {names}' if names else ''}"
+        return Finding(where, what, COPY_OR_ANOTHER, Code.CHECKSUM, severity)
+    fix = "none needed if you changed it yourself" if severity == WARNING else COPY_OR_ANOTHER
+    what = f"the file is not the one that the {'save' if index.is_partial else 'merge'} wrote"
+    return Finding(where, what, fix, Code.MANIFEST, severity)
+
+
+def _unread(index: CheckpointIndex, reading: Reading) -> Iterator[Finding]:
+    for path, why in sorted(reading.unreadable.items()):
+        severity = ERROR if is_resumed_from(path, index) else WARNING
+        what = f"the file can't be read: {why}"
+        yield Finding(PathIn(index.name, path), what, "check the disk", Code.FILE_UNREADABLE, severity)
+
+
+def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, lost: Spans) -> Iterator[Finding]:
+    """Compare the digests of the parts.
+
+    Parts with unreadable states are skipped, because these are reported. In ZeRO-3, parts with buffers are skipped too:
+    a digest counts the ranks' buffers as often as the sources had them. The files' checksums cover these.
+    """
+    part_of = find_structure(index).part_of
+    parts: dict[str, list[tuple[State, int, int]]] = {}
+    for state in reading.by_state:
+        if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters):
+            parts.setdefault(part_of[state.param], []).append((state, *reading.by_state.whole(state)))
+    not_whole = {part_of[state.param] for state in lost}
+    if index.has_buffers_by_rank:
+        not_whole |= {part_of[param.name] for param in index.params.values() if param.role == "buffer"}
+    for part, digest in manifest.digests.items():
+        if part not in not_whole and part_digest(parts.get(part, ())) != digest:
+            what = f"the states of {part} are not those that the merge wrote"
+            yield Finding(index.name, what, "merge again, or copy the checkpoint again", Code.DIGEST, ERROR)
+
+
+def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]]:
+    """Return the names and pieces under which transformers saves params, where they differ from those in memory."""
+    where = PathIn(index.name, CONFIG)
+    try:
+        config = read_json(index.root / CONFIG, where) if CONFIG in index.files else {}
+    except SourceError:
+        return {}  # reported by the structure checks
+    naming = naming_of(str(config["model_type"]) if "model_type" in config else None)
+    renamed = [param for name, param in index.params.items() if naming and State(name, WEIGHT) not in index.held]
+    return {param.name: tuple(on_disk(param, naming)) for param in renamed if naming}
+
+
+def _not_compared(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Finding]:
+    known = {*index.params, *index.tied, *(piece.name for pieces in saved_as.values() for piece in pieces)}
+    names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
+    if index.has_masters and names:
+        what = f"the weights of {some(names)} have other names than the params, so were not compared with the masters"
+        yield Finding(index.name, what, "try a resume: --resume-smoke", Code.NOT_COMPARED, NOTE)
