@@ -132,7 +132,7 @@ FORM_FUNCTIONS = {"is_partial", "looks_partial", "is_plain"}
 MAY_ASK_FOR_THE_FORM = {
     "compose/plan.py": "--stage names one; a partial base has its output in the run's folder, elastic is no base",
     "runs/folder.py": "a partial checkpoint without its manifest is an unfinished save",
-    "runs/pruning.py": "thin turns full checkpoints into partial ones",
+    "runs/prune.py": "thin turns full checkpoints into partial ones",
     "runs/gc.py": "steps count with full checkpoints, and with partial ones alone",
     "runs/scan.py": "a partial checkpoint builds on others",
     "salvage/choose.py": "the checksum of a rank's file does not say which states it costs",

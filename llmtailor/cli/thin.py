@@ -18,8 +18,7 @@ from llmtailor.errors import Problem, UsageError, size
 if TYPE_CHECKING:
     from llmtailor.engine.moving import Clone
     from llmtailor.runs.gc import GcPlan
-    from llmtailor.runs.pruning import PruneAction, ThinOptions
-    from llmtailor.runs.thin import ThinPlan
+    from llmtailor.runs.prune import PruneAction, ThinOptions, ThinPlan
 
 
 @command(
@@ -77,7 +76,7 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
       llmtailor thin runs/x --keep-optimizer-last 2 --yes
     """
     from llmtailor.runs.folder import only_writer
-    from llmtailor.runs.thin import bytes_to_move, plan_thinning
+    from llmtailor.runs.prune import bytes_to_move, plan_thinning
     from llmtailor.runs.thin import thin as carry_out
 
     wanted = _options(**options)
@@ -133,7 +132,7 @@ def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: 
 def _options(
     strategy: str | None, select: tuple[str, ...], keep_full_last: int | None, keep_optimizer_last: int | None
 ) -> ThinOptions:
-    from llmtailor.runs.pruning import ThinOptions
+    from llmtailor.runs.prune import ThinOptions
 
     problems = []
     given = [flag for flag, value in (("--strategy", strategy), ("--select", select)) if value]
@@ -216,7 +215,7 @@ def _steps(plan: ThinPlan | GcPlan) -> dict[str, Any]:
 
 def _thinning_text(plan: ThinPlan) -> str:
     from llmtailor.cli.tables import ages_text, steps_text, table
-    from llmtailor.runs.pruning import STAYS
+    from llmtailor.runs.prune import STAYS
 
     rows = [
         (action.checkpoint.name, row["is"], *_outcome(action), size(row["num_bytes"]), size(action.freed))
@@ -237,7 +236,7 @@ def _thinning_text(plan: ThinPlan) -> str:
 def _outcome(action: PruneAction) -> tuple[str, str]:
     """Return what a checkpoint becomes, and the parts it keeps."""
     from llmtailor.model.parts import condense
-    from llmtailor.runs.pruning import STAYS
+    from llmtailor.runs.prune import STAYS
 
     if action.becomes == STAYS:
         return (f"stays: {action.why}" if action.why else "stays"), "all"

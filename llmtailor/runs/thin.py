@@ -8,151 +8,285 @@ The last check before each removal is that ``merge`` can compose the step from w
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import shutil
-import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Copy, Plan
 from llmtailor.checkpoint.lineage import (
-    THINNED,
     RunCheckpoint,
-    composable_steps,
     newest_resumable,
     sources_at,
     usable_at,
 )
+from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.plan import plan_merge
-from llmtailor.engine.copy import Moved
+from llmtailor.engine.copy import Context, Moved, execute
 from llmtailor.engine.moving import Clone
-from llmtailor.engine.pool import stoppable
-from llmtailor.errors import Problem, TailorError, Unanswered, VerificationError
-from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.partial.write import trained_states
-from llmtailor.formats.registry import find_structure, index_checkpoint
-from llmtailor.model.parts import ModelStructure
-from llmtailor.recipe import Assignment, Recipe
-from llmtailor.runs.folder import RunFolder, carrying_out, files_in, freed_bytes, remove_partial, remove_replaced
-from llmtailor.runs.gc import StepAge, compare_ages
-from llmtailor.runs.pruning import (
-    PARTIAL,
-    WEIGHTS,
-    Chooser,
-    FullFacts,
-    PruneAction,
-    Pruner,
-    ThinOptions,
-    read_facts,
-    read_thinned,
+from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
+from llmtailor.engine.space import check_space, space_for
+from llmtailor.errors import (
+    PathIn,
+    Problem,
+    SourceError,
+    TailorError,
+    Unanswered,
+    VerificationError,
+    some,
 )
-from llmtailor.runs.scan import Scan, check_newest, describe_checkpoint, scan_run
-from llmtailor.runs.to_partial import check_same, check_unchanged, compared, plan_conversion, write_conversion
-from llmtailor.runs.to_weights import freed_by_reduction, plan_weights, reduce_to_weights
+from llmtailor.formats.partial.manifest import MANIFEST
+from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.model.parts import ModelStructure
+from llmtailor.model.states import ITEMSIZE, WEIGHT, is_moment
+from llmtailor.recipe import Assignment, Recipe
+from llmtailor.runs.folder import (
+    Kind,
+    carrying_out,
+    link_or_copy,
+    remove_partial,
+    remove_replaced,
+    staged,
+)
+from llmtailor.runs.prune import (
+    BUG,
+    WEIGHTS,
+    Conversion,
+    PruneAction,
+    ThinPlan,
+    compared,
+    kept_files,
+    kept_params,
+    plan_weights,
+)
+from llmtailor.runs.scan import describe_checkpoint
+from llmtailor.storage.checksums import crc_of_zeros
+from llmtailor.storage.listing import FileFact, added_since
+from llmtailor.storage.local import Files, fsync_folder, replace_folder, write_durably
+from llmtailor.timing import Stopwatch
+from llmtailor.verify.values import crc_of_range
 
 logger = logging.getLogger(__name__)
-_FIX = "this is a bug in llmtailor: please report it; nothing was removed"
+OnProgress = Callable[[int], None]
+_DISK_OR_BUG = f"the disk loses data, or {BUG}"
+_ALIKE = (
+    *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
+    *("sub_groups", "settings", "variant", "part_steps", "master_steps"),
+)
+"""The index fields that a partial checkpoint shares with the full one it was made from"""
 
 
-@dataclass(frozen=True, slots=True)
-class ThinPlan:
-    """What thinning will do. Nothing has been touched yet."""
-
-    options: ThinOptions
-    scan: Scan
-    """Covers every attempt"""
-    actions: tuple[PruneAction, ...]
-    """One for each full checkpoint, oldest first"""
-    before: tuple[int, ...]
-    """Composable steps now"""
-    left_behind: tuple[Path, ...]
-    """What a killed ``thin`` left; also removed"""
-    freed: int
-    """Bytes"""
-    ages: tuple[StepAge, ...]
-    """For each step that stays composable"""
+def write_files(plan: Plan, staging: Path, context: Context) -> tuple[dict[str, int], Moved]:
+    """Write the files of a plan into a new folder, each fsynced; return their CRC-32 by path, and how their bytes got
+    there. Raises what `execute` raises."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    results = execute(plan, staging, context)
+    return {result.path: result.crc for result in results}, sum((result.moved for result in results), Moved())
 
 
-def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = False) -> ThinPlan:
-    """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
+def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
+    """Compare the CRC-32 of files on the disk with those wanted.
 
-    ``trust_unrecorded`` also thins out full checkpoints that do not state their attempt.
-
-    Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
-    invalid strategy or selectors.
+    Raises VerificationError with every file that differs, OSError, or Interrupted.
     """
-    run = Path(run).absolute()
-    folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
-    newest = scan.indexes[check_newest(scan)]
-    structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
-    trained = {structure.part_of[param] for param in trained_states(newest)}
-    parts = [part for part in structure.parts if part in trained]
-    chooser = None if options.weights_only else Chooser.of(options, structure, parts)
-
-    @cache
-    def facts_of(one: RunCheckpoint) -> FullFacts:
-        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, weights_only=chooser is None)
-
-    pruner = Pruner(
-        checkpoints=scan.usable,
-        parts=scan.structure.parts,
-        keep_full=options.keep_full,
-        facts=facts_of,
-        chooser=chooser,
-        thinned=read_thinned(scan.usable),
-        new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
-        path_of=folder.at,
-    )
-    actions = _measure(pruner.decide(), scan, chooser)
-    left = folder.left_by_thin()
-    freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
-    rest = list(scan.usable)
-    for action in actions:
-        rest = action.applied_to(rest)
-    every = scan.structure.parts
-    before, after = (tuple(composable_steps(there, every)) for there in (scan.usable, rest))
-    ages = compare_ages(scan.usable, rest, after, every)
-    return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
+    with Files(root) as files:
+        for path in wanted:
+            files.forget(path)
+    whole = [[Extent(path, 0, (root / path).stat().st_size)] for path in wanted]
+    found = zip(wanted.items(), _crcs(root, whole, stop, on_progress), strict=True)
+    if wrong := [path for (path, crc), have in found if have != crc]:
+        raise VerificationError(
+            Problem(str(root / path), "it does not read back as it was written", _DISK_OR_BUG) for path in wrong
+        )
 
 
-def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
-    """Lay out each partial checkpoint to write, so that its size is known to the byte."""
-    frozen: dict[str, tuple[Path, int]] = {}
-    for one in scan.partial:  # oldest first
-        for fact in read_manifest(one.path, one.name).bundles:
-            frozen[fact.path] = (one.path, fact.num_bytes)
-    measured = []
-    for action in actions:
-        index = scan.indexes[action.checkpoint.path]
-        conversion, freed = None, 0
-        if action.becomes == WEIGHTS:
-            freed = freed_by_reduction(index)
-        elif action.becomes == PARTIAL:
-            freed = freed_bytes(files_in(index.root))
-        successor = action.successor if action.is_written else None
-        if successor is not None and successor.ledger is not None and chooser is not None:
-            policy, target = chooser.settings(), successor.path
-            held = (action.parts, successor.ledger, policy, frozen, uuid.uuid4().hex, action.masters)
-            conversion = plan_conversion(index, chooser.structure, target, *held)
-            freed -= conversion.num_bytes
-            frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
-        measured.append(replace(action, freed=freed, conversion=conversion))
-    return tuple(measured)
+def check_places(
+    plan: Plan, made: CheckpointIndex, source: CheckpointIndex, params: Collection[str], masters: Collection[str]
+) -> None:
+    """Compare the index of what was written with the plan and with the checkpoint it was made from.
+
+    It holds every state of ``params``, and the masters of ``masters``.
+
+    Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
+    VerificationError.
+    """
+    differing = [what for what in _ALIKE if _plain(getattr(made, what)) != _plain(getattr(source, what))]
+    wrong = [f"its {what} differs from that of {source.name}" for what in differing]
+    trained = {param for group in source.group_params for param in group}
+    for state, held in source.held.items():
+        if state.kind == WEIGHT:
+            continue
+        there = made.held.get(state)
+        if there is None or (there.dtype, there.shape) != (held.dtype, held.shape):
+            wrong.append(f"it does not describe {state.kind} of {state.param}")
+        elif there.is_here != (
+            state.param in params
+            or state.param not in trained
+            or (state.param in masters and not is_moment(state.kind))
+        ):
+            wrong.append(f"{state.kind} of {state.param} should {'not ' if there.is_here else ''}be there")
+    for file in plan.files:
+        for start, piece in file.placed():
+            if isinstance(piece, Copy) and piece.state is not None and (held := made.held[piece.state]).is_here:
+                end = piece.begin + piece.num_bytes // ITEMSIZE[held.dtype]
+                planned = Fragment(piece.begin, end, Extent(file.path, start, start + piece.num_bytes))
+                if list(held.place.cover(piece.begin, end)) != [planned]:
+                    wrong.append(f"{piece.state.kind} of {piece.state.param} is not where it was written")
+    if wrong:
+        raise VerificationError(Problem(made.name, what, _DISK_OR_BUG) for what in wrong)
 
 
-def bytes_to_move(plan: ThinPlan) -> int:
-    """Return the total bytes that `thin` reports to its ``on_progress``."""
-    total = 0
-    for action in plan.actions:
-        if action.conversion is not None:
-            total += action.conversion.plan.num_bytes
-        elif action.becomes == WEIGHTS:
-            total += plan_weights(plan.scan.indexes[action.checkpoint.path]).num_bytes
-        elif action.successor is not None:
-            index = plan.scan.indexes[action.successor.path]
-            total += sum(index.held[state].held_bytes for state in compared(index))
-    return 2 * total  # written and read back, or both read
+def check_same(one: CheckpointIndex, other: CheckpointIndex, stop: Stop, on_progress: OnProgress) -> None:
+    """Compare every state of a partial checkpoint with the full one of its step, by CRC-32.
+
+    Raises VerificationError for those that differ, OSError, or Interrupted.
+    """
+    states = compared(one)
+    pairs = [state for state in states if state in other.held]
+    crcs = []
+    for index in (one, other):
+        covers = ([index.held[state].place.cover(*run) for run in one.held[state].runs] for state in pairs)
+        extents = ([fragment.extent for cover in of_state for fragment in cover] for of_state in covers)
+        crcs.append(_crcs(index.root, extents, stop, on_progress))
+    zeroed = {state: crc_of_zeros(one.held[state].num_bytes) for state in pairs if other.held[state].is_all_zero}
+    differing = [state for state, here, there in zip(pairs, *crcs, strict=True) if here != zeroed.get(state, there)]
+    differing += [state for state in states if state not in other.held]
+    if differing:
+        names = some(f"{state.kind} of {state.param}" for state in differing)
+        fix = "they belong to different attempts: move one of them out of the run's folder"
+        raise VerificationError.at(one.name, f"its values differ from those of {other.name}: {names}", fix)
+
+
+def check_unchanged(index: CheckpointIndex) -> None:
+    """Raise SourceError with every file that has changed or appeared since the checkpoint was indexed."""
+    folders = {f"{folder}/": None for path in index.files for folder in Path(path).parents if folder.name}
+    changed = [
+        Problem(f"{index.name}/{path}", "it appeared in the meantime, so nothing here is removed", "run this again")
+        for path in added_since(index.root, {**index.files, **folders})
+        if path not in index.files
+    ]
+    for path, fact in index.files.items():
+        try:
+            same = FileFact.of((index.root / path).stat()).is_like(fact)
+        except OSError:
+            same = False
+        if not same:
+            changed.append(Problem(PathIn(index.name, path), "the file changed while it was read", "run this again"))
+    if changed:
+        raise SourceError(changed)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _crcs(root: Path, wanted: Iterable[Sequence[Extent]], stop: Stop, on_progress: OnProgress) -> list[int]:
+    """Return the CRC-32 of each sequence of byte ranges."""
+
+    def watch(num_bytes: int) -> None:
+        stop.check()
+        on_progress(num_bytes)
+
+    def crc_of(extents: Sequence[Extent]) -> int:
+        crc = 0
+        for extent in extents:
+            crc = crc_of_range(files, extent.path, extent.start, extent.stop, watch, crc)
+        return crc
+
+    with Files(root) as files:
+        return run_all((partial(crc_of, extents) for extents in wanted), num_workers(), stop)
+
+
+def write_conversion(
+    conversion: Conversion,
+    stop: Stop,
+    on_progress: OnProgress = lambda num_bytes: None,
+    clone: Clone = "never",
+) -> Moved:
+    """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
+
+    Return how its bytes got there. ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in
+    all, from several threads.
+
+    Raises StorageError if there is not enough space, SourceError (also if the full checkpoint changes in the meantime),
+    VerificationError if it does not read back as planned, Interrupted, or OSError. In all these cases it is absent.
+    """
+    target, source, watch = conversion.target, conversion.source, Stopwatch()
+    plan = conversion.plan
+    check_space(target, space_for(plan, clone))
+    staging = staged(target, Kind.THINNING)
+
+    try:
+        context = Context(facts=[source.files], on_progress=on_progress, stop=stop, clone=clone)
+        crcs, moved = write_files(plan, staging, context)
+        num_bytes = f"{plan.num_bytes:,}"
+        logger.info("wrote %s, %s bytes, in %s", display_name(target), num_bytes, watch.lap())
+        for name, folder in conversion.links.items():
+            if filecmp.cmp(folder / name, staging / name, shallow=False):
+                (staging / name).unlink()
+                link_or_copy(folder / name, staging / name)
+        write_durably(staging / MANIFEST, conversion.manifest(crcs))
+        fsync_folder(staging)
+        check_crcs(staging, crcs, stop, on_progress)
+        made = index_checkpoint(staging, display_name(target))
+        check_places(plan, made, source, *kept_params(conversion.params_of, conversion.masters))
+        check_unchanged(source)
+        logger.info("read it back in %s", watch.lap())
+        stop.check()
+        staging.rename(target)
+        fsync_folder(target.parent)
+        return moved
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def reduce_to_weights(
+    index: CheckpointIndex,
+    stop: Stop,
+    clone: Clone = "never",
+    on_progress: Callable[[int], None] = lambda n: None,
+) -> Moved:
+    """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
+
+    Return how the bytes of these files got there.
+
+    Raises VerificationError if the weights don't read back, SourceError if it changes in the meantime, StorageError,
+    Interrupted, or OSError. It is complete until it is replaced.
+    """
+    root, plan = index.root, plan_weights(index)
+    staging = staged(root, Kind.THINNING)
+    check_space(root, space_for(plan, clone))
+
+    try:
+        context = Context(facts=[index.files], on_progress=on_progress, stop=stop, clone=clone)
+        crcs, moved = write_files(plan, staging, context)
+        for path in kept_files(index):
+            (staging / path).parent.mkdir(exist_ok=True)
+            link_or_copy(root / path, staging / path)
+        for folder in {(staging / path).parent for path in (*kept_files(index), *crcs)} | {staging}:
+            fsync_folder(folder)
+        check_crcs(staging, crcs, stop, on_progress)
+        if lost := [path for path in kept_files(index) if not _is_same(root / path, staging / path)]:
+            raise VerificationError.at(index.name, f"{lost[0]} would be lost", _DISK_OR_BUG)
+        check_unchanged(index)
+        stop.check()
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    old = staged(root, Kind.OLD)
+    replace_folder(staging, root, old)
+    fsync_folder(root.parent)
+    remove_replaced(root, now_at=staging if staging.exists() else old)
+    return moved
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.samefile(other) or filecmp.cmp(one, other, shallow=False)
 
 
 def thin(
@@ -223,7 +357,7 @@ def check_on_disk(promised: RunCheckpoint, structure: ModelStructure) -> None:
     """Raise VerificationError if a checkpoint on disk is not the one that the decision assumed."""
     found = describe_checkpoint(index_checkpoint(promised.path), structure)
     if found != promised or found.past != promised.past:
-        raise VerificationError.at(promised.path, "it does not hold the parts that were decided on", _FIX)
+        raise VerificationError.at(promised.path, "it does not hold the parts that were decided on", BUG)
 
 
 def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, structure: ModelStructure) -> None:
@@ -234,7 +368,7 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, struct
     usable = usable_at(left, step)
     sources, base = sources_at(usable, step, structure.parts), newest_resumable(usable)
     if sources is None or base is None:
-        raise VerificationError.at(run, f"step {step} could no longer be composed", _FIX)
+        raise VerificationError.at(run, f"step {step} could no longer be composed", BUG)
     title = f"step {step} after thinning"
     recipe = Recipe.of(Assignment(base, sources, dict.fromkeys(sources, "newest"), title), title)
     try:
@@ -242,4 +376,4 @@ def check_composable(run: Path, left: Iterable[RunCheckpoint], step: int, struct
     except Unanswered:
         raise
     except TailorError as error:
-        raise VerificationError((*error.problems, Problem(str(run), f"step {step} can't be composed", _FIX))) from error
+        raise VerificationError((*error.problems, Problem(str(run), f"step {step} can't be composed", BUG))) from error

@@ -20,8 +20,9 @@ from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.prune import plan_conversion
 from llmtailor.runs.scan import choose_for_run, find_structure
-from llmtailor.runs.to_partial import plan_conversion, write_conversion
+from llmtailor.runs.thin import write_conversion
 
 SHORT = replace(SMALL, num_layers=2)
 """As much takes half as long, for tests that do it again and again."""

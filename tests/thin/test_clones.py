@@ -20,13 +20,13 @@ from llmtailor.formats.partial.tensors import PADDING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import MASTER, State
 from llmtailor.runs import thin as service
-from llmtailor.runs.thin import plan_thinning
+from llmtailor.runs.prune import ThinOptions, plan_thinning
 from synthetic import SHAPES
 from thin.scene import call, compose, contents, make_run
 
 STEPS = (100, 200, 300)
 SHAPE = replace(SHAPES["tiny"], num_layers=2)
-OPTIONS = service.ThinOptions(1, "parity")
+OPTIONS = ThinOptions(1, "parity")
 
 
 def a_run(root: Path, form: str | None = None) -> Path:

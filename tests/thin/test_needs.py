@@ -13,7 +13,7 @@ from helpers.cases import examples
 from llmtailor.checkpoint.lineage import Ledger, Past, RunCheckpoint
 from llmtailor.errors import SourceError
 from llmtailor.runs.gc import find_reachable
-from llmtailor.runs.pruning import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
+from llmtailor.runs.prune import PARTIAL, STAYS, WEIGHTS, Chooser, FullFacts, Pruner, ThinOptions
 from recipe.structures import llama
 
 ANATOMY = llama(2)

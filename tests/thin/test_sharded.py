@@ -25,7 +25,7 @@ from llmtailor.engine.pool import Stop  # noqa: E402
 from llmtailor.errors import StorageError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
 from llmtailor.model.states import WEIGHT  # noqa: E402
-from llmtailor.runs import to_weights  # noqa: E402
+from llmtailor.runs import thin as service  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from real.harness import Runs  # noqa: E402
 from thin.scene import SHORT, call, compose, copy_of, folders, make_run, sources, taken  # noqa: E402
@@ -132,13 +132,13 @@ def test_weights_that_do_not_fit_leave_nothing_behind(trained: Trained, tmp_path
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(to_weights, "write_files", fail)
+        patch.setattr(service, "write_files", fail)
         with pytest.raises(OSError, match="no space"):
-            to_weights.reduce_to_weights(index, Stop())
+            service.reduce_to_weights(index, Stop())
     assert sorted(path.name for path in run.iterdir() if path.is_dir()) == before
     monkeypatch.setattr(space, "free_bytes", lambda out: 1000)
     with pytest.raises(StorageError, match="bytes are needed"):
-        to_weights.reduce_to_weights(index, Stop())
+        service.reduce_to_weights(index, Stop())
 
 
 def copy_of_trained(trained: Trained, name: str, run: Path) -> Path:  # noqa: F811

@@ -19,6 +19,8 @@ from helpers.commands import run_here
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError, TailorError, TargetError, UsageError, VerificationError
+from llmtailor.runs import thin as service
+from llmtailor.runs.prune import ThinOptions, plan_thinning
 from llmtailor.runs.scan import scan_run
 from thin.scene import call, compose, folders, make_run, save_partial, sources, taken
 
@@ -327,10 +329,8 @@ def test_while_a_training_saves(tmp_path):
 
 def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
     """The training writes into the checkpoint that is thinned out: it stays, and nothing else appears."""
-    from llmtailor.runs import thin as service
-
     run = make_run(tmp_path / "run", (100, 200))
-    plan = service.plan_thinning(run, service.ThinOptions(1, "full"))
+    plan = plan_thinning(run, ThinOptions(1, "full"))
     os.utime(run / "checkpoint-100" / "config.json")
     (run / "partial").mkdir()
     with pytest.raises(SourceError, match=r"config\.json: the file changed"):
@@ -342,8 +342,6 @@ def test_a_file_that_changes_meanwhile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
     """Someone writes notes while gigabytes are written: they are not lost, even if the partial one was there before."""
-    from llmtailor.runs import thin, to_weights
-
     run = make_run(tmp_path / "run", (100, 200))
     if is_there and words[0] == "--strategy":
         call("thin", run, *words)
@@ -355,9 +353,9 @@ def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
         (run / "checkpoint-100" / "global_step100" / "notes.md").write_text("mine")
         return really(*arguments)
 
-    module, name = (thin, "check_composable") if words[0] == "--strategy" else (to_weights, "check_crcs")
-    really = getattr(module, name)
-    monkeypatch.setattr(module, name, check)
+    name = "check_composable" if words[0] == "--strategy" else "check_crcs"
+    really = getattr(service, name)
+    monkeypatch.setattr(service, name, check)
     message = refusal("thin", run, *words, "--yes", kind=SourceError)
     assert "global_step100/notes.md: it appeared in the meantime" in message
     assert (run / "checkpoint-100" / "global_step100" / "notes.md").read_text() == "mine"
@@ -367,7 +365,6 @@ def test_a_file_that_appears_meanwhile(tmp_path, monkeypatch, words, is_there):
 @pytest.mark.parametrize("which", ["rank-00001", "trainer_state"])
 def test_what_does_not_read_back_is_not_relied_on(tmp_path, monkeypatch, which):
     """A disk that loses a bit after the write: the full checkpoint stays."""
-    from llmtailor.runs import to_partial as convert
 
     def flip(path: Path, data: bytes) -> None:
         [victim] = path.parent.glob(f"{which}*")
@@ -376,8 +373,8 @@ def test_what_does_not_read_back_is_not_relied_on(tmp_path, monkeypatch, which):
         victim.write_bytes(content)
         written(path, data)
 
-    written = convert.write_durably
-    monkeypatch.setattr(convert, "write_durably", flip)
+    written = service.write_durably
+    monkeypatch.setattr(service, "write_durably", flip)
     run = make_run(tmp_path / "run", (100, 200))
     assert "does not read back" in refusal("thin", run, "--strategy", "full", "--yes", kind=VerificationError)
     assert folders(run) == ["checkpoint-100", "checkpoint-200"]

@@ -18,8 +18,9 @@ from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
+from llmtailor.runs.prune import plan_conversion
 from llmtailor.runs.scan import find_structure, scan_run
-from llmtailor.runs.to_partial import plan_conversion, write_conversion
+from llmtailor.runs.thin import write_conversion
 from llmtailor.verify.inspect import describe
 
 SEPARATOR = b"\n--- the file ---\n"

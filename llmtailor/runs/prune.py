@@ -1,4 +1,6 @@
-"""Decides what thinning makes of each full checkpoint of a run. Pure, except `read_facts`.
+"""Decides what thinning makes of each full checkpoint of a run, and lays it out; nothing is written.
+
+The decisions are pure. `plan_thinning` and `read_facts` read the run's folder, but no tensor.
 
 A checkpoint is touched only if every promised step can be composed without it, by the same rules as ``merge --run``.
 In addition, the partial checkpoints made here must be complete among themselves: they form their own chain of saves,
@@ -8,12 +10,18 @@ separate from those of the training-side saver, so that nothing deleted or aband
 from __future__ import annotations
 
 import math
+import re
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex
+from llmtailor import __version__
+from llmtailor.checkpoint.index import DCP, FSDP, LIGHTNING, CheckpointIndex
+from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.lineage import (
     THINNED,
     Ledger,
@@ -23,26 +31,189 @@ from llmtailor.checkpoint.lineage import (
     lost_parts,
     sources_at,
 )
+from llmtailor.checkpoint.sources import Sources
+from llmtailor.compose.fill import plan_composite
+from llmtailor.containers.dcp import METADATA
 from llmtailor.containers.json import read_json
-from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, UsageError, VerificationError, some
-from llmtailor.formats.clients import TRAINER_STATE, client_of
+from llmtailor.errors import (
+    PathIn,
+    Problem,
+    SourceError,
+    UnsupportedCheckpoint,
+    UsageError,
+    VerificationError,
+    some,
+)
+from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
+from llmtailor.formats.dcp.read import MODEL_FOLDER
+from llmtailor.formats.dcp.write import lay_out_model
 from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.manifest import is_partial
-from llmtailor.formats.partial.write import check_can_be_partial
-from llmtailor.formats.trainer import ADAPTER, MANIFEST
+from llmtailor.formats.partial.manifest import BundleFact, is_partial, manifest_json, read_manifest
+from llmtailor.formats.partial.write import (
+    PartialLayout,
+    check_can_be_partial,
+    describe_partial,
+    lay_out_partial,
+    trained_states,
+)
+from llmtailor.formats.registry import find_structure
+from llmtailor.formats.rng import is_rng_file
+from llmtailor.formats.trainer import ADAPTER, MANIFEST, OPTIMIZER, SCALER, SCHEDULER
+from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL
 from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
-from llmtailor.model.states import WEIGHT
+from llmtailor.model.states import WEIGHT, State
 from llmtailor.policies import Choice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
-from llmtailor.runs.to_partial import Conversion, part_bytes
+from llmtailor.runs.folder import (
+    RunFolder,
+    files_in,
+    freed_bytes,
+)
+from llmtailor.runs.gc import StepAge, compare_ages
+from llmtailor.runs.scan import Scan, check_newest, scan_run
 
+_SCRIPT = re.compile(r"zero_to_\w+\.py")
+_OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)
 BASE = "complete base"
 UNBOUNDED = 1 << 30
 """The staleness bound, in saves, of a selection: parts that it leaves out always come from the base."""
 Thinned = tuple[RunCheckpoint, Mapping[int, float]]
 """A partial checkpoint that was or will be made from a full one, and its losses as in `FullFacts`"""
 STAYS, PARTIAL, WEIGHTS = "stays", "partial", "weights only"
-_BUG = "this is a bug in llmtailor: please report it; nothing was changed"
+BUG = "this is a bug in llmtailor: please report it; nothing was removed"
+
+
+def compared(one: CheckpointIndex) -> list[State]:
+    """Return the states that `check_same` compares."""
+    return [state for state, held in one.held.items() if held.is_here and state.kind != WEIGHT]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The layout of a partial checkpoint before it is written."""
+
+    source: CheckpointIndex
+    target: Path
+    structure: ModelStructure
+    parts: Mapping[str, str]
+    """The parts it holds -> reason"""
+    ledger: Ledger
+    """The ledger after this save"""
+    policy: Mapping[str, Any]
+    params_of: Mapping[str, list[str]]
+    """The trained params by part, also of those in ``masters``"""
+    masters: tuple[str, ...]
+    """Further parts, of which only the masters are kept"""
+    save_id: str
+    layout: PartialLayout
+    plan: Plan
+    links: Mapping[str, Path]
+    """Files of frozen params that an older partial checkpoint has in the same size, so likely with the same content"""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size on disk"""
+        files = sum(file.num_bytes for file in self.plan.files if file.path not in self.links)
+        return files + len(self.manifest({}))
+
+    def manifest(self, crcs: Mapping[str, int]) -> bytes:
+        """Return the manifest with the CRC-32 of each file; its size does not depend on them."""
+        own = {file.path for file in (*self.layout.bundles, *self.layout.frozen)}
+        files = (file for file in self.plan.files if file.path in own)
+        facts = tuple(BundleFact(file.path, file.num_bytes, crcs.get(file.path, 0)) for file in files)
+        ledger = self.ledger.to_json()
+        return manifest_json(
+            describe_partial(self.source, self.save_id, self.parts, self.params_of, facts, ledger, self.masters),
+            policy=self.policy,
+            num_bytes=part_bytes(self.source, self.structure),
+            tool_version=__version__,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+
+def plan_conversion(
+    source: CheckpointIndex,
+    structure: ModelStructure,
+    target: Path,
+    parts: Mapping[str, str],
+    ledger: Ledger,
+    policy: Mapping[str, Any],
+    older: Mapping[str, tuple[Path, int]],
+    masters: tuple[str, ...] = (),
+) -> Conversion:
+    """Lay out a full checkpoint as a partial one; no tensor is read.
+
+    ``older`` gives the files of frozen params in partial checkpoints: name -> folder and size of the newest.
+    Of the parts in ``masters`` only the masters are kept.
+    Raises SourceError or UnsupportedCheckpoint.
+    """
+    save_id = uuid.uuid4().hex
+    trained = {name for group in source.group_params for name in group}
+    params_of = {part: [name for name in structure.names(part) if name in trained] for part in (*parts, *masters)}
+    layout = lay_out_partial(source, *kept_params(params_of, masters), save_id)
+    names = {*source.params, *source.tied, *(state.param for state in source.held)}
+    plan = plan_composite(layout.files, [source], Sources(dict.fromkeys(names, 0)), 0)
+    links = {
+        file.path: older[file.path][0]
+        for file in layout.frozen
+        if file.path in older and older[file.path][1] == file.num_bytes
+    }
+    return Conversion(
+        source=source,
+        target=target,
+        structure=structure,
+        parts=parts,
+        ledger=ledger,
+        policy=policy,
+        params_of=params_of,
+        masters=masters,
+        save_id=save_id,
+        layout=layout,
+        plan=plan,
+        links=links,
+    )
+
+
+def kept_params(params_of: Mapping[str, Iterable[str]], masters: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return the params that are kept whole, and those of which only the masters are."""
+    whole = {name for part, names in params_of.items() if part not in masters for name in names}
+    return whole, {name for part in masters for name in params_of[part]}
+
+
+def part_bytes(index: CheckpointIndex, structure: ModelStructure) -> dict[str, int]:
+    """Return the bytes of each part's trained states; parts without trained params are left out."""
+    found: dict[str, int] = {}
+    for param, states in trained_states(index).items():
+        part = structure.part_of[param]
+        found[part] = found.get(part, 0) + sum(index.held[state].num_bytes for state in states)
+    return {part: found[part] for part in structure.parts if part in found}
+
+
+def kept_files(index: CheckpointIndex) -> list[str]:
+    """Return the files that stay as they are: all but the states that only a resume needs."""
+    return [path for path in index.files if _is_kept(path, index)]
+
+
+def _is_kept(path: str, index: CheckpointIndex) -> bool:
+    if "/" in path:
+        return index.family == FSDP and path.startswith(f"{MODEL_FOLDER}/")
+    if index.family == DCP and (path == METADATA or path.endswith(".distcp")):
+        return False  # its weights are written to other files
+    return path not in _OF_A_RESUME and not (is_rng_file(path) or is_accelerates(path) or _SCRIPT.fullmatch(path))
+
+
+def plan_weights(index: CheckpointIndex) -> Plan:
+    """Return the plan of the files to be written: none, but for a DCP folder."""
+    if index.family != DCP:
+        return Plan((), ())
+    names = dict.fromkeys([*index.params, *index.tied, *(state.param for state in index.held)], 0)
+    return plan_composite(lay_out_model(index), [index], Sources(names), 0)
+
+
+def freed_by_reduction(index: CheckpointIndex) -> int:
+    """Return the bytes that `reduce_to_weights` frees."""
+    kept = {*kept_files(index)}
+    return freed_bytes(index.root / path for path in index.files if path not in kept) - plan_weights(index).num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +433,7 @@ class Pruner:
         incomplete = {save.step for save in made if not is_complete(save, saves)}
         if lost := promised - set(after) | incomplete:
             what = f"step {', '.join(map(str, sorted(lost)))} could no longer be composed"
-            raise VerificationError.at("thin", what, _BUG)
+            raise VerificationError.at("thin", what, BUG)
 
 
 def ledger_before(
@@ -349,3 +520,110 @@ def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Pa
     except UnsupportedCheckpoint as error:
         return error.problems[0].what
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinPlan:
+    """What thinning will do. Nothing has been touched yet."""
+
+    options: ThinOptions
+    scan: Scan
+    """Covers every attempt"""
+    actions: tuple[PruneAction, ...]
+    """One for each full checkpoint, oldest first"""
+    before: tuple[int, ...]
+    """Composable steps now"""
+    left_behind: tuple[Path, ...]
+    """What a killed ``thin`` left; also removed"""
+    freed: int
+    """Bytes"""
+    ages: tuple[StepAge, ...]
+    """For each step that stays composable"""
+
+
+def plan_thinning(run: Path, options: ThinOptions, *, trust_unrecorded: bool = False) -> ThinPlan:
+    """Decide how to thin out a run's checkpoints, and compute the bytes freed; no tensor is read.
+
+    ``trust_unrecorded`` also thins out full checkpoints that do not state their attempt.
+
+    Raises SourceError if the newest checkpoint can't be used or no complete state would be left, and UsageError for an
+    invalid strategy or selectors.
+    """
+    run = Path(run).absolute()
+    folder, scan = RunFolder(run), scan_run(run, every_chain=True, trust_unrecorded=trust_unrecorded)
+    newest = scan.indexes[check_newest(scan)]
+    structure, indexes = find_structure(newest), scan.indexes  # what is made here holds whole layers
+    trained = {structure.part_of[param] for param in trained_states(newest)}
+    parts = [part for part in structure.parts if part in trained]
+    chooser = None if options.weights_only else Chooser.of(options, structure, parts)
+
+    @cache
+    def facts_of(one: RunCheckpoint) -> FullFacts:
+        return read_facts(indexes[one.path], structure, folder.at(one.step), indexes, weights_only=chooser is None)
+
+    pruner = Pruner(
+        checkpoints=scan.usable,
+        parts=scan.structure.parts,
+        keep_full=options.keep_full,
+        facts=facts_of,
+        chooser=chooser,
+        thinned=read_thinned(scan.usable),
+        new_lineage=lambda: THINNED + uuid.uuid4().hex[:12],
+        path_of=folder.at,
+    )
+    actions = _measure(pruner.decide(), scan, chooser)
+    left = folder.left_by_thin()
+    freed = sum(action.freed for action in actions) + freed_bytes(path for folder in left for path in files_in(folder))
+    rest = list(scan.usable)
+    for action in actions:
+        rest = action.applied_to(rest)
+    every = scan.structure.parts
+    before, after = (tuple(composable_steps(there, every)) for there in (scan.usable, rest))
+    ages = compare_ages(scan.usable, rest, after, every)
+    return ThinPlan(options, scan, actions, before, tuple(left), freed, ages)
+
+
+def _measure(actions: Iterable[PruneAction], scan: Scan, chooser: Chooser | None) -> tuple[PruneAction, ...]:
+    """Lay out each partial checkpoint to write, so that its size is known to the byte."""
+    frozen: dict[str, tuple[Path, int]] = {}
+    for one in scan.partial:  # oldest first
+        for fact in read_manifest(one.path, one.name).bundles:
+            frozen[fact.path] = (one.path, fact.num_bytes)
+    measured = []
+    for action in actions:
+        index = scan.indexes[action.checkpoint.path]
+        conversion, freed = None, 0
+        if action.becomes == WEIGHTS:
+            freed = freed_by_reduction(index)
+        elif action.becomes == PARTIAL:
+            freed = freed_bytes(files_in(index.root))
+        successor = action.successor if action.is_written else None
+        if successor is not None and successor.ledger is not None and chooser is not None:
+            conversion = plan_conversion(
+                index,
+                chooser.structure,
+                successor.path,
+                action.parts,
+                successor.ledger,
+                chooser.settings(),
+                frozen,
+                masters=action.masters,
+            )
+            freed -= conversion.num_bytes
+            frozen |= {file.path: (successor.path, file.num_bytes) for file in conversion.layout.frozen}
+        measured.append(replace(action, freed=freed, conversion=conversion))
+    return tuple(measured)
+
+
+def bytes_to_move(plan: ThinPlan) -> int:
+    """Return the total bytes that `thin` reports to its ``on_progress``."""
+    total = 0
+    for action in plan.actions:
+        if action.conversion is not None:
+            total += action.conversion.plan.num_bytes
+        elif action.becomes == WEIGHTS:
+            total += plan_weights(plan.scan.indexes[action.checkpoint.path]).num_bytes
+        elif action.successor is not None:
+            index = plan.scan.indexes[action.successor.path]
+            total += sum(index.held[state].held_bytes for state in compared(index))
+    return 2 * total  # written and read back, or both read
