@@ -21,7 +21,6 @@ from llmtailor.compose.averages import check_names, number_sources, with_sums
 from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
-from llmtailor.containers.dcp import METADATA
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.space import SPARE_BYTES, free_bytes, space_for
 from llmtailor.engine.staging import check_target, old_output
@@ -47,6 +46,7 @@ from llmtailor.formats.registry import (
     find_model_order,
     find_structure,
     index_checkpoint,
+    output_in,
     with_experts,
     writer_of,
 )
@@ -291,14 +291,6 @@ def _default_out(base: CheckpointIndex) -> Path:
     if base.is_partial and base.root.parent.name == PARTIAL_FOLDER:
         return output_in(base.root.parent.parent, base.global_step)
     return base.root.with_name(base.root.name + "-merged")
-
-
-def output_in(run: Path, step: int) -> Path:
-    """Return the folder for a composite in a run's folder, where a resume looks for it: torchtitan for ``step-N``."""
-    is_of_titan = any((one / METADATA).is_file() for one in run.glob("step-*"))
-    out = run / f"{'step' if is_of_titan else 'checkpoint'}-{step}"
-    # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
-    return out.with_name(f"{out.name}-merged") if out.exists() else out
 
 
 def open_sources(

@@ -15,6 +15,7 @@ from pathlib import Path
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
+from llmtailor.containers.dcp import METADATA
 from llmtailor.errors import MismatchError, SourceError, damaged, printable
 from llmtailor.findings import NOTE, Finding
 from llmtailor.formats.clients import CLIENTS
@@ -155,6 +156,14 @@ def display_name(path: Path) -> str:
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     return printable(relative if len(relative) < len(absolute) and not relative.startswith("../..") else absolute)
+
+
+def output_in(run: Path, step: int) -> Path:
+    """Return the folder for a composite in a run's folder, where a resume looks for it: torchtitan for ``step-N``."""
+    is_of_titan = any((one / METADATA).is_file() for one in run.glob("step-*"))
+    out = run / f"{'step' if is_of_titan else 'checkpoint'}-{step}"
+    # a skipped checkpoint may have that name: a damaged one, or one of an abandoned attempt
+    return out.with_name(f"{out.name}-merged") if out.exists() else out
 
 
 def find_structure(index: CheckpointIndex) -> ModelStructure:

@@ -26,7 +26,8 @@ from llmtailor.formats.known_files import survey_contents
 from llmtailor.formats.registry import display_name
 from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
-from llmtailor.runs.scan import Scan, check_newest, scan_run
+from llmtailor.runs.newest import check_newest
+from llmtailor.runs.scan import Scan, scan_run
 
 
 def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list[int]:

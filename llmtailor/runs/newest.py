@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtailor.codes import Code
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import preview, settle_output, write
 from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, TargetError
+from llmtailor.errors import Problem, SourceError, TargetError
 from llmtailor.findings import ERROR, Finding, folded
 from llmtailor.formats.clients import TRAINER_STATE
+from llmtailor.formats.partial.manifest import FOLDER, is_partial
 from llmtailor.formats.registry import display_name
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.scan import choose_for_run
+from llmtailor.runs.scan import Scan, choose_for_run
 from llmtailor.storage.stand_in import location_of
 from llmtailor.verify.verify import Damage, Verdict, to_json, verify_checkpoint
 
@@ -78,6 +80,30 @@ def compose_newest(
         composition = replace(composition, options=replace(composition.options, restart=True))
     write(composition, notify=logger.info)
     return Newest(composition.out, step, True)
+
+
+def check_newest(scan: Scan) -> Path:
+    """Return the newest checkpoint of a run's current attempt.
+
+    Raises SourceError with the reasons if nothing can resume from it: then only the older ones are left. A full one is
+    verified for a resume, not only for a merge.
+    """
+    for _, newest in RunFolder(scan.run).checkpoints_until(None):
+        is_abandoned = any(problem.code is Code.GIVEN_UP for problem in scan.refused.get(newest, ()))
+        if not is_abandoned and (newest.parent.name != FOLDER or is_partial(newest)):
+            break
+    else:
+        newest = scan.run
+    if newest not in scan.indexes:
+        reasons = scan.refused.get(newest, ())
+        what = "the newest checkpoint can't be used, so nothing older is touched"
+    elif is_partial(newest) or (verdict := verify_checkpoint(newest)).is_resumable:
+        return newest
+    else:
+        reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
+        what = "nothing can resume from the newest checkpoint, so nothing older is touched"
+    fix = "wait if it is still being saved; otherwise fix it, or move it out of the folder, then run this again"
+    raise SourceError([Problem(display_name(newest), what, fix), *reasons])
 
 
 def continues(run: Path, checkpoint: Path) -> bool:

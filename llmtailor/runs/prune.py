@@ -70,7 +70,8 @@ from llmtailor.runs.folder import (
     freed_bytes,
 )
 from llmtailor.runs.gc import StepAge, compare_ages
-from llmtailor.runs.scan import Scan, check_newest, scan_run
+from llmtailor.runs.newest import check_newest
+from llmtailor.runs.scan import Scan, scan_run
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)

@@ -21,17 +21,18 @@ from llmtailor.checkpoint.lineage import (
 )
 from llmtailor.codes import Code
 from llmtailor.compose.checks import differences
-from llmtailor.compose.plan import Opened, output_in
+from llmtailor.compose.plan import Opened
 from llmtailor.compose.report import total_setback
 from llmtailor.errors import Problem, Problems, SourceError, TailorError, about
-from llmtailor.findings import ERROR, folded
+from llmtailor.findings import folded
 from llmtailor.formats.clients import client_of
-from llmtailor.formats.partial.manifest import FOLDER, is_partial, read_manifest
+from llmtailor.formats.partial.manifest import FOLDER, read_manifest
 from llmtailor.formats.registry import (
     absent_parts,
     display_name,
     find_structure,
     index_checkpoint,
+    output_in,
     shared_layers,
     with_experts,
 )
@@ -43,7 +44,6 @@ from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assig
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.stand_in import location_of
-from llmtailor.verify.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -225,32 +225,16 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
     is_resumable = not state or state in index.files
     masters = absent - absent_parts(index, structure, MASTER) if absent else absent
     of_masters = with_layers(masters, structure.parts) if masters else masters
-    found = (index.root, index.global_step, parts, is_resumable, index.part_steps, ledger_of(index), of_masters)
-    return RunCheckpoint(*found, index.master_steps)
-
-
-def check_newest(scan: Scan) -> Path:
-    """Return the newest checkpoint of a run's current attempt.
-
-    Raises SourceError with the reasons if nothing can resume from it: then only the older ones are left. A full one is
-    verified for a resume, not only for a merge.
-    """
-    for _, newest in RunFolder(scan.run).checkpoints_until(None):
-        is_abandoned = any(problem.code is Code.GIVEN_UP for problem in scan.refused.get(newest, ()))
-        if not is_abandoned and (newest.parent.name != FOLDER or is_partial(newest)):
-            break
-    else:
-        newest = scan.run
-    if newest not in scan.indexes:
-        reasons = scan.refused.get(newest, ())
-        what = "the newest checkpoint can't be used, so nothing older is touched"
-    elif is_partial(newest) or (verdict := verify_checkpoint(newest)).is_resumable:
-        return newest
-    else:
-        reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
-        what = "nothing can resume from the newest checkpoint, so nothing older is touched"
-    fix = "wait if it is still being saved; otherwise fix it, or move it out of the folder, then run this again"
-    raise SourceError([Problem(display_name(newest), what, fix), *reasons])
+    return RunCheckpoint(
+        path=index.root,
+        step=index.global_step,
+        parts=parts,
+        resumable=is_resumable,
+        part_steps=index.part_steps,
+        ledger=ledger_of(index),
+        masters=of_masters,
+        master_steps=index.master_steps,
+    )
 
 
 def _why_not(step: int, index: CheckpointIndex, newest: CheckpointIndex | None) -> Problem | None:
