@@ -15,6 +15,7 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.compose.plan import Options, plan_merge
+from llmtailor.compose.prove import prove
 from llmtailor.compose.write import preview, settle_output, write
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Problem, SourceError, TargetError
@@ -204,3 +205,16 @@ def latest_to_json(latest: Latest) -> dict[str, Any]:
         "passed_over": [to_json(verdict) for verdict in latest.passed_over],
         "newer_partial": None if latest.newer_partial is None else str(latest.newer_partial),
     }
+
+
+def prove_step(run: Path, step: int) -> None:
+    """Plan what ``llmtailor merge --run RUN --at STEP`` writes, and read its outline back. No state is read or written.
+
+    Raises a TailorError with the reasons if the step can't be composed, and OSError.
+    """
+    recipe, opened = choose_for_run(run, step, StrategyOptions("latest"))
+    # the output is a name only: the run may have a full checkpoint of the step
+    composition = plan_merge(recipe, RunFolder(run).partial / f"composite-of-{step}", opened=opened)
+    if composition.report.global_step != step:
+        raise SourceError(recipe.notices)
+    prove(composition)

@@ -11,7 +11,7 @@ from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import StorageError, TailorError, Unanswered
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
-from llmtailor.runs.prove import prove_step
+from llmtailor.runs.newest import prove_step
 from llmtailor.saving.levels import Copier, Finished
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.report import SaveReport, append
