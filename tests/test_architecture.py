@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
-BASE = {"codes", "errors", "findings", "timing", "balance", "model", "storage", "checkpoint"}
+BASE = {"codes", "errors", "findings", "documents", "timing", "balance", "model", "storage", "checkpoint"}
 MAY_IMPORT = {
     "errors": {"codes"},
     "findings": {"codes", "errors"},
+    "documents": {"errors", "storage"},
     "timing": {"codes", "errors"},
     "model": {"codes", "errors"},
     "storage": {"codes", "errors", "model"},

@@ -120,3 +120,12 @@ def progress_bar(total_bytes: int | None, *, quiet: bool, label: str = "writing"
     with Progress(label, *columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total_bytes)
         yield lambda num_bytes: progress.advance(task, num_bytes)
+
+
+def print_json(content: object) -> None:
+    """Print a result for programs, on stdout."""
+    import json
+
+    from llmtailor.documents import encode
+
+    click.echo(json.dumps(encode(content), indent=2))

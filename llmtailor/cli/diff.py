@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from llmtailor.cli.command import command, progress_bar
+from llmtailor.cli.command import command, print_json, progress_bar
 from llmtailor.cli.main import DIFFERENT
 from llmtailor.cli.options import COUNT, JSON, LOCATION
 
@@ -73,7 +72,7 @@ def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int 
     with progress_bar(None, quiet=False, label="reading") as on_progress:
         found = diff_indexes(one, two, kinds, on_progress)
     if as_json:
-        click.echo(json.dumps(to_json(found, _LABELS[by]), indent=2))
+        print_json(to_json(found, _LABELS[by]))
     else:
         click.echo(diff_text(found, found.by(_LABELS[by]), by, sort, top))
         heat_map(found)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
 from llmtailor.cli.options import (
     CHOOSING,
     LOCATION,
@@ -186,7 +184,7 @@ def _merge(
     def say(moved: Any = None) -> None:
         # the path to resume from, whether written now or already there
         named = {"out": there, "is_there_already": True} if there else {"is_there_already": False}
-        click.echo(json.dumps({**to_json(report), **named, "moved": moved and asdict(moved)}, indent=2))
+        print_json({**to_json(report), **named, "moved": moved})
 
     if as_json:
         if dry_run or there:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command
+from llmtailor.cli.command import command, print_json
 from llmtailor.cli.options import COUNT, JSON, PATH, STEP
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def policy(
         name: (schedule, tuple(cost_of(schedule, machine, in_background=way) for way in _ways(name)))
         for name, schedule in schedules.items()
     }
-    click.echo(json.dumps(to_json(size, machine, keep, found), indent=2) if as_json else _text(size, machine, found))
+    print_json(to_json(size, machine, keep, found)) if as_json else click.echo(_text(size, machine, found))
 
 
 def _ways(name: str) -> tuple[bool, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
 from llmtailor.cli.options import AT, CLONE, DRY_RUN, FORCE, JSON, PATH, QUIET, RUN_DIR, TRUST_UNRECORDED
 from llmtailor.errors import UsageError
 
@@ -84,7 +83,7 @@ def salvage(
     resume_from = Path(client_of(salvage.base.index).takes(str(resume_from), salvage.base.index.stage))
     is_written = composition is not None and not salvage.is_written and not dry_run
     if as_json and not is_written:
-        click.echo(json.dumps(to_json(salvage, resume_from), indent=2))
+        print_json(to_json(salvage, resume_from))
     elif not as_json and not quiet:
         _show(salvage)
     if dry_run:
@@ -99,7 +98,7 @@ def salvage(
         say_moved(moved, quiet)
         click.echo(f"wrote {composition.report.out}", err=as_json)
         if as_json:
-            click.echo(json.dumps(to_json(salvage, resume_from, moved), indent=2))
+            print_json(to_json(salvage, resume_from, moved))
     if replacement is not None:
         _put_in_place(replacement, as_json)
     _say_how_to_resume(salvage, resume_from, replace, as_json)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar, say_moved
+from llmtailor.cli.command import command, notify, print_json, progress_bar, say_moved
 from llmtailor.cli.options import CLONE, COUNT, JSON, RUN_DIR, TRUST_UNRECORDED, YES
 from llmtailor.errors import Problem, UsageError, size
 
@@ -157,7 +155,7 @@ def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:
 
     for what in folded(left_alone):
         notify(f"left alone: {what}")
-    click.echo(plan if isinstance(plan, str) else json.dumps(plan, indent=2))
+    click.echo(plan) if isinstance(plan, str) else print_json(plan)
 
 
 def _say_done(action: PruneAction) -> None:
@@ -166,20 +164,21 @@ def _say_done(action: PruneAction) -> None:
 
 
 def _thinning(plan: ThinPlan) -> dict[str, Any]:
-    return {
-        "schema": "llmtailor.thin/1",
-        "run": str(plan.scan.run),
+    from llmtailor.documents import document
+
+    content = {
+        "run": plan.scan.run,
         "checkpoints": [
             {
-                "path": str(action.checkpoint.path),
+                "path": action.checkpoint.path,
                 "step": action.checkpoint.step,
                 "is": f"{'composite, ' if index.part_steps else ''}{index.format} on {index.world_size} rank"
                 + "s" * (index.world_size > 1),
                 "becomes": action.becomes,
                 "why": action.why,
-                "parts": dict(action.parts),
-                "masters": [*action.masters],
-                "now_at": str((action.successor or action.checkpoint).path),
+                "parts": action.parts,
+                "masters": action.masters,
+                "now_at": (action.successor or action.checkpoint).path,
                 "is_written": action.conversion is not None,
                 "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
                 "freed_bytes": action.freed,
@@ -187,28 +186,31 @@ def _thinning(plan: ThinPlan) -> dict[str, Any]:
             for action in plan.actions
             for index in [plan.scan.indexes[action.checkpoint.path]]
         ],
-        "left_behind": [str(path) for path in plan.left_behind],
-        "skipped": [problem.to_json() for problem in plan.scan.skipped],
+        "left_behind": plan.left_behind,
+        "skipped": plan.scan.skipped,
         **_steps(plan),
     }
+    return document("thin/1", content)
 
 
 def _collection(plan: GcPlan) -> dict[str, Any]:
-    return {
-        "schema": "llmtailor.gc/1",
-        "run": str(plan.scan.run),
-        "removed": [{"path": str(one.path), "why": one.why, "step": one.step} for one in plan.removals],
-        "in_use": [str(path) for path in plan.in_use],
-        "skipped": [problem.to_json() for problem in plan.left_alone],
+    from llmtailor.documents import document
+
+    content = {
+        "run": plan.scan.run,
+        "removed": [{"path": one.path, "why": one.why, "step": one.step} for one in plan.removals],
+        "in_use": plan.in_use,
+        "skipped": plan.left_alone,
         **_steps(plan),
     }
+    return document("gc/1", content)
 
 
 def _steps(plan: ThinPlan | GcPlan) -> dict[str, Any]:
     return {
-        "composable_before": list(plan.before),
+        "composable_before": plan.before,
         "composable_after": [age.step for age in plan.ages],
-        "ages": [asdict(age) for age in plan.ages],
+        "ages": plan.ages,
         "freed_bytes": plan.freed,
     }
 

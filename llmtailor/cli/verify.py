@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
-from llmtailor.cli.command import command, notify, progress_bar
+from llmtailor.cli.command import command, notify, print_json, progress_bar
 from llmtailor.cli.options import AT, FOR, JSON, LOCATION, RUN, TRUST_UNRECORDED
 from llmtailor.errors import UsageError, VerificationError
 
@@ -35,7 +34,7 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
     from llmtailor.verify.inspect import inspect_checkpoint
 
     content = inspect_checkpoint(checkpoint, client)
-    click.echo(json.dumps(content, indent=2) if as_json else inspection_text(content))
+    print_json(content) if as_json else click.echo(inspection_text(content))
 
 
 @command(
@@ -88,7 +87,7 @@ def verify(
         from llmtailor.verify.smoke import try_resume
 
         verdict = try_resume(verdict)
-    click.echo(json.dumps(to_json(verdict), indent=2) if as_json else to_text(verdict))
+    print_json(to_json(verdict)) if as_json else click.echo(to_text(verdict))
     ctx.exit(0 if verdict.is_intact else VerificationError.exit_code)
 
 
@@ -125,7 +124,7 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
     for verdict in (*found.passed_over, *([found.verdict] if found.verdict and found.verdict.findings else ())):
         click.echo(to_text(verdict), err=True)
     if as_json:
-        click.echo(json.dumps(latest_to_json(found), indent=2))
+        print_json(latest_to_json(found))
     elif found.path is not None:
         click.echo(location_of(found.path))
     how = f"llmtailor merge --run {run}{f' --at {at}' if at is not None else ''}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from llmtailor import __version__
@@ -14,6 +13,7 @@ from llmtailor.compose.plan import Composition
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.torch_zip import list_records
 from llmtailor.containers.zip import Record
+from llmtailor.documents import encode
 from llmtailor.engine.copy import FileResult
 from llmtailor.engine.recheck import SourceFile, Stated
 from llmtailor.errors import PathIn
@@ -69,14 +69,14 @@ def make_manifest(
             }
             for number, index in enumerate(composition.indexes)
         ],
-        "parts": [{**asdict(row), "digest": digest_of.get(layer_of(row.part))} for row in report.parts],
-        "optimizer_steps": [asdict(row) for row in report.steps],
+        "parts": [{**encode(row), "digest": digest_of.get(layer_of(row.part))} for row in report.parts],
+        "optimizer_steps": encode(report.steps),
         "files": [
             {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest(one.digest)
             for one in results
         ],
         "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
-        "notices": [notice.to_json() for notice in report.notices],
+        "notices": encode(report.notices),
     }
 
 

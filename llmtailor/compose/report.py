@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
@@ -13,14 +13,13 @@ from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
 from llmtailor.compose.averages import describe
+from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
 from llmtailor.formats.clients import Client
 from llmtailor.formats.trainer import MANIFEST
 from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
 from llmtailor.recipe import ONLY_MOMENTS
-
-SCHEMA_PLAN = "llmtailor.plan/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +188,9 @@ def step_notices(choices: Sequence[StepChoice], base_name: str, rebased: bool = 
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON data; the keys are stable within a schema version."""
-    content = asdict(replace(report, notices=()))
-    content["notices"] = [notice.to_json() for notice in report.notices]
-    return {"schema": SCHEMA_PLAN} | {"optimizer_steps" if key == "steps" else key: content[key] for key in content}
+    """Return the report as a `document`."""
+    content = {"optimizer_steps" if key == "steps" else key: value for key, value in encode(report).items()}
+    return document("plan/1", content)
 
 
 _UNIVERSAL = 'DeepSpeed with "checkpoint": {"load_universal": true}'

@@ -18,6 +18,7 @@ from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.prove import prove
 from llmtailor.compose.write import preview, settle_output, write
 from llmtailor.containers.json import read_json
+from llmtailor.documents import document
 from llmtailor.errors import Problem, SourceError, TargetError
 from llmtailor.findings import ERROR, Finding, folded
 from llmtailor.formats.clients import TRAINER_STATE
@@ -27,7 +28,6 @@ from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.scan import Scan, choose_for_run
-from llmtailor.storage.stand_in import location_of
 from llmtailor.verify.verify import Damage, Verdict, to_json, verify_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -197,14 +197,14 @@ def _verify(
 
 
 def latest_to_json(latest: Latest) -> dict[str, Any]:
-    """Return the search result as JSON data; the keys are stable within a schema version."""
-    return {
-        "schema": "llmtailor.latest/1",
-        "path": None if latest.path is None else location_of(latest.path),
+    """Return the search result as a `document`."""
+    content = {
+        "path": latest.path,
         "verdict": to_json(latest.verdict) if latest.verdict else None,
-        "passed_over": [to_json(verdict) for verdict in latest.passed_over],
-        "newer_partial": None if latest.newer_partial is None else str(latest.newer_partial),
+        "passed_over": map(to_json, latest.passed_over),
+        "newer_partial": latest.newer_partial,
     }
+    return document("latest/1", content)
 
 
 def prove_step(run: Path, step: int) -> None:

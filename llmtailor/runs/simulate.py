@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint
 from llmtailor.containers.json import read_json
+from llmtailor.documents import document
 from llmtailor.errors import SourceError, UsageError
 from llmtailor.formats.plain.ask_transformers import describe_config
 from llmtailor.formats.trainer import CONFIG
@@ -204,15 +205,14 @@ def cost_of(schedule: Schedule, machine: Machine, *, in_background: bool, save_s
 def to_json(
     model: ModelSize, machine: Machine, keep: int, found: Mapping[str, tuple[Schedule, tuple[Cost, ...]]]
 ) -> dict[str, Any]:
-    """Return the schedule and the costs of each policy as JSON data; the keys are stable within a schema version."""
-    return {
-        "schema": "llmtailor.policy/2",
+    """Return the schedule and the costs of each policy as a `document`."""
+    content = {
         "model": model.name,
         "num_params": model.total,
         "num_parts": len(model.parts),
         "saves": NUM_SAVES,
         "keep": keep,
-        "machine": asdict(machine),
+        "machine": machine,
         "policies": [
             {
                 "policy": policy,
@@ -222,8 +222,9 @@ def to_json(
                 "oldest_part_saves": schedule.oldest,
                 "mean_age_saves": schedule.mean_age,
                 "setback_saves": schedule.setback,
-                "costs": [asdict(cost) for cost in costs],
+                "costs": costs,
             }
             for policy, (schedule, costs) in found.items()
         ],
     }
+    return document("policy/2", content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from llmtailor.compose.report import to_json as plan_to_json
 from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.documents import document
 from llmtailor.engine.copy import Moved
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there
@@ -273,9 +274,6 @@ def _notices(salvage: Salvage) -> list[Problem]:
     return [*notices, *salvage.damage, *salvage.refused]
 
 
-SCHEMA = "llmtailor.salvage/1"
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """A part, or the share of a part that comes from one checkpoint."""
@@ -354,19 +352,19 @@ def gain(salvage: Salvage) -> float:
 
 
 def to_json(salvage: Salvage, resume_from: Path, moved: Moved | None = None) -> dict[str, Any]:
-    """Return the salvage as JSON data; the keys are stable within a schema version."""
+    """Return the salvage as a `document`."""
     composition = salvage.composition
-    return {
-        "schema": SCHEMA,
-        "run": str(salvage.run),
-        "newest": {"step": salvage.newest[0], "path": str(salvage.newest[1])},
+    content = {
+        "run": salvage.run,
+        "newest": {"step": salvage.newest[0], "path": salvage.newest[1]},
         "outcome": "composite" if composition else "intact" if salvage.is_intact else "older",
         "base": salvage.base.name,
-        "resume_from": str(resume_from),
+        "resume_from": resume_from,
         "fragments": salvage.fragments,
         "fragments_would_gain": gain(salvage),
-        "parts": [asdict(row) for row in rows(salvage)],
-        "damage": [problem.to_json() for problem in dict.fromkeys([*salvage.damage, *salvage.refused])],
+        "parts": rows(salvage),
+        "damage": [*dict.fromkeys([*salvage.damage, *salvage.refused])],
         "plan": plan_to_json(composition.report) if composition else None,
-        "moved": moved and asdict(moved),
+        "moved": moved,
     }
+    return document("salvage/1", content)

@@ -21,6 +21,7 @@ from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.checkpoint.placement import Runs, common
 from llmtailor.containers.json import read_json
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
+from llmtailor.documents import document
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.engine.streams import cannot_read
 from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
@@ -603,23 +604,23 @@ class _Reader:
 
 
 def to_json(found: Diff, label: Callable[[Compared], str]) -> dict[str, object]:
-    """Return the result as JSON data; ``label`` says by what it is grouped. Infinite and undefined numbers are null."""
-    return {
-        "schema": "llmtailor.diff/1",
+    """Return the result as a `document`; ``label`` says by what it is grouped. Infinite numbers are null."""
+    content = {
         "a": found.a,
         "b": found.b,
-        "steps": list(found.steps),
+        "steps": found.steps,
         "is_equal": found.is_equal,
         "kinds": found.kinds,
-        "training": [{"what": one.what, "a": one.a, "b": one.b, "matters": one.matters} for one in found.training],
+        "training": found.training,
         "states": [
             {"label": name, "kind": kind, **_numbers(change)}
             for name, kinds in found.by(label).items()
             for kind, change in kinds.items()
         ],
-        "part_steps": {part: list(steps) for part, steps in found.part_steps.items()},
-        "master_steps": {part: list(steps) for part, steps in found.master_steps.items()},
+        "part_steps": found.part_steps,
+        "master_steps": found.master_steps,
     }
+    return document("diff/1", content)
 
 
 def _numbers(change: Change) -> dict[str, float | int | None]:

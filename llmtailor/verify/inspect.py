@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import common, count
 from llmtailor.containers.pickle_nodes import as_number
+from llmtailor.documents import encode
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
 
@@ -139,7 +140,7 @@ def describe(index: CheckpointIndex) -> Inspection:
         ],
         "num_bytes": sum(fact.num_bytes for fact in index.files.values()),
         "files": [{"path": path, "num_bytes": fact.num_bytes} for path, fact in index.files.items()],
-        "findings": [finding.to_json() for finding in index.findings],
+        "findings": encode(index.findings),
     }
 
 

@@ -16,6 +16,7 @@ from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_zip import list_records
+from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
 from llmtailor.formats.clients import TRAINER_STATE, client_of
@@ -107,25 +108,25 @@ def by_severity(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as JSON data; the keys are stable within a schema version."""
+    """Return a verdict as a `document`."""
     index, holding = verdict.index, verdict.holding
     known = ("format", "world_size", "global_step")
-    return {
-        "schema": "llmtailor.verify/1",
+    content = {
         "name": verdict.name,
         "verdict": verdict.level,
         "resumable": verdict.is_resumable,
         "intact": verdict.is_intact,
-        "parts": {"held": [*holding.held], "absent": [*holding.absent]} if holding else None,
+        "parts": {"held": holding.held, "absent": holding.absent} if holding else None,
         "deep": verdict.is_deep,
         **{name: getattr(index, name, None) for name in known},
-        "findings": [finding.to_json() for finding in verdict.findings],
-        "damaged_files": [{"path": path, "what": list(what)} for path, what in sorted(verdict.damage.files.items())],
+        "findings": verdict.findings,
+        "damaged_files": [{"path": path, "what": what} for path, what in sorted(verdict.damage.files.items())],
         "damaged_states": [
-            {"param": state.param, "kind": state.kind, "elements": [list(run) for run in runs]}
+            {"param": state.param, "kind": state.kind, "elements": runs}
             for state, runs in sorted(verdict.damage.states.items())
         ],
     }
+    return document("verify/1", content)
 
 
 def to_text(verdict: Verdict) -> str:
