@@ -74,7 +74,6 @@ MAY_BE_REMOVED = {
     "cli/run.py": "a file that the command itself made: a shell removes it",
     "compose/write.py": "an unfinished merge: its bytes are those of the sources",
     "engine/staging.py": "the same, and the mark of a process that is dead",
-    "formats/trainer_checks.py": "a field that was added to a file",
     "recipe/resolve.py": "an entry of a recipe",
     "recipe/strategies.py": "a line of a map",
     "training.py": "an entry of a config",

@@ -20,12 +20,11 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
-from llmtailor.formats.field_tables import WAYS, Says, Table  # noqa: E402
+from llmtailor.formats.field_tables import EACH, Table  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
 from llmtailor.formats.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
 from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.formats.trainer_checks import CONFIG_TABLE, SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
-from llmtailor.formats.zero.contradictions import CONTRADICTIONS  # noqa: E402
+from llmtailor.formats.trainer_checks import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.formats.zero.tables import TABLES as DEEPSPEED  # noqa: E402
 
 NOTE = "<!-- made by docs/make/pages.py: change the code, and run it -->"
@@ -162,46 +161,32 @@ FIELD_TABLES = (
     RNG_TABLE,
     ACCELERATE_TABLE,
     SCALER_TABLE,
-    CONFIG_TABLE,
     OPTIMIZER_TABLE,
 )
-"""The tables of what a stock resume reads, in the order of docs/findings.md"""
+"""The tables of fields, in the order of docs/findings.md"""
 
 
 def fields() -> str:
-    """Return what stock does about every field that it reads, and `verify` with it."""
+    """Return the fields that decide a training, as `verify` checks them."""
     return "\n".join(map(field_table, FIELD_TABLES))
 
 
 def field_table(one: Table) -> str:
-    head = ("field", "holds", *WAYS, "read by")
     rows: list[tuple[object, ...]] = [
         (
-            f"`{field.name}`{f' ({field.only})' if field.only else ''}",
-            f"a {field.kind.name}",
-            *(_said(field.says(way)) for way in WAYS),
-            f"`{field.read_by}`" if "." in field.read_by else field.read_by,
+            f"`{field.name}`",
+            f"a {field.type.name}",
+            "-" if field.if_missing is None or field.path[-1] == EACH else field.severity,
+            "must be alike" if field.is_alike else "-",
         )
         for field in one.fields
     ]
-    beside = "".join(f"- {name}: {why}.\n" for name, why in one.unchecked)
-    rest = f"\nNot checked there:\n\n{beside}" if beside else ""
-    return f"**{one.title}**, `{one.file}`\n\n{table(head, rows)}{rest}"
-
-
-def _said(says: Says | None) -> str:
-    return f"{says.severity}: {says.stock}{' (read)' if says.read else ''}" if says else "-"
-
-
-def contradictions() -> str:
-    """Return what must agree in DeepSpeed's files, and what stock does if it does not."""
-    rows: list[tuple[object, ...]] = [(one.title, one.severity, one.stock) for one in CONTRADICTIONS]
-    return table(("contradiction", "`verify`", "stock"), rows)
+    return f"**{one.title}**, `{one.file}`\n\n{table(('field', 'holds', 'missing', 'on all ranks'), rows)}"
 
 
 PAGES = {
     "docs/errors.md": errors_page,
-    "docs/findings.md": lambda: between_marks("docs/findings.md", contradictions(), fields(), finding_codes()),
+    "docs/findings.md": lambda: between_marks("docs/findings.md", fields(), finding_codes()),
 }
 
 

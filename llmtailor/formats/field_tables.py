@@ -1,11 +1,9 @@
-"""What a stock resume reads, field by field, as data, and the checks that this drives. Pure.
+"""The fields of a checkpoint's files that decide a training, as data, and their checks. Pure.
 
-A table says of every field of a file what it may hold, who reads it, and what stock software does where it is wrong: if
-it is missing, has another type, has a value that no run has, or differs between the ranks' files. Where the table says
-nothing, stock does not mind, or it cannot happen. A field is a place in a file's tree, as decoded by
-`containers.torch_zip` or `containers.json`. docs/findings.md is made from the tables, and so are the damages of
-tests/verify/test_fields.py. Each table is beside the other checks of its file; that of an optimizer's state (torch
-2.13) is here, because files with DeepSpeed and without have it.
+A table says of every field of a file what it may hold, whether it may be missing, and whether it is the same in the
+files of all ranks. A field is a place in a file's tree, as decoded by `containers.torch_zip` or `containers.json`. Each
+table is beside the other checks of its file; that of an optimizer's state (torch 2.13) is here, because files with
+DeepSpeed and without have it.
 """
 
 from __future__ import annotations
@@ -19,18 +17,10 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.pickle_nodes import Call, as_tensor
 from llmtailor.errors import COPY_OR_ANOTHER
-from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.findings import ERROR, Finding
 
 EACH = "*"
 """In a path: every entry of a list, or every value of a dict."""
-MISSING, MISTYPED, BEYOND, UNLIKE = "missing", "of another type", "out of range", "different between ranks"
-CODES = {
-    MISSING: Code.FIELD_MISSING,
-    MISTYPED: Code.FIELD_TYPE,
-    BEYOND: Code.FIELD_RANGE,
-    UNLIKE: Code.RANKS_DIFFER,
-}
-WAYS = tuple(CODES)
 _ABSENT = object()
 _WRAPPERS = ("optimizer_state_dict", "base_optimizer_state")
 """Not spelt out at the beginning of a path"""
@@ -38,56 +28,28 @@ _SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
-    """What stock does about a field that is off in one way, and how much that matters."""
-
-    stock: str
-    severity: str = ERROR
-    read: bool = False
-    """Told from the source only; else a resume was tried."""
-    code: Code | None = None
-    """Where the finding has another code than `CODES` gives: the reader of the file tells it."""
-
-
-def warns(stock: str, read: bool = False) -> Says:
-    return Says(stock, WARNING, read)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
+class FieldType:
     """What a field may hold."""
 
     name: str
     is_type: Callable[[Any], bool]
-    mistyped: tuple[Any, ...] = ()
-    """Samples of what it may not be, for tests"""
     is_in_range: Callable[[Any], bool] = lambda value: True
-    beyond: tuple[Any, ...] = ()
-    """Samples of the right type and out of range, for tests"""
-    other: Callable[[Any], Any] | None = None
-    """Gives another value that would do, for tests"""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field that a stock resume reads."""
+    """A field that decides a training."""
 
     path: tuple[str, ...]
     """Keys and attribute names from the root of the tree; `EACH` for every entry."""
-    kind: Kind
-    read_by: str
-    """Where in which package"""
-    off: Mapping[str, Says]
-    """The way in which it is off -> what stock does"""
-    told_by_reader: frozenset[str]
-    """Ways that the file's reader refuses by itself, since without the field nothing can be made of the file"""
-    only: str
-    """In words: which files have it at all"""
+    type: FieldType
+    if_missing: Code | None
+    """The code of the finding if it is missing; None if it may be, or the file's reader refuses that"""
+    is_alike: bool
+    """Whether it is the same in the files of all ranks"""
+    severity: str
     applies: Callable[[Any], bool]
-    """The same for a tree"""
-
-    def says(self, way: str) -> Says | None:
-        return self.off.get(way)
+    """Whether a tree has it at all"""
 
     @property
     def name(self) -> str:
@@ -96,21 +58,15 @@ class Field:
 
 def field(
     path: str,
-    kind: Kind,
-    read_by: str,
-    missing: Says | str = "",
-    mistyped: Says | str = "",
-    beyond: Says | str = "",
-    unlike: Says | str = "",
+    type: FieldType,
     *,
-    told_by_reader: Iterable[str] = (),
-    only: str = "",
+    if_missing: Code | None = Code.FIELD_MISSING,
+    is_alike: bool = False,
+    severity: str = ERROR,
     applies: Callable[[Any], bool] = lambda tree: True,
 ) -> Field:
-    """Return a field. Its path is given with dots, and what stock does as text, where it is an error."""
-    ways = zip(WAYS, (missing, mistyped, beyond, unlike), strict=True)
-    off = {way: Says(one) if isinstance(one, str) else one for way, one in ways if one}
-    return Field(tuple(path.split(".")), kind, read_by, off, frozenset(told_by_reader), only, applies)
+    """Return a field, whose path is given with dots."""
+    return Field(tuple(path.split(".")), type, if_missing, is_alike, severity, applies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +77,26 @@ class Table:
     file: str
     """Its name, as docs have it"""
     fields: tuple[Field, ...]
-    unchecked: tuple[tuple[str, str], ...] = ()
-    """Fields that a resume reads and `verify` does not check, and why; or that look as if they mattered, and don't"""
 
 
 def check_fields(tree: Any, table: Table, where: str) -> Iterator[Finding]:
-    """Yield a finding for every field that is off in a file by itself."""
+    """Yield a finding for every field that is missing, of another type or out of range."""
     for one in table.fields:
         for path, value in find(tree, one.path) if one.applies(tree) else ():
-            way, shown = _judge(one.kind, value)
-            says = one.says(way)
-            if says is not None and way not in one.told_by_reader:
-                fix = f"{says.stock}; {COPY_OR_ANOTHER}"
-                yield Finding(where, f"{spell(path)} is {shown}", fix, says.code or CODES[way], says.severity)
+            code, shown = _judge(one, value)
+            if code is not None:
+                yield Finding(where, f"{spell(path)} is {shown}", COPY_OR_ANOTHER, code, one.severity)
 
 
-def _judge(kind: Kind, value: Any) -> tuple[str, str]:
-    """Return in which way a value is off, and how a message shows it; empty if it is not."""
+def _judge(one: Field, value: Any) -> tuple[Code | None, str]:
+    """Return what is wrong with a value, and how a message shows it; None if nothing is."""
     if value is _ABSENT:
-        return MISSING, "missing"
-    if not kind.is_type(value):
-        return MISTYPED, f"a {_type(value)}, and no {kind.name}"
-    return ("", "") if kind.is_in_range(value) else (BEYOND, f"{value!r:.{_SHOWN}}, and no {kind.name}")
+        return one.if_missing, "missing"
+    if not one.type.is_type(value):
+        return Code.FIELD_TYPE, f"a {_type(value)}; expected a {one.type.name}"
+    if not one.type.is_in_range(value):
+        return Code.FIELD_RANGE, f"{value!r:.{_SHOWN}}; expected a {one.type.name}"
+    return None, ""
 
 
 def _type(value: Any) -> str:
@@ -156,7 +110,7 @@ def facts_of_rank(tree: Any, table: Table) -> dict[str, object]:
     return {
         spell(path): _comparable(value)
         for one in table.fields
-        if UNLIKE in one.off and one.applies(tree)
+        if one.is_alike and one.applies(tree)
         for path, value in find(tree, one.path)
     }
 
@@ -211,9 +165,6 @@ def _comparable(value: Any) -> object:
     return "nan" if isinstance(value, float) and value != value else value
 
 
-NAN, INF = math.nan, math.inf
-
-
 def is_a(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
@@ -223,72 +174,32 @@ def is_number(value: Any) -> bool:
     return (isinstance(value, (int, float)) and not isinstance(value, bool)) or isinstance(value, Call)
 
 
-def number(
-    name: str,
-    accepts: Callable[[float], bool] = lambda value: True,
-    beyond: tuple[float, ...] = (),
-    other: Callable[[Any], Any] = lambda value: value * 3 + 1,
-) -> Kind:
+def number(name: str, accepts: Callable[[float], bool]) -> FieldType:
     """A finite number in some range."""
-
-    def is_in_range(value: Any) -> bool:
-        return isinstance(value, Call) or (math.isfinite(value) and accepts(value))
-
-    return Kind(name, is_number, ("0.1", None, [0.1]), is_in_range, (NAN, INF, *beyond), other)
+    return FieldType(
+        name, is_number, lambda value: isinstance(value, Call) or (math.isfinite(value) and accepts(value))
+    )
 
 
-def count(name: str = "count", least: int = 0) -> Kind:
+def count(name: str = "count", least: int = 0) -> FieldType:
     """An int that counts something."""
-    return Kind(
-        name,
-        lambda value: type(value) is int,
-        ("4", None, 4.5),
-        lambda value: least <= value < MAX_COUNT,
-        (least - 1, MAX_COUNT),
-        lambda value: value + 1,
-    )
-
-
-def optional(kind: Kind) -> Kind:
-    """The same, or None."""
-    return Kind(
-        f"{kind.name} or null",
-        lambda value: value is None or kind.is_type(value),
-        tuple(value for value in kind.mistyped if value is not None),
-        lambda value: value is None or kind.is_in_range(value),
-        kind.beyond,
-        kind.other,
-    )
+    return FieldType(name, lambda value: type(value) is int, lambda value: least <= value < MAX_COUNT)
 
 
 def _are_betas(value: Any) -> bool:
-    first, second = value
-    return any(map(is_a(Call), value)) or (0 <= first < 1 and 0 <= second < 1 and first**2 <= second)
+    return any(map(is_a(Call), value)) or all(0 <= beta < 1 for beta in value)
 
 
-FINITE = number("finite number")
-FROM_ZERO = number("number from 0 up", lambda value: value >= 0, (-1.0,), lambda value: value * 3 + 0.1)
-POSITIVE = number("number above 0", lambda value: value > 0, (0.0, -1.0))
-FLAG = Kind("flag", is_a(bool, int, type(None)), ("no", [0.1]), other=lambda value: not value)
-DICT = Kind("dict", is_a(dict), (None, [], "x"))
-LIST = Kind("list", is_a(list, tuple), (None, {}, "x"))
-ANYTHING = Kind("value", lambda value: True)
-BETAS = Kind(
-    "pair of numbers from 0 to below 1, the first squared not above the second",
+FROM_ZERO = number("number >= 0", lambda value: value >= 0)
+POSITIVE = number("number > 0", lambda value: value > 0)
+FLAG = FieldType("flag", is_a(bool, int, type(None)))
+DICT = FieldType("dict", is_a(dict))
+ANYTHING = FieldType("value", lambda value: True)
+BETAS = FieldType(
+    "pair of numbers from 0 to below 1",
     lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value)),
-    (None, 0.9, (0.9,), (0.9, "0.999")),
     _are_betas,
-    ((NAN, 0.999), (0.999, 0.9), (0.9, 1.0), (-0.1, 0.999), (0.9, INF)),
-    lambda value: (value[0] / 2, value[1]),
 )
-
-FAILS, FAILS_AT_STEP = "a resume fails", "a resume fails at the first step"
-FAILS_AT_END = "a resume fails at the end of the first step"
-OTHER_RUN = "resumes; but the file is of another save or run than those of the other ranks"
-_LOAD, _STEP = "torch.optim.Optimizer.load_state_dict", "torch.optim.AdamW.step"
-_BY_DEFAULT = "torch.optim.Adam.__setstate__"
-_EVERY_RANK_BY_ITS_OWN = "silent: every rank trains with its own value"
-_HYPER = (FAILS_AT_STEP, FAILS_AT_STEP, "silent: the weights become NaN, or move uphill", _EVERY_RANK_BY_ITS_OWN)
 
 
 def optimizer_fields(at: str = "") -> tuple[Field, ...]:
@@ -296,38 +207,20 @@ def optimizer_fields(at: str = "") -> tuple[Field, ...]:
     root = tuple(at.split(".")[:-1])
     group, state = f"{at}param_groups.*", f"{at}state.*"
 
-    def of_adam(path: str, kind: Kind, read_by: str, *off: Says | str, **ways: Says | str) -> Field:
-        adam = "Adam and its variants"
-        return field(path, kind, read_by, *off, **ways, only=adam, applies=lambda tree: is_adam(tree, *root))  # type: ignore[arg-type]
+    def of_adam(path: str, type: FieldType, code: Code = Code.FIELD_MISSING) -> Field:
+        return field(path, type, if_missing=code, applies=lambda tree: is_adam(tree, *root))
 
     def of_amsgrad(tree: Any) -> bool:
         return any(value is True for _, value in find(tree, (*root, "param_groups", EACH, "amsgrad")))
 
-    lost = Says(FAILS_AT_STEP, code=Code.STATE_MISSING)
-    by_rank = "silent, or it fails on that rank and the others wait"
-    flags = ("amsgrad", "maximize", "differentiable"), ("decoupled_weight_decay", "foreach", "capturable", "fused")
     return (
-        field(f"{at}param_groups", LIST, _LOAD, FAILS, FAILS),
-        field(f"{at}state", DICT, _LOAD, FAILS, FAILS),
-        field(f"{group}.params", LIST, _LOAD, FAILS, FAILS),
-        field(f"{group}.lr", FROM_ZERO, _STEP, *_HYPER),
-        of_adam(f"{group}.betas", BETAS, _STEP, *_HYPER),
-        of_adam(f"{group}.eps", POSITIVE, _STEP, *_HYPER),
-        of_adam(f"{group}.weight_decay", FROM_ZERO, _STEP, *_HYPER),
-        field(
-            f"{group}.bias_correction",
-            FLAG,
-            "deepspeed.ops.adam.DeepSpeedCPUAdam.step",
-            FAILS_AT_STEP,
-            unlike=_EVERY_RANK_BY_ITS_OWN,
-            only="DeepSpeedCPUAdam",
-            applies=lambda tree: is_cpu_adam(tree, *root),
-        ),
-        field(f"{group}.initial_lr", FROM_ZERO, "nothing: the scheduler has base_lrs", unlike=OTHER_RUN),
-        *(of_adam(f"{group}.{key}", FLAG, _BY_DEFAULT, mistyped=FAILS_AT_STEP, unlike=by_rank) for key in flags[0]),
-        *(of_adam(f"{group}.{key}", FLAG, _BY_DEFAULT, unlike=OTHER_RUN) for key in flags[1]),
-        *(of_adam(f"{state}.{key}", ANYTHING, _STEP, lost) for key in ("exp_avg", "exp_avg_sq")),
-        field(f"{state}.max_exp_avg_sq", ANYTHING, _STEP, lost, only="with amsgrad", applies=of_amsgrad),
+        field(f"{group}.*", ANYTHING, is_alike=True),
+        field(f"{group}.lr", FROM_ZERO),
+        of_adam(f"{group}.betas", BETAS),
+        of_adam(f"{group}.eps", POSITIVE),
+        of_adam(f"{group}.weight_decay", FROM_ZERO),
+        *(of_adam(f"{state}.{key}", ANYTHING, Code.STATE_MISSING) for key in ("exp_avg", "exp_avg_sq")),
+        field(f"{state}.max_exp_avg_sq", ANYTHING, if_missing=Code.STATE_MISSING, applies=of_amsgrad),
     )
 
 
@@ -355,14 +248,6 @@ def has_adams_options(options: Collection[str]) -> bool:
 def keys_below(tree: Any, *at: str) -> frozenset[str]:
     """Return the keys of all dicts in the list or dict at a path."""
     return frozenset(key for _, one in find(tree, (*at, EACH)) if isinstance(one, dict) for key in one)
-
-
-def is_cpu_adam(tree: Any, *at: str) -> bool:
-    """Whether a state dict is of DeepSpeed's Adam for the CPU: it counts steps by int, and has not torch's flags."""
-    if has(tree, *at, "param_groups", EACH, "maximize"):
-        return False
-    steps = [value for _, value in find(tree, (*at, "state", EACH, "step"))]
-    return is_adam(tree, *at) and any(type(step) is int for step in steps)
 
 
 def decays_vectors_alone(groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> bool:

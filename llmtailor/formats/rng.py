@@ -5,7 +5,6 @@ The Trainer keeps them in ``rng_state.pth``, accelerate under other keys in ``ra
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +19,7 @@ from llmtailor.containers.pickle_nodes import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.clients import Client
-from llmtailor.formats.field_tables import FAILS, Kind, Table, field, warns
+from llmtailor.formats.field_tables import FieldType, Table, field
 from llmtailor.formats.trainer_checks import check_file
 from llmtailor.storage.local import open_source
 
@@ -45,11 +44,6 @@ def _is_python_state(value: Any) -> bool:
     return are_words and all(isinstance(word, int) for word in words) and (gauss is None or isinstance(gauss, float))
 
 
-def _python_in_range(value: Any) -> bool:
-    *words, position = value[1]
-    return all(0 <= word < 1 << 32 for word in words) and any(words) and 0 <= position <= _NUM_WORDS
-
-
 def _is_numpy_state(value: Any) -> bool:
     """Whether ``numpy.random.set_state`` takes this, and ``torch.load`` without unsafe globals."""
     if isinstance(value, dict):
@@ -60,28 +54,22 @@ def _is_numpy_state(value: Any) -> bool:
     if not isinstance(value, (tuple, list)) or len(value) not in (3, 5) or value[0] != _NUMPY_NAME:
         return False
     has_gauss, gauss = value[3:] or (0, 0.0)
-    are_words = _numpy_words(value[1]) is not None and type(value[2]) is int
+    are_words = _are_numpy_words(value[1]) and type(value[2]) is int
     return are_words and isinstance(has_gauss, int) and isinstance(gauss, (int, float))
 
 
-def _numpy_in_range(value: Any) -> bool:
-    key, position = (value["state"]["key"], value["state"]["pos"]) if isinstance(value, dict) else value[1:3]
-    return bool(_numpy_words(key)) and 0 <= position <= _NUM_WORDS
-
-
-def _numpy_words(node: Any) -> bool | None:
-    """Whether any of the 624 words of an array is set; None for what is no such array."""
+def _are_numpy_words(node: Any) -> bool:
+    """Whether this is an array of 624 words."""
     if isinstance(node, (list, tuple)):
-        fits = len(node) == _NUM_WORDS and all(type(word) is int and 0 <= word < 1 << 32 for word in node)
-        return any(node) if fits else None
+        return len(node) == _NUM_WORDS and all(type(word) is int and 0 <= word < 1 << 32 for word in node)
     if not isinstance(node, Call) or getattr(node.func, "name", "") != "_reconstruct":
-        return None
+        return False
     state = node.state
     if not isinstance(state, tuple) or len(state) != 5 or state[1] != (_NUM_WORDS,):
-        return None
+        return False
     dtype, data = state[2], state[4]
     named = dtype.args[0] if isinstance(dtype, Call) and isinstance(dtype.args, tuple) and dtype.args else None
-    return any(data) if named == "u4" and isinstance(data, bytes) and len(data) == 4 * _NUM_WORDS else None
+    return named == "u4" and isinstance(data, bytes) and len(data) == 4 * _NUM_WORDS
 
 
 def _is_torch_state(value: Any) -> bool:
@@ -90,49 +78,12 @@ def _is_torch_state(value: Any) -> bool:
     return view is not None and (view.storage.dtype, view.numel, view.is_contiguous) == ("U8", _TORCH_BYTES, True)
 
 
-def _is_cuda_state(value: Any) -> bool:
-    """Whether this is the state of one GPU, or those of several."""
-    views = [as_tensor(state) for state in (value if isinstance(value, (list, tuple)) else [value])]
-    return bool(views) and all(view is not None and view.storage.dtype == "U8" for view in views)
-
-
-_WORDS = tuple(range(1, _NUM_WORDS + 1))
-PYTHON = Kind(
-    "state of Python's generator",
-    _is_python_state,
-    (None, "x", (), {}, (3, [*_WORDS, 624], None), (4, (*_WORDS, 624), None), (3, _WORDS, None), (3, (*_WORDS, 624))),
-    _python_in_range,
-    ((3, (*_WORDS, 625), None), (3, (-1, *_WORDS), None), (3, (*([0] * 624), 624), None)),
-)
-NUMPY = Kind(
-    "state of numpy's generator",
-    _is_numpy_state,
-    (
-        *(None, "x", [], {}),
-        *(("PCG64", [*_WORDS], 624, 0, 0.0), (_NUMPY_NAME, [*_WORDS][:-1], 624, 0, 0.0)),
-        *((_NUMPY_NAME, [*_WORDS], "x", 0, 0.0), (_NUMPY_NAME, [*_WORDS], 624, 0), (_NUMPY_NAME, [*_WORDS])),
-    ),
-    _numpy_in_range,
-    ((_NUMPY_NAME, [*_WORDS], 625, 0, 0.0), (_NUMPY_NAME, [0] * _NUM_WORDS, 624, 0, 0.0)),
-)
-TORCH = Kind("byte tensor of torch's generator", _is_torch_state, (None, [], b"x", math.pi))
-CUDA = Kind("byte tensor of a GPU's generator, or a list of them", _is_cuda_state, ("x", []))
-_LOADS = "Trainer._load_rng_state"
-_UNDEFINED = "undefined: a resume fails, reads beyond the end, or draws the same number forever"
-_OTHER_NUMBERS = warns("a resume on a GPU logs an error, and draws other random numbers", read=True)
+PYTHON = FieldType("state of Python's generator", _is_python_state)
+NUMPY = FieldType("state of numpy's generator", _is_numpy_state)
+TORCH = FieldType("byte tensor of torch's generator", _is_torch_state)
+_STATES = {"python": PYTHON, "numpy": NUMPY, "cpu": TORCH}
 RNG_TABLE = Table(
-    "rng_state.pth, rng_state_N.pth",
-    "rng_state.pth",
-    (
-        field("python", PYTHON, _LOADS, FAILS, FAILS, _UNDEFINED),
-        field("numpy", NUMPY, _LOADS, FAILS, FAILS, _UNDEFINED),
-        field("cpu", TORCH, _LOADS, FAILS, FAILS),
-        field("cuda", CUDA, "set_rng_state_for_device", mistyped=_OTHER_NUMBERS, only="runs on GPUs"),
-    ),
-    (
-        ("random numbers of another step", "nothing else on disk says what they were"),
-        ("xla, npu, hpu, mlu, musa", "read on these machines only"),
-    ),
+    "rng_state.pth, rng_state_N.pth", "rng_state.pth", tuple(field(key, type) for key, type in _STATES.items())
 )
 
 
@@ -143,16 +94,12 @@ ACCELERATE_KEYS = {
     "cuda": "torch_cuda_manual_seed",
 }
 """The Trainer's keys -> accelerate's; it loads all of them or, with a line in the log, none"""
-_NOT_LOADED = warns("a resume works, and draws other random numbers", read=True)
 ACCELERATE_TABLE = Table(
     "random_states_N.pkl (accelerate)",
     "random_states_0.pkl",
-    tuple(
-        field(ACCELERATE_KEYS[key], kind, "load_accelerator_state", _NOT_LOADED, _NOT_LOADED, _NOT_LOADED)
-        for key, kind in (("python", PYTHON), ("numpy", NUMPY), ("cpu", TORCH))
-    ),
-    (("step", "the Accelerator's own count of micro-batches"), ("torch_cuda_manual_seed", "read on GPUs only")),
+    tuple(field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items()),
 )
+"""Without them, a resume draws other random numbers"""
 
 
 def rng_file(rank: int, world_size: int, client: str = TRAINER) -> str:

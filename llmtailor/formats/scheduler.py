@@ -17,20 +17,7 @@ from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.field_tables import (
-    FAILS,
-    FAILS_AT_END,
-    FINITE,
-    INF,
-    NAN,
-    Kind,
-    Table,
-    field,
-    is_a,
-    is_number,
-    number,
-    warns,
-)
+from llmtailor.formats.field_tables import FieldType, Table, field, is_number, number
 from llmtailor.formats.trainer_checks import check_file
 
 _PER_GROUP = frozenset(
@@ -103,14 +90,9 @@ def is_torch_scheduler(tree: Any) -> bool:
     return isinstance(tree, dict) and bool({"lr_lambdas", "base_lrs", "_step_count"} & tree.keys())
 
 
-def is_lambda(tree: Any) -> bool:
+def _is_lambda(tree: Any) -> bool:
     """Whether this is the state of a LambdaLR, which all of the Trainer's schedules are but two, or was one."""
     return is_torch_scheduler(tree) and ("lr_lambdas" in tree or not tree.keys() - _BASE_KEYS)
-
-
-def is_by_metric(tree: Any) -> bool:
-    """Whether this is the state of ReduceLROnPlateau."""
-    return isinstance(tree, dict) and "num_bad_epochs" in tree
 
 
 def _are_rates(value: Any) -> bool:
@@ -121,83 +103,22 @@ def _in_range(rates: Any) -> bool:
     return all(not isinstance(rate, (int, float)) or (math.isfinite(rate) and rate >= 0) for rate in rates)
 
 
-_NO_RATES: tuple[Any, ...] = (None, "x", 0.1, {}, ["x", "x"], [None, None])
-_BAD_RATES: tuple[Any, ...] = ([NAN, NAN], [INF, INF], [-1.0, -1.0])
-RATES = Kind("list of learning rates", _are_rates, _NO_RATES, _in_range, _BAD_RATES)
-LAST_RATES = Kind(RATES.name, _are_rates, _NO_RATES, lambda value: bool(value) and _in_range(value), (*_BAD_RATES, []))
-LAMBDAS = Kind(
-    "list of None and dicts",
-    lambda value: isinstance(value, (list, tuple)) and all(one is None or isinstance(one, dict) for one in value),
-    (None, "x", 3, [1, 2]),
-)
-STEPS = number(
-    "count", lambda value: 0 <= value < MAX_COUNT and value == int(value), (-1, 10**30, 3.5), lambda value: value + 1
-)
-MODE = Kind("min or max", is_a(str), (None, 3), lambda one: one in ("min", "max"), ("x",))
-_TORCH = "torch.optim.lr_scheduler"
-_NO_RATE = "a resume fails at the first step, or logs no learning rate there"
-
+_RATES = FieldType("list of learning rates", _are_rates, _in_range)
+_STEPS = number("count", lambda value: 0 <= value < MAX_COUNT and value == int(value))
 SCHEDULER_TABLE = Table(
     "scheduler.pt",
     "scheduler.pt",
     (
-        field(
-            *("last_epoch", STEPS, f"{_TORCH}.LRScheduler.step", "silent: the schedule starts over", FAILS_AT_END),
-            "silent: the schedule continues from elsewhere",
-            only="all but ChainedScheduler",
-            applies=lambda tree: is_torch_scheduler(tree) or is_by_metric(tree),
-        ),
-        field(
-            *("base_lrs", RATES, f"{_TORCH}.LambdaLR.get_lr"),
-            warns("a resume uses the rates of the new run's arguments, not those of the old run"),
-            *(FAILS_AT_END, "silent: the weights become NaN, or move uphill"),
-            only="LambdaLR",
-            applies=is_lambda,
-        ),
-        field(
-            *("_last_lr", LAST_RATES, "Trainer._get_learning_rate"),
-            warns("a resume works, and logs a wrong learning rate at the first step"),
-            *(_NO_RATE, _NO_RATE),
-            only="LambdaLR",
-            applies=is_lambda,
-        ),
-        field(
-            *("lr_lambdas", LAMBDAS, f"{_TORCH}.LambdaLR.load_state_dict"),
-            *("a resume with any schedule of the Trainer's fails", FAILS),
-            only="LambdaLR",
-            applies=is_lambda,
-        ),
-        field("_step_count", FINITE, f"{_TORCH}.LRScheduler.step", "", FAILS_AT_END, applies=is_torch_scheduler),
-        field(
-            *("mode", MODE, f"{_TORCH}.ReduceLROnPlateau.load_state_dict", "", FAILS, FAILS),
-            only="ReduceLROnPlateau",
-            applies=is_by_metric,
-        ),
-    ),
-    (
-        ("_get_lr_called_within_step, _is_initial, verbose", "reset before they are read"),
-        ("everything else of schedulers that are not LambdaLR", "their classes are known by their keys only"),
-        ("a whole file of another class", "only the run's script knows which class it uses"),
+        field("last_epoch", _STEPS, applies=is_torch_scheduler),
+        field("base_lrs", _RATES, if_missing=None, applies=_is_lambda),
+        field("_last_lr", _RATES, if_missing=None, applies=_is_lambda),
     ),
 )
-_OWN_NAMES = frozenset(
-    (
-        *("optimizer", "step", "get_lr", "get_last_lr", "state_dict", "load_state_dict", "_update_lr"),
-        *("_initial_step", "_get_closed_form_lr", "__class__", "__dict__"),
-    )
-)
-"""Attributes of a scheduler that its state must not replace: all keys of a state become attributes"""
 
 
 def check_scheduler(tree: Any, where: str) -> Iterator[Finding]:
     """Yield findings on what makes a resume reject ``scheduler.pt``, whatever the optimizer's state."""
     yield from check_file(tree, SCHEDULER_TABLE, "a scheduler state", where)
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        if key in _OWN_NAMES:
-            what = f"it has a field {key}, which would replace the scheduler's own"
-            yield Finding(where, what, f"a resume fails; {_OTHER_SAVE}", Code.FIELD_UNKNOWN, ERROR)
-        if isinstance(value, float) and math.isnan(value) and key != "last_epoch":
-            yield Finding(where, f"{key} is NaN", f"silent: NaN spreads; {_OTHER_SAVE}", Code.FIELD_RANGE, ERROR)
 
 
 def compare_scheduler(

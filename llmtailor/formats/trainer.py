@@ -53,13 +53,12 @@ from llmtailor.formats.rng import (
 from llmtailor.formats.scheduler import SchedulerFacts, check_scheduler, lay_out_scheduler, read_scheduler
 from llmtailor.formats.trainer_checks import (
     TRAINING_ARGS,
-    RunFacts,
     check_scaler,
     check_trainer_state,
     is_trainers,
     read_global_step,
     read_lags,
-    read_run_facts,
+    read_scales_loss,
 )
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
@@ -105,8 +104,8 @@ class TrainerFiles:
     """How many steps Adam may be behind the run; see `trainer_checks.read_lags`"""
     scheduler: SchedulerFacts | None
     """The content of the client's scheduler file; None without it"""
-    facts: RunFacts
-    """The content of training_args.bin"""
+    scales_loss: bool | None
+    """Whether the run trains in fp16, by training_args.bin; None if unknown"""
     findings: tuple[Finding, ...]
     has_all_weights: bool
     """Whether every weight file is intact"""
@@ -130,7 +129,7 @@ def read_trainer_files(
     for file in survey_weights(root, name, problems):
         weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})
     has_all_weights = len(problems.errors) == sound
-    facts = read_run_facts(root, PathIn(name, TRAINING_ARGS))
+    scales_loss = read_scales_loss(root, PathIn(name, TRAINING_ARGS))
     where = PathIn(name, TRAINER_STATE)
     content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
     is_the_trainers = content is None or is_trainers(content)
@@ -151,7 +150,7 @@ def read_trainer_files(
     if TRAINER_STATE in files and content is not None:
         global_step = attempt(lambda: read_global_step(content, where), problems)
         if global_step is not None:
-            findings += check_trainer_state(content, facts, where)
+            findings += check_trainer_state(content, where)
     saved_as: dict[str, str] = {}
     known: dict[str, Any] = {}
     whole, optimizer = (for_whom.optimizer, "") if for_whom.holds_all else ("", for_whom.optimizer)
@@ -176,7 +175,7 @@ def read_trainer_files(
                     if not for_whom.counts_steps:
                         scheduler = replace(scheduler, num_steps=None)
                 elif path == SCALER:
-                    findings += check_scaler(decoded.tree, facts, where)
+                    findings += check_scaler(decoded.tree, scales_loss, where)
         except TailorError as error:
             problems.add(error)
     if for_whom.state and for_whom.state not in files:
@@ -192,7 +191,7 @@ def read_trainer_files(
         global_step,
         read_lags(content or {}),
         scheduler,
-        facts,
+        scales_loss,
         tuple(findings),
         has_all_weights,
     )

@@ -109,7 +109,7 @@ def test_a_field_of_the_random_states_that_is_off_is_told(field: Field, loops: L
     shutil.copytree(loops.checkpoint("accelerate-named", 4), root)
     good = (root / "random_states_1.pkl").read_bytes()
     damages = [*damages_of(field)]
-    assert len(damages) > 3
+    assert len(damages) >= 3
     for damage in damages:
         states = torch.load(io.BytesIO(good), weights_only=False)
         assert damage.apply(states)

@@ -1,4 +1,4 @@
-"""More damages of DeepSpeed's files, as in `damages`: those that no table of fields makes."""
+"""More damages of DeepSpeed's files, as in `damages`."""
 
 from __future__ import annotations
 
@@ -177,3 +177,99 @@ write_latest("`latest` with a newline and blanks", None, "", " TAG \n")
 write_latest("`latest` without a word", "error", "it points to ''", "\n")
 write_latest("`latest` with a byte-order mark", "error", "not a folder of this checkpoint", "\ufeffTAG")
 write_latest("`latest` with two lines", "error", "not a folder of this checkpoint", "TAG\nTAG")
+
+
+# --- what must agree ---
+
+
+def on_scalers(change: Callable[[Tree], object]) -> Callable[[Path, Path], None]:
+    """Edit the optim_states of all ranks, with DeepSpeed's own classes: the stand-ins lack one."""
+
+    def apply(checkpoint: Path, _: Path) -> None:
+        for rank in (0, 1):
+            tree = torch.load(optim(checkpoint, rank), weights_only=False)
+            change(tree)
+            torch.save(tree, optim(checkpoint, rank))
+
+    return apply
+
+
+def states(tree: Tree) -> list[Tree]:
+    return list(inner(tree)["state"].values())
+
+
+def round_masters(tree: Tree) -> None:
+    masters(tree)[:] = [master.detach().bfloat16() for master in masters(tree)]
+
+
+def moments_as_ints(tree: Tree) -> None:
+    for state in states(tree):
+        state["exp_avg"] = state["exp_avg"].int()
+
+
+def module_as(dtype: torch.dtype, key: str = "module") -> Callable[[Tree], None]:
+    return lambda tree: tree[key].update({name: tensor.to(dtype) for name, tensor in tree[key].items()})
+
+
+def call_it_fp32(checkpoint: Path, _: Path) -> None:
+    """Have the checkpoint say that the run was in fp32, so that what is bf16 has been rounded."""
+    for rank in (0, 1):
+        path = optim(checkpoint, rank)
+        edit(path, lambda tree: tree["ds_config"].update(bf16={"enabled": False}))
+        path.rename(path.with_name(path.name.removeprefix("bf16_")))
+
+
+def decay_the_norms(tree: Tree) -> None:
+    decaying, resting = inner(tree)["param_groups"]
+    decaying["weight_decay"], resting["weight_decay"] = 0.0, decaying["weight_decay"]
+
+
+def scaler_of_step_0(tree: Tree) -> None:
+    tree["optimizer_state_dict"]["loss_scaler"].cur_iter = 0
+
+
+def step_of_one(tree: Tree) -> None:
+    states(tree)[0]["step"] += 1
+
+
+FROZEN = ("llama-frozen", "zero2-frozen")
+fragments = "frozen_param_fragments"
+add("Adam's steps of flat ids that differ, in no composite", "error", "Adam's steps are", on_ranks(step_of_one))
+add("masters in another dtype than fp32", "error", "where DeepSpeed keeps fp32", on_ranks(round_masters))
+add("moments as integers", "error", "no floating-point type", on_ranks(moments_as_ints))
+add(
+    "the module as integers, ZeRO-1/2",
+    "error",
+    "no floating-point type",
+    on_models(module_as(torch.int32)),
+    runs=("zero2",),
+)
+add("frozen params in fewer bits than the run has", "error", "the run trained in F32", call_it_fp32, runs=FROZEN)
+add(
+    "frozen params in another format",
+    "warning",
+    "the run trained in BF16",
+    on_models(module_as(torch.float16, fragments)),
+    runs=FROZEN,
+)
+add(
+    "the module in another dtype, ZeRO-1/2",
+    "warning",
+    "the run trained in BF16",
+    on_models(module_as(torch.float16)),
+    runs=("zero2",),
+)
+add("weight decay on norms and biases alone", "error", "weight decay is on vectors alone", on_ranks(decay_the_norms))
+add(
+    "a loss scaler of another step",
+    "warning",
+    "the loss scaler has counted 0",
+    on_scalers(scaler_of_step_0),
+    runs=("llama-fp16", "zero2-fp16"),
+)
+add(
+    "amsgrad without max_exp_avg_sq",
+    "error",
+    "max_exp_avg_sq is missing",
+    on_ranks(lambda tree: [group.update(amsgrad=True) for group in inner(tree)["param_groups"]]),
+)

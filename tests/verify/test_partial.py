@@ -286,7 +286,7 @@ def test_fields_of_files_inside_are_looked_at(copy_of, form):
 def test_fields_of_files_beside_are_looked_at(copy_of, form):
     checkpoint = partials(copy_of(form))[0]
     path = checkpoint / "trainer_state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "nobody_knows_this": 1}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "log_history": 1}))
     verdict = verify_checkpoint(checkpoint)
     assert verdict.level == DAMAGED
     assert [finding.path for finding in verdict.findings] == ["trainer_state.json"]

@@ -31,7 +31,6 @@ from llmtailor.formats.plain.optimizer import parse_optimizer
 from llmtailor.formats.plain.read import check_steps, find_stateless, frozen_by_guess, hold_weights, make_index
 from llmtailor.formats.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.formats.trainer import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.formats.trainer_checks import RunFacts
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 
 _SUFFIX = ".ckpt"
@@ -74,7 +73,7 @@ def _alone(root: Path) -> TrainerFiles:
     files = {".": fact} if fact is not None else {}
     none: frozenset[str] = frozenset()
     return TrainerFiles(
-        CLIENTS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, RunFacts(), (), has_all_weights=True
+        CLIENTS[LIGHTNING], files, none, {}, {}, None, frozenset((0,)), None, None, (), has_all_weights=True
     )
 
 

@@ -31,15 +31,12 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.field_tables import (
     ADAM_KINDS,
     EACH,
-    FAILS,
-    FAILS_AT_STEP,
-    Kind,
+    FieldType,
     Table,
     check_fields,
     decays_vectors_alone,
     field,
     has,
-    is_a,
     is_adam,
     is_number,
     keys_below,
@@ -49,9 +46,7 @@ from llmtailor.formats.format import Trees
 from llmtailor.formats.other_optimizers import another, flattened, naming_others, refuse_others
 from llmtailor.formats.trainer_checks import find_refused
 
-_STEP, _ADAM = "torch.optim.AdamW.step", "Adam and its variants"
-_OFF = Kind("false, as in every run that minimizes its loss", is_a(bool), ("x", None), lambda on: not on, (True,))
-_COUNTER = Kind("step", lambda value: is_number(value) or as_tensor(value) is not None, (None, "x", [4.0]))
+_STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
 
 
 def _counts_by_param(tree: Any) -> bool:
@@ -62,29 +57,7 @@ def _counts_by_param(tree: Any) -> bool:
 OPTIMIZER_TABLE = Table(
     "optimizer.pt (without DeepSpeed)",
     "optimizer.pt",
-    (
-        *optimizer_fields(),
-        field(
-            *("param_groups.*.maximize", _OFF, _STEP, "", FAILS_AT_STEP, "silent: the weights move uphill"),
-            only=_ADAM,
-            applies=is_adam,
-        ),
-        field(
-            *("param_groups.*.differentiable", _OFF, _STEP, "", FAILS_AT_STEP, FAILS_AT_STEP),
-            only=_ADAM,
-            applies=is_adam,
-        ),
-        field(
-            *("state.*.step", _COUNTER, _STEP, FAILS, FAILS),
-            only=f"{_ADAM}, where some state has it",
-            applies=_counts_by_param,
-        ),
-    ),
-    (
-        ("initial_lr", "not read once the schedule exists; compared with its base_lrs"),
-        ("foreach, fused, capturable", "they change only how the result is computed, up to rounding"),
-        ("a hyperparameter changed alike in all groups", "no longer matches the run's arguments"),
-    ),
+    (*optimizer_fields(), field("state.*.step", _STEP, applies=_counts_by_param)),
 )
 
 
@@ -94,7 +67,7 @@ def _check_groups(
     shapes: Mapping[int, tuple[int, ...] | None],
     where: str,
 ) -> Iterator[Finding]:
-    """Yield impossible values in param groups: ``ids`` are those of each, ``shapes`` their params', if known.
+    """Yield what is impossible in param groups: ``ids`` are those of each, ``shapes`` their params', if known.
 
     A resume matches states by the order of the ids, not by their numbers, and torch numbers them in order.
     """
@@ -106,10 +79,6 @@ def _check_groups(
         what = "only vectors have weight decay, as if the hyperparameters of the param groups were swapped"
         fix = f"silent: a resume decays the norms, not the matrices; {COPY_FILE}"
         yield Finding(where, what, fix, Code.FIELD_CONFLICT, ERROR)
-    for number, group in enumerate(groups):
-        if not isinstance(group.get("amsgrad", False), bool):
-            what = f"param_groups[{number}].amsgrad is {group['amsgrad']!r:.40}, not a flag"
-            yield Finding(where, what, f"a resume fails at the first step; {COPY_FILE}", Code.FIELD_TYPE, ERROR)
 
 
 _OF_ADAM = ("exp_avg", "exp_avg_sq")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
-from llmtailor.formats.field_tables import check_fields
 from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
@@ -43,7 +41,6 @@ from llmtailor.formats.trainer import (
     is_pickled_weights,
     read_trainer_files,
 )
-from llmtailor.formats.trainer_checks import CONFIG_TABLE
 from llmtailor.formats.weights import read_adapter
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -124,11 +121,7 @@ def _folder(root: Path, trainer: TrainerFiles, name: str) -> Iterator[Finding]:
             fix = "a resume without FSDP fails if it finds such a folder; move it away"
             what = "the folder belongs to an FSDP checkpoint"
             yield Finding(PathIn(name, path.name), what, fix, Code.FILE_NAME, ERROR)
-    if CONFIG in trainer.files:
-        with suppress(SourceError):  # reported by the reader of the files
-            where = PathIn(name, CONFIG)
-            yield from check_fields(read_json(root / CONFIG, where), CONFIG_TABLE, where)
-    if trainer.facts.scales_loss and SCALER not in trainer.files:
+    if trainer.scales_loss and SCALER not in trainer.files:
         fix = "a resume starts with the scale of a new run, and skips some steps; copy it back"
         yield Finding(PathIn(name, SCALER), "the loss scale of an fp16 run is missing", fix, Code.FILE_MISSING, WARNING)
 
