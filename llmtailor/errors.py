@@ -25,9 +25,9 @@ The module also formats names, lists of names and sizes for messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from llmtailor.codes import Code
 
@@ -247,6 +247,18 @@ class Problems:
         first = min(self._errors, key=lambda error: error.exit_code)
         problems = dict.fromkeys(problem for error in self._errors for problem in error.problems)
         raise type(first)(problems)
+
+
+_Result = TypeVar("_Result")
+
+
+def attempt(call: Callable[[], _Result], problems: Problems) -> _Result | None:
+    """Return the result of a call; add errors about the checkpoint to ``problems``, and raise all others."""
+    try:
+        return call()
+    except SourceError as error:
+        problems.add(error)
+        return None
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -20,12 +20,12 @@ sys.path.insert(0, str(ROOT))
 from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
-from llmtailor.formats.field_tables import EACH, Table  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
-from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.formats.trainer_checks import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.formats.zero.tables import TABLES as DEEPSPEED  # noqa: E402
+from llmtailor.loaders.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
+from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
+from llmtailor.loaders.stock_fields import EACH, Table  # noqa: E402
+from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 
 NOTE = "<!-- made by docs/make/pages.py: change the code, and run it -->"
 BEGIN, END = "<!-- docs/make/pages.py -->\n\n", "\n<!-- end -->"

@@ -21,7 +21,7 @@ DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", 
 DeepSpeed and FSDP, its FSDP run, and any loop that saves with torch.distributed.checkpoint"""
 FAMILIES = (DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP)
 ACCELERATE, LIGHTNING = "accelerate", "lightning"
-"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `formats.clients`"""
+"""Clients, beside those named like the families `TRAINER`, `DEEPSPEED` and `DCP`; see `loaders.loader`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class CheckpointIndex:
     trained_with: str | None = None
     """The family of formats that the run's own checkpoints have, if this partial one says so"""
     client: str = TRAINER
-    """Whose loader resumes from it, see `formats.clients`: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed``
+    """Whose loader resumes from it, see `loaders.loader`: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed``
     for an engine in a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
 

@@ -60,7 +60,7 @@ def salvage(
       llmtailor salvage runs/x --replace
     """
     from llmtailor.compose.write import check_room, write
-    from llmtailor.formats.clients import client_of
+    from llmtailor.loaders.loader import client_of
     from llmtailor.salvage.plan import plan_salvage, to_json
     from llmtailor.salvage.replace import plan_replacement, unfinished_replacement
 
@@ -137,8 +137,8 @@ def _say_how_to_resume(
     salvage: Salvage, resume_from: Path, is_replaced: bool, as_json: bool, is_done: bool = True
 ) -> None:
     from llmtailor.checkpoint.index import DEEPSPEED, TRAINER
-    from llmtailor.formats.clients import client_of
     from llmtailor.formats.registry import display_name
+    from llmtailor.loaders.loader import client_of
 
     newest = display_name(salvage.newest[1])
     if salvage.is_intact:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llmtailor.compose.report import Report, fold_layers, total_setback
 from llmtailor.errors import Problem, about, counted, printable, ranges, size
 from llmtailor.findings import folded
-from llmtailor.formats.trainer import ADAPTER
+from llmtailor.loaders.files import ADAPTER
 from llmtailor.model.parts import condense, group_shares
 from llmtailor.model.states import MASTER
 

@@ -17,9 +17,9 @@ from llmtailor.documents import encode
 from llmtailor.engine.copy import FileResult
 from llmtailor.engine.recheck import SourceFile, Stated
 from llmtailor.errors import PathIn
-from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import read_manifest
-from llmtailor.formats.trainer import CARD
+from llmtailor.loaders.files import CARD
+from llmtailor.loaders.known_files import is_resumed_from
 from llmtailor.model.parts import layer_of
 from llmtailor.model.states import MODULE, WEIGHT, State
 from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest

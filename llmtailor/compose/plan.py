@@ -34,12 +34,8 @@ from llmtailor.errors import (
     TargetError,
     UnsupportedCheckpoint,
 )
-from llmtailor.formats.attempt_mark import state_attempt, state_lags
-from llmtailor.formats.clients import choose_client, client_of
 from llmtailor.formats.dcp.roles import agree_on_buffers
-from llmtailor.formats.format import Wanted
-from llmtailor.formats.known_files import check_replaceable
-from llmtailor.formats.partial.manifest import FOLDER as PARTIAL_FOLDER
+from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.registry import (
     choose_format,
     display_name,
@@ -50,8 +46,12 @@ from llmtailor.formats.registry import (
     with_experts,
     writer_of,
 )
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.tokenizer import lay_out_tokenizer
+from llmtailor.loaders.files import FOLDER as PARTIAL_FOLDER
+from llmtailor.loaders.files import is_rng_file
+from llmtailor.loaders.known_files import check_replaceable
+from llmtailor.loaders.loader import choose_client, client_of
+from llmtailor.loaders.trainer_state import state_attempt, state_lags
+from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
 from llmtailor.model.states import State
 from llmtailor.recipe import Recipe
@@ -144,7 +144,7 @@ class Composition:
     family: str
     """The output's family of formats"""
     client: str
-    """Whose loader will resume from the output, see `formats.clients`"""
+    """Whose loader will resume from the output, see `loaders.loader`"""
     replaces: Entries | None = None
     """The existing content of the output folder, all replaceable; None if the output must not exist"""
 
@@ -236,7 +236,7 @@ def plan_merge(
     wanted = Wanted(target, recipe.dtype, regrouping.from_group if regrouping else None, len(indexes) == 1, client)
     layouts, about_weights = writer.lay_out(reference, wanted)
     layouts += (*layout_of_tokenizer, *(opened.files if opened else ()))
-    layouts, about_attempts = state_attempt(layouts, indexes, base)
+    layouts, about_attempts = state_attempt(layouts, reference, [stated_attempt(index.root) for index in indexes], base)
     layouts, about_lags = state_lags(layouts, reference, (one.step for one in target.sub_groups if one.params), family)
     scales = rebase_scales(indexes, sources, target, steps) if options.step == "rebase" else {}
     plan = plan_composite(layouts, indexes, sources, base, scales)

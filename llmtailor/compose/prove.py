@@ -14,7 +14,7 @@ from llmtailor.compose.plan import Composition
 from llmtailor.compose.write import check_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.errors import PathIn
-from llmtailor.formats.trainer import MANIFEST
+from llmtailor.loaders.files import MANIFEST
 from llmtailor.storage.local import open_source
 
 

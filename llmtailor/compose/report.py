@@ -16,8 +16,8 @@ from llmtailor.compose.averages import describe
 from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded
-from llmtailor.formats.clients import Client
-from llmtailor.formats.trainer import MANIFEST
+from llmtailor.loaders.files import MANIFEST
+from llmtailor.loaders.loader import Client
 from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_number
 from llmtailor.recipe import ONLY_MOMENTS
 

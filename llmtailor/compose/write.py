@@ -35,10 +35,10 @@ from llmtailor.errors import (
     VerificationError,
 )
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.manifest import read_merge
 from llmtailor.formats.registry import display_name
-from llmtailor.formats.trainer import CARD, MANIFEST
+from llmtailor.loaders.files import CARD, MANIFEST
+from llmtailor.loaders.loader import CLIENTS
 from llmtailor.ranks.group import RankGroup
 from llmtailor.recipe import Recipe
 from llmtailor.storage.checksums import crc32

@@ -1,19 +1,43 @@
-"""Reading ``llmtailor.json``, the record of a composite's sources."""
+"""What a checkpoint says of itself: ``llmtailor.json``, the record of a composite's sources, and its attempt."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.lineage import THINNED, Past, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.partial.manifest import is_partial
+from llmtailor.formats.lightning.stated import read_lightning
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
-from llmtailor.formats.trainer import MANIFEST
+from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
+from llmtailor.loaders.loader import is_partial
+from llmtailor.loaders.trainer_state import CALLBACKS, read_mark
 from llmtailor.model.parts import layer_of
+
+
+def stated_attempt(root: Path) -> Past | None:
+    """Return the attempt that a checkpoint states; None if it states none, or is damaged.
+
+    The attempt of a partial checkpoint without a mark is that of its ledger, unless ``thin`` made it from a full one.
+    """
+    with suppress(OSError, SourceError):
+        content = read_json(root / TRAINER_STATE, TRAINER_STATE)
+        if marked := read_mark(content, content.get("global_step")):
+            return marked
+    with suppress(OSError, SourceError):
+        if (tree := read_lightning(root)) is not None:
+            return read_mark({CALLBACKS: tree.get("callbacks")}, tree.get("global_step"))
+    with suppress(OSError, SourceError):
+        if is_partial(root):
+            manifest = read_partial_manifest(root, root.name)
+            past = read_past(manifest.step, manifest.ledger.get("lineage"), manifest.ledger.get("history"))
+            return None if past is None or past.lineage.startswith(THINNED) else past
+    return None
 
 
 def read_part_steps(root: Path, name: str) -> tuple[dict[str, int], dict[str, int]]:

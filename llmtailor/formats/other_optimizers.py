@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llmtailor.errors import AnotherOptimizer, ObjectKeys, UnsafePickle, some
-from llmtailor.formats.field_tables import has_adams_options, keeps_as_adam
+from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 
 _RULE = (
     "its checkpoints can be neither judged nor composed; only optimizers like Adam can, with a step and one element of "

@@ -16,12 +16,11 @@ from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL,
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
-from llmtailor.errors import MismatchError, SourceError, damaged, printable
+from llmtailor.errors import MismatchError, SourceError, attempt, damaged, printable
 from llmtailor.findings import NOTE, Finding
-from llmtailor.formats.clients import CLIENTS
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
-from llmtailor.formats.format import Reader, Writer, attempt
+from llmtailor.formats.format import Reader, Writer
 from llmtailor.formats.lightning import read as lightning_reader
 from llmtailor.formats.lightning import write as lightning_writer
 from llmtailor.formats.manifest import read_part_steps
@@ -29,11 +28,13 @@ from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
 from llmtailor.formats.plain.ask_transformers import describe_model
-from llmtailor.formats.trainer import CONFIG, read_config
 from llmtailor.formats.universal import read as universal_reader
 from llmtailor.formats.universal import write as universal_writer
 from llmtailor.formats.zero import read as zero_reader
 from llmtailor.formats.zero import write as zero_writer
+from llmtailor.loaders.files import CONFIG
+from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.read import read_config
 from llmtailor.model.experts import split_experts
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
@@ -108,7 +109,7 @@ def index_checkpoint(root: Path, name: str | None = None, client: str | None = N
 def survey_checkpoint(root: Path, name: str | None = None, client: str | None = None) -> Survey:
     """Index what is left of a checkpoint, damaged or not, and report all damage.
 
-    ``client`` is whose loader it is judged by, see `formats.clients`; None for the one that its files say.
+    ``client`` is whose loader it is judged by, see `loaders.loader`; None for the one that its files say.
 
     Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
     """

@@ -17,7 +17,9 @@ from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_header
 from llmtailor.errors import PathIn, Problem, SourceError, some
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, carry, read_config
+from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG
+from llmtailor.loaders.read import read_config
+from llmtailor.loaders.write import carry
 from llmtailor.model.disk_names import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State

@@ -21,9 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
-from llmtailor.formats.attempt_mark import make_mark
-from llmtailor.formats.clients import CKPT, TRAINER_STATE
-from llmtailor.formats.trainer_checks import CALLBACKS, MARK
+from llmtailor.loaders.files import CKPT, TRAINER_STATE
+from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.newest import compose_newest
 from llmtailor.saving.beside import OfLightning

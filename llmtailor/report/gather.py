@@ -21,8 +21,8 @@ from llmtailor.compose.write import settle_output
 from llmtailor.containers.json import read_json
 from llmtailor.errors import Interrupted, PathIn, Problem, SourceError, TailorError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.registry import display_name, survey_checkpoint
+from llmtailor.loaders.files import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import Kind, RunFolder

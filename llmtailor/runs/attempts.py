@@ -5,7 +5,7 @@ continues. Resuming at step 400 abandons everything saved after that step. A com
 with those that replaced them.
 
 There are two sources. ``partial/attempts.json`` lists every start, including one that died before its first save.
-Each checkpoint also states its own attempt (`formats.attempt_mark`), wherever it is copied to.
+Each checkpoint also states its own attempt (`loaders.trainer_state`), wherever it is copied to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from llmtailor.checkpoint.lineage import UNRECORDED, Past
 from llmtailor.codes import Code
 from llmtailor.errors import Problem
-from llmtailor.formats.attempt_mark import stated_attempt
+from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.registry import display_name
 from llmtailor.runs.folder import RunFolder
 

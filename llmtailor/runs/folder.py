@@ -37,10 +37,11 @@ from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, some
-from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.manifest import FOLDER, MANIFEST, folder_name, is_partial, read_manifest, step_in_name
-from llmtailor.formats.partial.read import looks_partial
+from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
 from llmtailor.formats.registry import display_name, is_checkpoint
+from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
+from llmtailor.loaders.known_files import survey_contents
+from llmtailor.loaders.loader import is_partial, looks_partial
 from llmtailor.storage.local import UNFINISHED, fsync_file, fsync_folder, replace_durably, try_link
 from llmtailor.storage.lock import Held, Lock
 
@@ -305,7 +306,7 @@ def staged(path: Path, kind: Kind) -> Path:
 
 def remove_partial(path: Path) -> None:
     """Remove a partial checkpoint, its manifest first so that it never looks complete. Raises OSError."""
-    (path / MANIFEST).unlink(missing_ok=True)
+    (path / PARTIAL_MANIFEST).unlink(missing_ok=True)
     fsync_folder(path)
     shutil.rmtree(path, ignore_errors=True)
 

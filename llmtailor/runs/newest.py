@@ -21,9 +21,9 @@ from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import Problem, SourceError, TargetError
 from llmtailor.findings import ERROR, Finding, folded
-from llmtailor.formats.clients import TRAINER_STATE
-from llmtailor.formats.partial.manifest import FOLDER, is_partial
 from llmtailor.formats.registry import display_name
+from llmtailor.loaders.files import FOLDER, TRAINER_STATE
+from llmtailor.loaders.loader import is_partial
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.attempts import Judge
 from llmtailor.runs.folder import RunFolder

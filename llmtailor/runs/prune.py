@@ -44,11 +44,9 @@ from llmtailor.errors import (
     VerificationError,
     some,
 )
-from llmtailor.formats.clients import TRAINER_STATE, client_of, is_accelerates
 from llmtailor.formats.dcp.read import MODEL_FOLDER
 from llmtailor.formats.dcp.write import lay_out_model
-from llmtailor.formats.known_files import survey_contents
-from llmtailor.formats.partial.manifest import BundleFact, is_partial, manifest_json, read_manifest
+from llmtailor.formats.partial.manifest import BundleFact, manifest_json, read_manifest
 from llmtailor.formats.partial.write import (
     PartialLayout,
     check_can_be_partial,
@@ -57,9 +55,20 @@ from llmtailor.formats.partial.write import (
     trained_states,
 )
 from llmtailor.formats.registry import find_structure
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import ADAPTER, MANIFEST, OPTIMIZER, SCALER, SCHEDULER
-from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL
+from llmtailor.loaders.files import (
+    ADAPTER,
+    LATEST,
+    LATEST_UNIVERSAL,
+    MANIFEST,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+    is_accelerates,
+    is_rng_file,
+)
+from llmtailor.loaders.known_files import survey_contents
+from llmtailor.loaders.loader import client_of, is_partial
 from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
 from llmtailor.model.states import WEIGHT, State
 from llmtailor.policies import Choice, Policy, Situation, choose, make_policy, named_policy

@@ -25,8 +25,7 @@ from llmtailor.compose.plan import Opened
 from llmtailor.compose.report import total_setback
 from llmtailor.errors import Problem, Problems, SourceError, TailorError, about
 from llmtailor.findings import folded
-from llmtailor.formats.clients import client_of
-from llmtailor.formats.partial.manifest import FOLDER, read_manifest
+from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.formats.registry import (
     absent_parts,
     display_name,
@@ -36,6 +35,8 @@ from llmtailor.formats.registry import (
     shared_layers,
     with_experts,
 )
+from llmtailor.loaders.files import FOLDER
+from llmtailor.loaders.loader import client_of
 from llmtailor.model.parts import ModelStructure, condense, with_layers
 from llmtailor.model.states import MASTER
 from llmtailor.recipe import Assignment, Recipe

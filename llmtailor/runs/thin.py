@@ -39,8 +39,8 @@ from llmtailor.errors import (
     VerificationError,
     some,
 )
-from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import display_name, index_checkpoint
+from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import ModelStructure
 from llmtailor.model.states import ITEMSIZE, WEIGHT, is_moment
 from llmtailor.recipe import Assignment, Recipe
@@ -230,7 +230,7 @@ def write_conversion(
             if filecmp.cmp(folder / name, staging / name, shallow=False):
                 (staging / name).unlink()
                 link_or_copy(folder / name, staging / name)
-        write_durably(staging / MANIFEST, conversion.manifest(crcs))
+        write_durably(staging / PARTIAL_MANIFEST, conversion.manifest(crcs))
         fsync_folder(staging)
         check_crcs(staging, crcs, stop, on_progress)
         made = index_checkpoint(staging, display_name(target))

@@ -15,12 +15,10 @@ from llmtailor.checkpoint.placement import Extent, Runs, common, count, union, w
 from llmtailor.codes import Code
 from llmtailor.errors import Problem, SourceError, some
 from llmtailor.findings import ERROR, NOTE, Finding
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.registry import shared_layers, with_experts
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import MANIFEST, SCALER, is_weight_file
-from llmtailor.formats.zero.files import LATEST, is_shard_name
+from llmtailor.loaders.files import LATEST, MANIFEST, SCALER, TRAINER_STATE, is_rng_file, is_shard_name, is_weight_file
+from llmtailor.loaders.loader import CLIENTS
 from llmtailor.model.parts import ModelStructure, layer_of
 from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
 from llmtailor.verify.verify import verify_checkpoint

@@ -24,7 +24,7 @@ from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError
 from llmtailor.formats.registry import display_name, find_structure, with_experts
-from llmtailor.formats.rng import is_rng_file
+from llmtailor.loaders.files import is_rng_file
 from llmtailor.model.parts import ModelStructure, condense, group_shares, layer_of
 from llmtailor.recipe import ONLY_MOMENTS, Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe

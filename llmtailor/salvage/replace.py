@@ -20,7 +20,7 @@ from llmtailor.containers.json import MAX_NAME, is_path_below, read_json
 from llmtailor.engine.placing import put_in_place
 from llmtailor.engine.staging import remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError
-from llmtailor.formats.zero.files import LATEST
+from llmtailor.loaders.files import LATEST
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
 from llmtailor.storage.listing import list_files

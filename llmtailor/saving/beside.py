@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
-from llmtailor.formats.clients import CLIENTS, Client
 from llmtailor.formats.lightning.tree import OPTIMIZERS, STATE_DICT
-from llmtailor.formats.rng import ACCELERATE_KEYS, is_rng_file, rng_file
-from llmtailor.formats.trainer import OPTIMIZER
+from llmtailor.loaders.files import OPTIMIZER, is_rng_file, rng_file
+from llmtailor.loaders.loader import CLIENTS, Client
+from llmtailor.loaders.rng import ACCELERATE_KEYS
 from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.training import HasState, rng_tree
 from llmtailor.saving.writing import files_of

@@ -16,9 +16,9 @@ import torch
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
-from llmtailor.formats.clients import CLIENTS, Client
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
-from llmtailor.formats.zero.files import WHOLE_MODEL
+from llmtailor.loaders.files import WHOLE_MODEL
+from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.optimizers import is_elementwise, unsupported

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
-from llmtailor.formats.partial.manifest import MANIFEST, BundleFact, bundle_name, frozen_name, read_manifest
+from llmtailor.formats.partial.manifest import BundleFact, bundle_name, frozen_name, read_manifest
+from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.ranks.board import StoreBoard, await_messages
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.saving.options import SavingOptions
@@ -133,7 +134,7 @@ class Copier:
 
     def _share_manifest(self, save: Finished) -> None:
         """Bring the manifest to each node's disk: without it, a later start would remove the files there."""
-        path, key = self.first.at(save.step) / MANIFEST, f"{save.save_id}/manifest"
+        path, key = self.first.at(save.step) / PARTIAL_MANIFEST, f"{save.save_id}/manifest"
         if self._ranks.is_first:
             # none if it can't be read: the copying of that save tells the others what to do
             content = None
@@ -197,7 +198,7 @@ class Copier:
     def _copy(self, save: Finished) -> None:
         folder = self.first.at(save.step)
         if self._ranks.is_first:
-            is_gone = not (folder / MANIFEST).exists()
+            is_gone = not (folder / PARTIAL_MANIFEST).exists()
             if self._board.read(f"{save.save_id}/open") is None:
                 if not is_gone:
                     self._share_manifest(save)
@@ -245,10 +246,10 @@ class Copier:
     def _complete(self, step: int) -> None:
         """Copy the small files, and the manifest last."""
         folder = self.first.at(step)
-        manifest = (folder / MANIFEST).read_bytes()
+        manifest = (folder / PARTIAL_MANIFEST).read_bytes()
         tensors = {fact.path for fact in read_manifest(folder, folder.name).bundles}
         for path in sorted(folder.iterdir()):
-            if path.is_file() and path.name not in (*tensors, MANIFEST):
+            if path.is_file() and path.name not in (*tensors, PARTIAL_MANIFEST):
                 content = path.read_bytes()
                 self.last.put(step, path, BundleFact(path.name, len(content), crc32(content)))
         self.last.complete(step, manifest)

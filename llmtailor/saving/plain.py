@@ -11,8 +11,8 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
-from llmtailor.formats.trainer import OPTIMIZER, SCALER
 from llmtailor.formats.weights import NAMING
+from llmtailor.loaders.files import OPTIMIZER, SCALER
 from llmtailor.model.disk_names import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.states import MASTER

@@ -11,10 +11,10 @@ from typing import Any
 from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
 from llmtailor.containers.json import read_json
 from llmtailor.errors import SourceError, TargetError
-from llmtailor.formats.attempt_mark import read_mark, stated_attempt
-from llmtailor.formats.clients import TRAINER_STATE
+from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.partial.manifest import read_manifest
-from llmtailor.formats.trainer import MANIFEST
+from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
+from llmtailor.loaders.trainer_state import read_mark
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.report import abandon_after
 from llmtailor.saving.training import Training

@@ -13,7 +13,8 @@ from llmtailor.checkpoint.layout import Copy, FileLayout, Plan
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import StorageError, UsageError
-from llmtailor.formats.partial.manifest import MANIFEST, BundleFact
+from llmtailor.formats.partial.manifest import BundleFact
+from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.runs.folder import RunFolder
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_folder, replace_durably
@@ -73,7 +74,7 @@ class SharedFolder:
     def complete(self, step: int, manifest: bytes) -> None:
         folder = self.run.at(step)
         fsync_folder(folder)
-        replace_durably(folder / MANIFEST, manifest)
+        replace_durably(folder / PARTIAL_MANIFEST, manifest)
         fsync_folder(folder)
         fsync_folder(folder.parent)
 
@@ -94,7 +95,7 @@ class Mirror:
             raise UsageError.at("mirror", f"{url!r} can't be used: {error}", fix) from error
 
     def has(self, step: int) -> bool:
-        return bool(self.fs.exists(f"{self._at(step)}/{MANIFEST}"))
+        return bool(self.fs.exists(f"{self._at(step)}/{PARTIAL_MANIFEST}"))
 
     def begin(self, step: int) -> None:
         self.fs.makedirs(self._at(step), exist_ok=True)
@@ -106,10 +107,10 @@ class Mirror:
             check(path, fact, crc_of(file))
 
     def complete(self, step: int, manifest: bytes) -> None:
-        self.fs.pipe_file(f"{self._at(step)}/{MANIFEST}", manifest)
+        self.fs.pipe_file(f"{self._at(step)}/{PARTIAL_MANIFEST}", manifest)
 
     def remove(self, step: int) -> None:
-        if self.fs.exists(path := f"{self._at(step)}/{MANIFEST}"):
+        if self.fs.exists(path := f"{self._at(step)}/{PARTIAL_MANIFEST}"):
             self.fs.rm_file(path)
             self.fs.rm(self._at(step), recursive=True)
 

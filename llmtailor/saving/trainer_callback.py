@@ -25,9 +25,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problems, TailorError, UsageError
-from llmtailor.formats.attempt_mark import make_mark
-from llmtailor.formats.clients import TRAINER_STATE
-from llmtailor.formats.trainer_checks import CALLBACKS, MARK, TRAINING_ARGS
+from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.team import check_same
 from llmtailor.saving.beside import OfTrainer

@@ -24,10 +24,7 @@ from llmtailor.containers.safetensors import read_header
 from llmtailor.engine.copy import Context, execute
 from llmtailor.engine.streams import Store
 from llmtailor.errors import SourceError, StorageError, UnsupportedCheckpoint
-from llmtailor.formats.attempt_mark import read_mark, with_mark
-from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.partial.manifest import (
-    MANIFEST,
     SCHEMA_BUNDLE,
     BundleFact,
     Manifest,
@@ -38,6 +35,8 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.tensors import lay_out_tensors, to_text
 from llmtailor.formats.partial.trees import encode, placeholder, stored
 from llmtailor.formats.partial.write import Bundle
+from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
+from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
@@ -232,7 +231,7 @@ def publish(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     fsync_folder(folder)
-    replace_durably(folder / MANIFEST, content)
+    replace_durably(folder / PARTIAL_MANIFEST, content)
     fsync_folder(folder)
     fsync_folder(folder.parent)
 

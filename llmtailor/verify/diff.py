@@ -25,10 +25,8 @@ from llmtailor.documents import document
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.engine.streams import cannot_read
 from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
-from llmtailor.formats.clients import TRAINER_STATE, is_copied_unread
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import CONFIG, is_tokenizer_file
+from llmtailor.loaders.files import CONFIG, TRAINER_STATE, is_copied_unread, is_rng_file, is_tokenizer_file
 from llmtailor.model.parts import ModelStructure, condense, layer_of, nearest
 from llmtailor.model.roles import place_of
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State

@@ -26,8 +26,8 @@ from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, TRAINER
 from llmtailor.codes import Code
 from llmtailor.errors import Interrupted, Problem, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
-from llmtailor.formats.clients import client_of
-from llmtailor.formats.trainer import CONFIG
+from llmtailor.loaders.files import CONFIG
+from llmtailor.loaders.loader import client_of
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32

@@ -22,10 +22,10 @@ from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.clients import client_of
-from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
-from llmtailor.formats.trainer import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
+from llmtailor.loaders.files import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
+from llmtailor.loaders.known_files import is_resumed_from
+from llmtailor.loaders.loader import client_of
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}

@@ -27,10 +27,10 @@ from llmtailor.containers.zip import Record
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
-from llmtailor.formats.known_files import is_resumed_from
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.registry import find_structure
-from llmtailor.formats.trainer import CONFIG
+from llmtailor.loaders.files import CONFIG
+from llmtailor.loaders.known_files import is_resumed_from
 from llmtailor.model.disk_names import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State

@@ -19,16 +19,25 @@ from llmtailor.containers.torch_zip import list_records
 from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
-from llmtailor.formats.clients import TRAINER_STATE, client_of
 from llmtailor.formats.dcp.folder import is_of_fsdp
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
-from llmtailor.formats.partial.manifest import FOLDER, step_in_name
-from llmtailor.formats.partial.read import looks_partial
+from llmtailor.formats.partial.manifest import step_in_name
 from llmtailor.formats.plain.read import detects as is_plain
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import CONFIG, MANIFEST, OPTIMIZER, SCALER, SCHEDULER, is_weight_file
+from llmtailor.loaders.files import (
+    CONFIG,
+    FOLDER,
+    MANIFEST,
+    OPTIMIZER,
+    PARTIAL_MANIFEST,
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+    is_rng_file,
+    is_weight_file,
+)
+from llmtailor.loaders.loader import client_of, looks_partial
 from llmtailor.model.parts import condense, with_layers
 from llmtailor.model.states import MASTER, State
 from llmtailor.storage.local import read_source
@@ -196,7 +205,7 @@ def check_files_beside(index: CheckpointIndex) -> Iterator[Finding]:
 def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
     """Report a save record that is damaged or of another save, and a folder with a wrong name."""
     manifest = partial.read_manifest(index.root, index.name)
-    where = PathIn(index.name, partial.MANIFEST)
+    where = PathIn(index.name, PARTIAL_MANIFEST)
     try:
         record = RunCheckpoint.from_json(index.root, manifest.ledger, where)
     except SourceError as error:

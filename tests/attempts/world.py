@@ -25,8 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerS
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.cli.main import cli
 from llmtailor.errors import TailorError
-from llmtailor.formats.attempt_mark import make_mark
-from llmtailor.formats.trainer_checks import CALLBACKS, MARK
+from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.saving import saver_for
 
 CONFIG = LlamaConfig(

@@ -25,8 +25,8 @@ from helpers.cases import mostly_long  # noqa: E402
 from helpers.recipes import odd_layers_from  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
-from llmtailor.formats.clients import TRAINER_STATE  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
+from llmtailor.loaders.files import TRAINER_STATE  # noqa: E402
 from llmtailor.model.states import MASTER, WEIGHT  # noqa: E402
 from llmtailor.runs.newest import find_latest  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402

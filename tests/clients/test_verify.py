@@ -18,9 +18,9 @@ from helpers.fields import damages_of
 from llmtailor.codes import Code
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.findings import ERROR, WARNING
-from llmtailor.formats.clients import detect_client
-from llmtailor.formats.field_tables import Field
-from llmtailor.formats.rng import ACCELERATE_TABLE
+from llmtailor.loaders.loader import detect_client
+from llmtailor.loaders.rng import ACCELERATE_TABLE
+from llmtailor.loaders.stock_fields import Field
 from llmtailor.runs.newest import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.smoke import try_resume

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from helpers.checkpoints import make
-from llmtailor.formats.known_files import survey_contents
+from llmtailor.loaders.known_files import survey_contents
 
 
 @pytest.fixture

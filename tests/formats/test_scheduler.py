@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from helpers.render import render
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.scheduler import lay_out_scheduler, regroup_scheduler
+from llmtailor.loaders.scheduler import lay_out_scheduler, regroup_scheduler
 
 SPLIT = (1, 1, 1, 0, 0, 0, 0)
 """Two groups become seven."""

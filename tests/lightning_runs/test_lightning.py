@@ -30,9 +30,9 @@ from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.errors import MismatchError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import ERROR, NOTE  # noqa: E402
-from llmtailor.formats.attempt_mark import stated_attempt  # noqa: E402
-from llmtailor.formats.clients import CKPT  # noqa: E402
+from llmtailor.formats.manifest import stated_attempt  # noqa: E402
 from llmtailor.formats.registry import display_name, find_structure, index_checkpoint  # noqa: E402
+from llmtailor.loaders.files import CKPT  # noqa: E402
 from llmtailor.model.states import WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402

@@ -13,8 +13,8 @@ from llmtailor.checkpoint.optimizer import lay_out_optimizer
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.engine.copy import execute
-from llmtailor.formats.format import Wanted
 from llmtailor.formats.registry import writer_of
+from llmtailor.loaders.write import Wanted
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.real
 from helpers.fields import Damage, damages_of, places_of, unlike  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
-from llmtailor.formats.field_tables import Field, Table  # noqa: E402
 from llmtailor.formats.plain.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.rng import RNG_TABLE  # noqa: E402
-from llmtailor.formats.scheduler import SCHEDULER_TABLE  # noqa: E402
-from llmtailor.formats.trainer_checks import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.formats.zero.tables import MODEL, ZERO3, ZERO12  # noqa: E402
+from llmtailor.loaders.rng import RNG_TABLE  # noqa: E402
+from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
+from llmtailor.loaders.stock_fields import Field, Table  # noqa: E402
+from llmtailor.loaders.trainer_state import SCALER_TABLE, TRAINER_STATE_TABLE  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from plain.training import NamedGroups, train  # noqa: E402
 from verify.damages import STEP  # noqa: E402

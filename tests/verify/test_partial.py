@@ -272,7 +272,7 @@ def test_what_it_carries_of_the_composite_that_it_was_made_of_is_no_claim(pristi
 
 @pytest.mark.parametrize("form", FORMS)
 def test_fields_of_files_inside_are_looked_at(copy_of, form):
-    """The tables of `formats.field_tables` hold for what the bundles carry, too."""
+    """The tables of `loaders.stock_fields` hold for what the bundles carry, too."""
     checkpoint = partials(copy_of(form))[0]
     for bundle in bundles(checkpoint):
         data = bundle.read_bytes()

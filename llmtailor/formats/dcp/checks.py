@@ -10,9 +10,9 @@ from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.keys import Optimizer
-from llmtailor.formats.trainer import MANIFEST, TrainerFiles
+from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
+from llmtailor.loaders.read import TrainerFiles
 from llmtailor.model.states import EXP_AVG, ITEMSIZE, MASTER, State
 
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"

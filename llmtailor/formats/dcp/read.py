@@ -44,26 +44,21 @@ from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.fields import FLOATING, Tensor, read_option, read_step, read_tied
 from llmtailor.containers.pickle_nodes import SmallTensor
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, some
+from llmtailor.containers.trees import FileTrees
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.checks import compare_steps, find_rounded
 from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards, read_folder, read_shards
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.roles import with_buffers
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
-from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.formats.plain.read import listed_buffers, listed_ties
-from llmtailor.formats.rng import find_lost_rng, is_rng_file
-from llmtailor.formats.scheduler import compare_scheduler
-from llmtailor.formats.trainer import (
-    OPTIMIZER,
-    SCHEDULER,
-    TrainerFiles,
-    file_fact,
-    read_trainer_files,
-)
+from llmtailor.loaders.files import OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.rng import find_lost_rng
+from llmtailor.loaders.scheduler import compare_scheduler
 from llmtailor.model.parts import Param
 from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State
 from llmtailor.storage.listing import FileFact

@@ -25,22 +25,22 @@ from llmtailor.containers.pickle_nodes import SmallTensor, as_tensor, make_tenso
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.clients import TRAINER_STATE
 from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
 from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
-from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import LR_SCHEDULER, first_rates, made_client_files, of_others, scheduler_tree
 from llmtailor.formats.plain.write import check as check_masters
 from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights, step_node
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import (
-    ADAPTER_CONFIG,
-    OPTIMIZER,
-    SCALER,
+from llmtailor.loaders.files import ADAPTER_CONFIG, OPTIMIZER, SCALER, TRAINER_STATE, is_rng_file
+from llmtailor.loaders.write import (
+    LR_SCHEDULER,
+    Wanted,
+    first_rates,
     lay_out_trainer_files,
+    made_client_files,
+    of_others,
+    scheduler_tree,
 )
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
 

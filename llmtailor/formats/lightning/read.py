@@ -19,18 +19,19 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_tensor
-from llmtailor.errors import PathIn, Problems
+from llmtailor.containers.trees import FileTrees
+from llmtailor.errors import PathIn, Problems, attempt
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import CKPT, CLIENTS
-from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.lightning import tree as lightning
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.formats.plain.ask_transformers import ModelFacts
 from llmtailor.formats.plain.names import derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import parse_optimizer
 from llmtailor.formats.plain.read import check_steps, find_stateless, frozen_by_guess, hold_weights, make_index
-from llmtailor.formats.scheduler import check_scheduler, compare_scheduler, read_scheduler
-from llmtailor.formats.trainer import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.files import CKPT
+from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
 from llmtailor.model.states import ITEMSIZE, WEIGHT, State
 
 _SUFFIX = ".ckpt"

@@ -8,9 +8,10 @@ from typing import Any
 
 from llmtailor.checkpoint.index import LIGHTNING
 from llmtailor.containers.torch_zip import read_torch_file
-from llmtailor.formats.clients import CKPT, CLIENTS
 from llmtailor.formats.lightning.tree import is_lightnings
-from llmtailor.formats.zero.files import WHOLE_MODEL, model_name
+from llmtailor.formats.zero.files import model_name
+from llmtailor.loaders.files import CKPT, WHOLE_MODEL
+from llmtailor.loaders.loader import CLIENTS
 
 
 def read_lightning(root: Path) -> Mapping[Any, Any] | None:

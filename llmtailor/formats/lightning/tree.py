@@ -24,8 +24,8 @@ from llmtailor.containers.json import is_count
 from llmtailor.containers.pickle_nodes import Ordered, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.clients import LIGHTNINGS
-from llmtailor.formats.scheduler import regroup_scheduler
+from llmtailor.loaders.files import LIGHTNINGS
+from llmtailor.loaders.scheduler import regroup_scheduler
 
 STATE_DICT, OPTIMIZERS, SCHEDULERS = "state_dict", "optimizer_states", "lr_schedulers"
 SCALED = "MixedPrecision"

@@ -10,12 +10,11 @@ from llmtailor.checkpoint.layout import FileLayout, Slot
 from llmtailor.containers.pickle_nodes import Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem
-from llmtailor.formats.clients import CKPT
-from llmtailor.formats.format import Wanted
 from llmtailor.formats.lightning.tree import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
 from llmtailor.formats.plain.write import check as check
 from llmtailor.formats.plain.write import optimizer_tree
-from llmtailor.formats.trainer import lay_out_trainer_files
+from llmtailor.loaders.files import CKPT
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
 
 _KINDS = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}

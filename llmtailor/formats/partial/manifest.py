@@ -35,6 +35,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES, is_count, is_name, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
+from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import SavedAs
 from llmtailor.model.states import ITEMSIZE, is_moment
 from llmtailor.storage.local import read_source
@@ -74,15 +75,11 @@ def _shape(value: Any) -> tuple[int, ...]:
     return shape
 
 
-MANIFEST = "manifest.json"
 SCHEMA = "llmtailor.partial/1"
 SCHEMA_MASTERS = "llmtailor.partial/2"
 """Of a save with ``masters``, which readers of the other would take for a save that has nothing of these parts"""
 SCHEMA_BUNDLE = "llmtailor.bundle/1"
-FOLDER = "partial"
-"""Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
 TREE = "tree:"
-_TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _FIX = "leave this checkpoint out; its save is damaged"
 
 
@@ -102,11 +99,6 @@ def bundle_name(rank: int, world_size: int) -> str:
 
 def frozen_name(rank: int, world_size: int) -> str:
     return f"frozen-{rank:05}-of-{world_size:05}.safetensors"
-
-
-def is_tensor_file(name: str) -> bool:
-    """Return whether a file's name is that of a rank shard, or of a file of frozen params."""
-    return bool(_TENSORS.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +170,13 @@ class Manifest:
         return {name: union(tuple(found)) for name, found in runs.items()}
 
 
-def is_partial(root: Path) -> bool:
-    """Return whether a folder is a partial checkpoint whose save has finished."""
-    return (root / MANIFEST).is_file()
-
-
 def read_manifest(root: Path, name: str) -> Manifest:
     """Return a partial checkpoint's manifest. Raises SourceError, also for an unfinished save, which has none."""
-    where = PathIn(name, MANIFEST)
-    if not (root / MANIFEST).exists():
+    where = PathIn(name, PARTIAL_MANIFEST)
+    if not (root / PARTIAL_MANIFEST).exists():
         fix = "leave this checkpoint out; the run continues without it"
         raise SourceError.at(name, "there is no manifest.json: the save did not finish", fix, Code.MANIFEST)
-    text = read_source(root / MANIFEST, where, MAX_BYTES)
+    text = read_source(root / PARTIAL_MANIFEST, where, MAX_BYTES)
     try:
         return _parse(read_strict_json(text))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

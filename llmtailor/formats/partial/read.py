@@ -18,30 +18,29 @@ from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, 
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
+from llmtailor.containers.trees import Decoded, Opened
 from llmtailor.containers.unpickle import check_tree
-from llmtailor.errors import PathIn, Problem, Problems, SourceError
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
 from llmtailor.findings import Finding
 from llmtailor.formats.dcp.style import STYLE, read_style
-from llmtailor.formats.format import Decoded, Opened, attempt
 from llmtailor.formats.lightning.tree import read_optimizer_tree, without_states
 from llmtailor.formats.partial.manifest import (
-    FOLDER,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
     Manifest,
     bundle_name,
     frozen_name,
-    is_partial,
     read_manifest,
 )
 from llmtailor.formats.partial.tensors import PADDING
 from llmtailor.formats.partial.trees import decode
 from llmtailor.formats.plain.optimizer import parse_optimizer, read_optimizer
 from llmtailor.formats.plain.read import compare_schedule, make_index
-from llmtailor.formats.trainer import read_trainer_files
 from llmtailor.formats.zero.files import ShardFiles
 from llmtailor.formats.zero.read import survey_shards
+from llmtailor.loaders.loader import looks_partial
+from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
 from llmtailor.storage.listing import FileFact
@@ -71,7 +70,7 @@ class Partial:
         return self.tree_of.keys()
 
     def read(self, path: str, where: str) -> Decoded:
-        """Decode the object tree of a stock file; see `formats.format.Trees`."""
+        """Decode the object tree of a stock file; see `containers.trees.Trees`."""
         if path not in self.tree_of:
             raise SourceError.at(where, "no rank shard contains this file's object tree", _FIX)
         bundle = self.tree_of[path]
@@ -94,11 +93,6 @@ def _extent(held: TensorEntry) -> Extent:
     """Return where a tensor of a safetensors file is, also an empty one."""
     assert isinstance(held.place, Contiguous)
     return held.place.extent
-
-
-def looks_partial(root: Path) -> bool:
-    """Return whether a folder is a partial checkpoint, or the place of an unfinished one."""
-    return is_partial(root) or root.absolute().parent.name == FOLDER
 
 
 detects = looks_partial

@@ -17,12 +17,9 @@ from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
-from llmtailor.formats.clients import client_of
 from llmtailor.formats.dcp.build import cut_rows
 from llmtailor.formats.dcp.style import STYLE, style_tree
-from llmtailor.formats.made import of_others
 from llmtailor.formats.partial.manifest import (
-    MANIFEST,
     SCHEMA_BUNDLE,
     TREE,
     BundleFact,
@@ -34,17 +31,13 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.tensors import BundleLayout, Entry, lay_out_tensors, to_text
 from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
 from llmtailor.formats.plain.write import optimizer_tree
-from llmtailor.formats.rng import is_rng_file, rng_file
-from llmtailor.formats.trainer import (
-    CARD,
-    SCALER,
-    carry,
-    is_weight_file,
-    read_config,
-)
-from llmtailor.formats.zero.files import LATEST, describe_shards, optim_name
+from llmtailor.formats.zero.files import describe_shards, optim_name
 from llmtailor.formats.zero.rank_files import make_shards
 from llmtailor.formats.zero.rank_trees import ZeroTarget, slice_of
+from llmtailor.loaders.files import CARD, LATEST, PARTIAL_MANIFEST, SCALER, is_rng_file, is_weight_file, rng_file
+from llmtailor.loaders.loader import client_of
+from llmtailor.loaders.read import read_config
+from llmtailor.loaders.write import carry, of_others
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
@@ -245,7 +238,7 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:
     client = client_of(index)
-    made = {LATEST, CARD, MANIFEST, client.optimizer, client.scheduler, SCALER, *of_others(index)}
+    made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER, *of_others(index)}
     return "/" not in path and path not in made and not is_weight_file(path) and not is_rng_file(path)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from llmtailor.containers.json import read_json
 from llmtailor.errors import PathIn, Unanswered, UnsupportedCheckpoint
-from llmtailor.formats.trainer import CONFIG
+from llmtailor.loaders.files import CONFIG
 from llmtailor.timing import time_limit, too_slow
 
 TIMEOUT_S = 300

@@ -26,9 +26,11 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_options, read_step, read_tensor
 from llmtailor.containers.json import check_name
 from llmtailor.containers.pickle_nodes import as_ints, as_tensor
+from llmtailor.containers.trees import Trees
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.field_tables import (
+from llmtailor.formats.other_optimizers import another, flattened, naming_others, refuse_others
+from llmtailor.loaders.stock_fields import (
     ADAM_KINDS,
     EACH,
     FieldType,
@@ -36,15 +38,13 @@ from llmtailor.formats.field_tables import (
     check_fields,
     decays_vectors_alone,
     field,
+    find_refused,
     has,
     is_adam,
     is_number,
     keys_below,
     optimizer_fields,
 )
-from llmtailor.formats.format import Trees
-from llmtailor.formats.other_optimizers import another, flattened, naming_others, refuse_others
-from llmtailor.formats.trainer_checks import find_refused
 
 _STEP = FieldType("step", lambda value: is_number(value) or as_tensor(value) is not None)
 

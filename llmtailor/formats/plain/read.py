@@ -20,16 +20,14 @@ from llmtailor.codes import Code
 from llmtailor.containers.fields import read_tied
 from llmtailor.containers.json import read_json, read_strict_json
 from llmtailor.containers.safetensors import SINGLE, read_weights
-from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, damaged, some
+from llmtailor.containers.trees import FileTrees
+from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
-from llmtailor.formats.format import FileTrees, attempt
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.rng import find_lost_rng, rank_of
-from llmtailor.formats.scheduler import compare_scheduler, read_scheduler
-from llmtailor.formats.trainer import (
+from llmtailor.formats.weights import read_adapter
+from llmtailor.loaders.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
@@ -37,11 +35,14 @@ from llmtailor.formats.trainer import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
-    TrainerFiles,
+    TRAINER_STATE,
     is_pickled_weights,
-    read_trainer_files,
+    rank_of,
 )
-from llmtailor.formats.weights import read_adapter
+from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.read import TrainerFiles, read_trainer_files
+from llmtailor.loaders.rng import find_lost_rng
+from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 

@@ -24,12 +24,11 @@ from llmtailor.containers.pickle_nodes import make_tensor
 from llmtailor.containers.safetensors import SINGLE, WeightFile, lay_out_weight_files, lay_out_weights, read_weights
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
-from llmtailor.formats.clients import CLIENTS
-from llmtailor.formats.format import Wanted
-from llmtailor.formats.made import made_client_files, of_others
 from llmtailor.formats.plain.read import BUFFERS_KEY, TIED_KEY
-from llmtailor.formats.trainer import ADAPTER, ADAPTER_CONFIG, SCHEDULER, lay_out_trainer_files
 from llmtailor.formats.weights import adapter_file, new_weights
+from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, SCHEDULER
+from llmtailor.loaders.loader import CLIENTS
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, made_client_files, of_others
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 _NOT_OF_THE_OPTIMIZER = {WEIGHT, MASTER, FROZEN, MODULE, BUFFER}

@@ -24,31 +24,21 @@ from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Survey, Tenso
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
+from llmtailor.containers.trees import FileTrees, Trees
 from llmtailor.errors import (
     COPY_CHECKPOINT,
     PathIn,
     Problems,
     SourceError,
     UnsupportedCheckpoint,
+    attempt,
     counted,
     damaged,
     some,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.formats.field_tables import check_fields, facts_of_rank
-from llmtailor.formats.format import FileTrees, Trees, attempt
-from llmtailor.formats.rng import find_lost_rng
-from llmtailor.formats.trainer import MANIFEST, TrainerFiles, file_fact, read_trainer_files
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
-from llmtailor.formats.zero.files import (
-    LATEST,
-    LATEST_UNIVERSAL,
-    ShardFiles,
-    count_models,
-    model_name,
-    read_tag,
-    refuse_other_parallelism,
-)
+from llmtailor.formats.zero.files import ShardFiles, count_models, model_name, read_tag, refuse_other_parallelism
 from llmtailor.formats.zero.ranks import fit_models, hold_untrained, is_dealt_out, read_models
 from llmtailor.formats.zero.read import (
     Grouping,
@@ -62,6 +52,10 @@ from llmtailor.formats.zero.read import (
 )
 from llmtailor.formats.zero.shards import STATES, ModelShard, read_param_group, read_stage, section
 from llmtailor.formats.zero.tables import ZERO12
+from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST
+from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.rng import find_lost_rng
+from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
 from llmtailor.model.parts import Param
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, State
 from llmtailor.storage.listing import FileFact, list_entries

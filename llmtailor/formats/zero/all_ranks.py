@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Storage, children
+from llmtailor.containers.trees import Decoded, Trees
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError
 from llmtailor.findings import Finding
-from llmtailor.formats.format import Decoded, Trees
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.formats.zero.files import ShardFiles, check_archive
 from llmtailor.formats.zero.shards import Shard

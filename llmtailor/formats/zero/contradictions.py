@@ -10,8 +10,8 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.field_tables import decays_vectors_alone
 from llmtailor.formats.zero.files import ShardFiles
+from llmtailor.loaders.stock_fields import decays_vectors_alone
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE
 
 _FLOATS = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
@@ -29,7 +29,7 @@ class Shards:
     files: ShardFiles
     ds_config: Mapping[str, Any]
     facts: Mapping[str, object]
-    """The facts on the optimizer's file that `formats.field_tables` uses, by the field's name"""
+    """The facts on the optimizer's file that `loaders.stock_fields` uses, by the field's name"""
     is_composite: bool
     """Whether a manifest of ours says that it is made of several saves."""
     step_lags: frozenset[int]

@@ -17,25 +17,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED
+from llmtailor.checkpoint.index import ACCELERATE
 from llmtailor.checkpoint.step_names import ASIDE, NAMES, UNIVERSAL_SUFFIX, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_path_below
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted, printable
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, detect_client
+from llmtailor.loaders.files import (
+    LATEST,
+    MODEL_STATES,
+    OPTIM_STATES,
+    UNSHARDED_MODEL,
+    WHOLE_MODEL,
+    is_shard_name,
+)
+from llmtailor.loaders.loader import CLIENTS, is_tag_alone
 from llmtailor.storage.local import read_source
 from llmtailor.storage.stand_in import locate, location_of
 
-LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 UNIVERSAL = UNIVERSAL_SUFFIX
 """What the names of the tag folders of universal checkpoints end in"""
-_RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
-_OPTIM = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")
-_MODEL = re.compile(rf"zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_model_states\.pt")
-_WHOLE_MODEL = re.compile(r"mp_rank_([0-9]{2,5})_model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*")
-WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _COPY_BACK = "copy the file back, or use another checkpoint"
 _SHOWN = 8
 _RANKS_PER_FILE = 64
@@ -84,9 +86,9 @@ def _survey_tag(folder: Path, tag: str, where: str, problems: Problems, *, is_al
     names = sorted(entry.name for entry in folder.iterdir())
     place = where if is_alone else PathIn(where, tag)
     refuse_other_parallelism(names, place)
-    matches = [match for name in names if (match := _OPTIM.fullmatch(name))]
+    matches = [match for name in names if (match := OPTIM_STATES.fullmatch(name))]
     optim, prefixes = {int(match[2]) for match in matches}, {match[1] or "" for match in matches}
-    model = {int(match[1]) for name in names if (match := _MODEL.fullmatch(name))}
+    model = {int(match[1]) for name in names if (match := MODEL_STATES.fullmatch(name))}
     if len(prefixes) > 1:
         what = "there are optimizer shards both with and without the bf16_ prefix"
         fix = "two runs have saved here; move the files of one to another folder"
@@ -158,7 +160,7 @@ def model_name(rank: int, stage: int) -> str:
 def count_models(names: Iterable[str]) -> int:
     """Return the number of ranks whose ``model_states`` of ZeRO-3 are in a tag folder: at least 1, and not many more
     than there are files."""
-    ranks = [int(match[1]) for name in names if (match := _MODEL.fullmatch(name))]
+    ranks = [int(match[1]) for name in names if (match := MODEL_STATES.fullmatch(name))]
     return max((rank for rank in ranks if rank < _RANKS_PER_FILE * (len(ranks) + 1)), default=0) + 1
 
 
@@ -185,13 +187,8 @@ def check_archive(archive: str | None, path: str, where: str) -> None:
         raise SourceError.at(where, what, fix, Code.FILE_NAME)
 
 
-def is_shard_name(name: str) -> bool:
-    """Return whether a file in a tag folder is one that DeepSpeed saves for ZeRO."""
-    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _WHOLE_MODEL))
-
-
 def _rank(name: str) -> str | None:
-    match = _OPTIM.fullmatch(name) or _MODEL.fullmatch(name)
+    match = OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name)
     return match.groups()[-2] if match else None
 
 
@@ -217,7 +214,7 @@ def _check_is_checkpoint(root: Path, where: str) -> None:
     if not root.is_dir():
         what, fix = "this is a file, not a checkpoint folder", f"name the folder that it is in, such as {NAMES}"
         raise SourceError.at(where, what, fix, Code.NO_CHECKPOINT)
-    has_optim = any(_OPTIM.fullmatch(entry.name) for entry in root.iterdir())
+    has_optim = any(OPTIM_STATES.fullmatch(entry.name) for entry in root.iterdir())
     if (root / WHOLE_MODEL).is_file() and not has_optim and not (root / "zero").exists():  # a tag folder itself
         raise _without_zero(where)
     if has_optim:
@@ -279,19 +276,6 @@ def write_latest(latest: Path, tag: str) -> str:
     return f"printf %s {shlex.quote(tag)} > {shlex.quote(str(latest))}"
 
 
-def is_tag_alone(folder: Path) -> bool:
-    """Return whether a folder is the tag folder of an engine in a loop.
-
-    It is a checkpoint of its own, of which nothing is beside it; other clients have files there.
-    """
-    if not folder.is_dir() or not any(_OPTIM.fullmatch(entry.name) for entry in folder.iterdir()):
-        return False
-    above = folder.absolute().parent
-    beside = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in above.iterdir()]
-    client = detect_client(beside, True if TRAINER_STATE in beside else None, is_engines=True)
-    return client.name == DEEPSPEED and above.suffix != ".ckpt"
-
-
 def _is_tag(folder: Path) -> bool:
     """Return whether a folder is a tag folder, by its name or its files."""
     if folder.name.startswith(ASIDE):
@@ -318,7 +302,7 @@ def _no_shards(root: Path, where: str) -> SourceError:
 def refuse_other_parallelism(names: list[str], place: str) -> None:
     """Raise UnsupportedCheckpoint if the names in a tag folder are those of pipeline or tensor parallelism, or MoE."""
     for name in names:
-        match = _OPTIM.fullmatch(name) or _MODEL.fullmatch(name) or _WHOLE_MODEL.fullmatch(name)
+        match = OPTIM_STATES.fullmatch(name) or MODEL_STATES.fullmatch(name) or UNSHARDED_MODEL.fullmatch(name)
         signs = (
             (_PIPELINE.fullmatch(name), "pipeline parallelism"),
             (_EXPERT.fullmatch(name), "DeepSpeed expert parallelism (MoE)"),

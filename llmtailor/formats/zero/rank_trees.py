@@ -15,10 +15,10 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Bytes, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
-from llmtailor.formats.clients import CLIENTS, Client
-from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.engine_state import clipping_node, make_stage, scaling_nodes, unknown
 from llmtailor.formats.zero.files import UNIVERSAL
+from llmtailor.loaders.files import ADAPTER_CONFIG
+from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")

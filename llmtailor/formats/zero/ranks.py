@@ -24,13 +24,13 @@ from llmtailor.checkpoint.optimizer import Vector, lay_out_vector, part_size
 from llmtailor.checkpoint.placement import Contiguous, Extent, Partitioned, Placement, Sliced
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor
-from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, some
+from llmtailor.containers.trees import Trees
+from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, some
 from llmtailor.findings import Finding
-from llmtailor.formats.format import Trees, attempt
-from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.all_ranks import AnyShard, read_all
 from llmtailor.formats.zero.files import ShardFiles, fit_world_size
 from llmtailor.formats.zero.shards import ModelShard, OptimShard, read_model_shard, read_optim_shard, section
+from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
 

@@ -16,32 +16,20 @@ from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, Checkpo
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, round_robin
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
-from llmtailor.errors import PathIn, Problems, SourceError
+from llmtailor.containers.trees import FileTrees, Trees
+from llmtailor.errors import PathIn, Problems, SourceError, attempt
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE
-from llmtailor.formats.format import FileTrees, Trees, attempt
 from llmtailor.formats.lightning.tree import check_engine, is_lightnings
 from llmtailor.formats.manifest import read_manifest
-from llmtailor.formats.rng import find_lost_rng
-from llmtailor.formats.scheduler import SchedulerFacts, compare_scheduler
-from llmtailor.formats.trainer import (
-    MANIFEST,
-    SCALER,
-    TrainerFiles,
-    file_fact,
-    read_trainer_files,
-)
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
-from llmtailor.formats.zero.files import (
-    LATEST,
-    LATEST_UNIVERSAL,
-    ShardFiles,
-    is_tag_alone,
-    survey_shard_files,
-    write_latest,
-)
+from llmtailor.formats.zero.files import ShardFiles, survey_shard_files, write_latest
 from llmtailor.formats.zero.ranks import Ranks, is_dealt_out, read_ranks
 from llmtailor.formats.zero.shards import section
+from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
+from llmtailor.loaders.loader import CLIENTS, is_tag_alone
+from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
+from llmtailor.loaders.rng import find_lost_rng
+from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler
 
 _MIXED = "copy the whole tag folder again; its files come from different saves"
 

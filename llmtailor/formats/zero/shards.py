@@ -38,15 +38,15 @@ from llmtailor.containers import fields
 from llmtailor.containers.fields import Tensor, as_dict, get, get_count, read_tensor
 from llmtailor.containers.json import check_name, is_count
 from llmtailor.containers.pickle_nodes import Call, Ordered, as_ints, as_tensor
+from llmtailor.containers.trees import Decoded
 from llmtailor.errors import AnotherOptimizer, SourceError, damaged, some
 from llmtailor.findings import Finding
-from llmtailor.formats.field_tables import ADAM_KINDS, check_fields, facts_of_rank
-from llmtailor.formats.format import Decoded
 from llmtailor.formats.other_optimizers import refuse_others
-from llmtailor.formats.scheduler import SchedulerFacts, read_scheduler
-from llmtailor.formats.trainer import ADAPTER_CONFIG
 from llmtailor.formats.zero.files import check_archive, unsupported_parallelism
 from llmtailor.formats.zero.tables import MODEL, ZERO3, ZERO12
+from llmtailor.loaders.files import ADAPTER_CONFIG
+from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
+from llmtailor.loaders.stock_fields import ADAM_KINDS, check_fields, facts_of_rank
 from llmtailor.model.states import MASTER
 
 _EXTRA = "_extra_state"

@@ -1,4 +1,4 @@
-"""The fields of DeepSpeed's files that decide a training (deepspeed 0.19.8); see `formats.field_tables`.
+"""The fields of DeepSpeed's files that decide a training (deepspeed 0.19.8); see `loaders.stock_fields`.
 
 What the readers of the files refuse on their own is not listed.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.containers.pickle_nodes import Call
-from llmtailor.formats.field_tables import (
+from llmtailor.loaders.stock_fields import (
     ANYTHING,
     FLAG,
     FROM_ZERO,

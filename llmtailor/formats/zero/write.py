@@ -19,16 +19,21 @@ from typing import Any
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.format import Wanted
 from llmtailor.formats.lightning.tree import regrouped
-from llmtailor.formats.made import made_client_files, of_others, scheduler_for
-from llmtailor.formats.scheduler import regroup_scheduler
-from llmtailor.formats.trainer import ADAPTER_CONFIG, OPTIMIZER, SCALER, lay_out_trainer_files, params_on_disk
 from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.formats.zero.engine_state import new_engine
-from llmtailor.formats.zero.files import LATEST
 from llmtailor.formats.zero.rank_files import RankFiles
 from llmtailor.formats.zero.rank_trees import ZeroTarget
+from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, OPTIMIZER, SCALER
+from llmtailor.loaders.scheduler import regroup_scheduler
+from llmtailor.loaders.write import (
+    Wanted,
+    lay_out_trainer_files,
+    made_client_files,
+    of_others,
+    params_on_disk,
+    scheduler_for,
+)
 from llmtailor.model.states import MASTER, WEIGHT, State
 
 

@@ -14,8 +14,8 @@ from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.engine.pool import Stop
-from llmtailor.formats.partial.manifest import MANIFEST
 from llmtailor.formats.registry import index_checkpoint
+from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.prune import plan_conversion
@@ -63,7 +63,7 @@ def read(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
     (root / path).unlink()
     (root / path).write_bytes(content)
     if path.endswith(".safetensors"):
-        _tell_size(root / MANIFEST, path, len(content))
+        _tell_size(root / PARTIAL_MANIFEST, path, len(content))
     index = index_checkpoint(root)
     describe(index)
     scan_run(folder / "run")

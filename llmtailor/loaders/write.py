@@ -1,27 +1,186 @@
-"""The files of a client that the base, of another one, lacks: a scheduler's state, and a trainer_state.json.
+"""The files that a loader needs beside states, laid out for a composite: copied from the base, or synthesized.
 
-A scheduler's state is taken from accelerate's ``scheduler.bin``, from DeepSpeed's model states, or from
-``lr_scheduler`` of a folder of torch.distributed.checkpoint, where torchtitan keeps it.
+A base of another loader lacks a scheduler's state and a trainer_state.json. The former is taken from accelerate's
+``scheduler.bin``, from DeepSpeed's model states, or from ``lr_scheduler`` of a folder of torch.distributed.checkpoint,
+where torchtitan keeps it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, TRAINER, CheckpointIndex, DcpEntry
-from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.checkpoint.index import (
+    ACCELERATE,
+    DCP,
+    DEEPSPEED,
+    TRAINER,
+    CheckpointIndex,
+    DcpEntry,
+)
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
+from llmtailor.checkpoint.optimizer import OptimizerLayout
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.json import is_count
+from llmtailor.containers.json import is_count, read_json
+from llmtailor.containers.safetensors import (
+    INDEX,
+    SINGLE,
+    lay_out_index,
+    lay_out_weights,
+    list_tied,
+    read_weights,
+)
 from llmtailor.containers.torch_zip import lay_out_torch_file
-from llmtailor.errors import PathIn, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.clients import CLIENTS, TRAINER_STATE, client_of, is_accelerates, is_trainers_file
-from llmtailor.formats.format import Wanted
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.scheduler import is_torch_scheduler, read_scheduler, regroup_scheduler
-from llmtailor.formats.trainer import ADAPTER_CONFIG
-from llmtailor.formats.zero.files import is_shard_name
+from llmtailor.errors import (
+    PathIn,
+    Problem,
+    SourceError,
+    UnsupportedCheckpoint,
+    some,
+)
+from llmtailor.loaders.files import (
+    ADAPTER_CONFIG,
+    CARD,
+    CONFIG,
+    MANIFEST,
+    PARTIAL_MANIFEST,
+    TRAINER_STATE,
+    is_accelerates,
+    is_rng_file,
+    is_shard_name,
+    is_tokenizer_file,
+    is_trainers_file,
+    is_weight_file,
+    rng_file,
+)
+from llmtailor.loaders.loader import CLIENTS, client_of
+from llmtailor.loaders.read import read_config
+from llmtailor.loaders.rng import as_accelerates, as_trainers
+from llmtailor.loaders.scheduler import is_torch_scheduler, lay_out_scheduler, read_scheduler, regroup_scheduler
+from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
+from llmtailor.model.parts import SavedAs
+from llmtailor.model.states import WEIGHT, State
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import read_source
+from llmtailor.storage.stand_in import see
+
+_TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def lay_out_trainer_files(
+    base: CheckpointIndex,
+    wanted: Wanted,
+    made: Iterable[FileLayout],
+    dtype: str | None,
+    leave_out: Container[str],
+    *,
+    has_weights: bool = False,
+) -> list[FileLayout]:
+    """Return the layout of a composite's root, based on its base's: weights by slots, everything else unchanged.
+
+    ``made`` are the files that the format has laid out itself, which are returned as well, ``has_weights`` whether the
+    weights are among them; ``dtype`` is what floating-point weights are cast to, None to keep theirs; ``leave_out``
+    names files of the base that have no place in the format. The tokenizer's files are left to `lay_out_tokenizer`.
+    """
+    made, scheduler = list(made), CLIENTS[base.client].scheduler
+    is_same_client = wanted.client == base.client
+    if wanted.from_group is not None and is_same_client and base.offers(scheduler):
+        where = PathIn(base.name, scheduler)
+        made.append(lay_out_scheduler(base.train.trees[scheduler], where, len(base.groups), wanted.from_group))
+    paths = {".", CLIENTS[base.client].optimizer, *(layout.path for layout in made)}
+
+    def is_left(path: str) -> bool:
+        is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
+        is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path)
+        is_others = not is_same_client and (is_accelerates(path) or (base.client == TRAINER and is_trainers_file(path)))
+        return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
+
+    layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
+    layouts += [lay_out_torch_file(path, base.train.trees[path]) for path in base.inside if not is_left(path)]
+    for path, fact in base.files.items():
+        if not is_left(path):
+            is_cast = path == CONFIG and dtype
+            layouts.append(_config_with_dtype(base.root, dtype) if is_cast and dtype else carry(path, fact))
+    if not has_weights and (is_same_client or CLIENTS[wanted.client].saves_model):
+        layouts += _lay_out_base_weights(base, wanted.layout.stage, dtype)
+    return [*layouts, *made]
+
+
+def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) -> list[FileLayout]:
+    """Return layouts of weight files like the base's. ZeRO-3 runs list each tied weight once, others by both names."""
+    if not (
+        base.has_weight_files and any(state.kind == WEIGHT for state in base.held)
+    ):  # files that a salvage can't use are not in its index
+        return []
+    weights = read_weights(base.root, str(base.root))
+    relists = (base.stage == 3) != (stage == 3)
+    if relists:
+        weights = list_tied(weights, base.tied, stage < 3)
+    if dtype and base.has_masters:
+        originals = params_on_disk(base)
+        weights = tuple(replace(file, filled_by=originals) for file in weights)
+    layouts = [lay_out_weights(file, dtype) for file in weights]
+    if weights[0].path != SINGLE:
+        layouts.append(lay_out_index(weights, dtype) if dtype or relists else carry(INDEX, base.files[INDEX]))
+    return layouts
+
+
+def params_on_disk(base: CheckpointIndex) -> dict[str, tuple[State, int]]:
+    """Return the source of each tensor in the weight files, by its name there: a param and its first element.
+
+    With it, a weight can be rounded from the master weights even under another name. Names that follow an unknown rule
+    are not included.
+    """
+    config = read_config(base)
+    naming = naming_of(str(config["model_type"]) if "model_type" in config else None) or AS_IN_MEMORY
+    found = {one.name: (param, one) for param in base.params.values() for one in on_disk(param, naming)}
+    found |= {param.name: (param, SavedAs(param.name, param.shape)) for param in base.params.values()}
+    found |= {name: found[stored] for name, stored in base.tied.items()}
+    return {
+        name: (State(param.name, WEIGHT), one.begin)
+        for name, (param, one) in found.items()
+        if (held := base.held.get(State(name, WEIGHT))) and held.shape == one.shape
+    }
+
+
+def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayout]:
+    """Return layouts of random number states, one per rank; with more ranks than the base, they repeat in turn."""
+    layouts: list[FileLayout] = []
+    if client != base.client and not CLIENTS[client].saves_rng:
+        return layouts
+    old = base.world_size
+    for rank in range(new):
+        source = rng_file(rank % old, old, base.client)
+        path = rng_file(rank, new, client)
+        if ACCELERATE in (base.client, client) and base.client != client:
+            convert = as_trainers if base.client == ACCELERATE else as_accelerates
+            if source in base.train.trees:
+                layouts.append(lay_out_torch_file(path, convert(base.train.trees[source])))
+        elif source in base.files:
+            layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
+        elif source in base.inside:
+            layouts.append(lay_out_torch_file(path, base.train.trees[source]))
+    return layouts
+
+
+def carry(path: str, fact: FileFact) -> FileLayout:
+    """Return the layout of a file copied unchanged from the base."""
+    extent = Extent(path, 0, fact.num_bytes)
+    return FileLayout(path, (Copy(extent),) if fact.num_bytes else ())
+
+
+def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
+    config = read_json(root / CONFIG, CONFIG)
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = _TORCH_DTYPES[dtype]
+    return FileLayout(CONFIG, (Bytes(json.dumps(config, indent=2).encode() + b"\n", "config.json with the new dtype"),))
+
 
 LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
@@ -225,3 +384,68 @@ def _trainer_state(step: int, batch_size: int) -> dict[str, Any]:
         "trial_name": None,
         "trial_params": None,
     }
+
+
+MAX_BYTES = 256 << 20
+"""Size limit of a tokenizer file; the largest have about 30 MB."""
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+def lay_out_tokenizer(
+    base: CheckpointIndex, source: Path | None, chat_template: str | None, copy: bool
+) -> list[FileLayout]:
+    """Return the layouts of the tokenizer files: the base's, or another folder's; none unless ``copy``.
+
+    ``chat_template`` (a Jinja text, or the name of one that mergekit includes) replaces the tokenizer's.
+    Raises SourceError if the folder has no tokenizer files, or mergekit has no such template.
+    """
+    if not copy:
+        return []
+    if source is None:
+        layouts = [carry(path, fact) for path, fact in base.files.items() if is_tokenizer_file(path)]
+    else:
+        layouts = _from_folder(source)
+    if chat_template is None:
+        return layouts
+    text = Bytes(_template(chat_template).encode(), "chat_template of the recipe")
+    return [layout for layout in layouts if layout.path != CHAT_TEMPLATE] + [FileLayout(CHAT_TEMPLATE, (text,))]
+
+
+def _from_folder(source: Path) -> list[FileLayout]:
+    try:
+        paths = sorted(path for path in see(source).iterdir() if path.is_file() and is_tokenizer_file(path.name))
+        files = [(path.name, read_source(path, f"{source}/{path.name}", MAX_BYTES)) for path in paths]
+    except OSError as error:
+        what = f"tokenizer_source can't be read: {error.strerror}"
+        raise SourceError.at(source, what, "name a folder with tokenizer files") from error
+    if not files:
+        raise SourceError.at(source, "tokenizer_source has no tokenizer files", "name a folder with tokenizer files")
+    return [FileLayout(name, (Bytes(data, f"tokenizer of {source}"),) if data else ()) for name, data in files]
+
+
+def _template(value: str) -> str:
+    if "{" in value:
+        return value
+    spec = importlib.util.find_spec("mergekit")  # finds it without importing it
+    folders = spec.submodule_search_locations if spec else None
+    path = Path(folders[0], "_data", "chat_templates", f"{value}.jinja") if folders else None
+    if path is None or not path.is_file():
+        fix = "write the template itself (Jinja), or install mergekit, which has the named ones"
+        raise SourceError.at("chat_template", f"there is no template named {value!r}", fix)
+    return path.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The properties of a composite that its base does not decide."""
+
+    layout: OptimizerLayout
+    """The optimizer's layout, with the step of each sub-group"""
+    dtype: str | None = None
+    """The weights' safetensors dtype; None keeps the base's"""
+    from_group: Sequence[int] | None = None
+    """For each param group, the base's group whose place in the scheduler's lists it takes; None keeps the base's"""
+    is_alone: bool = False
+    """Whether the base is the only source"""
+    client: str = TRAINER
+    """Whose loader will resume from it; see `loaders.loader`"""

@@ -5,26 +5,22 @@ The Trainer keeps them in ``rng_state.pth``, accelerate under other keys in ``ra
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, TRAINER
 from llmtailor.codes import Code
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.clients import Client
-from llmtailor.formats.field_tables import FieldType, Table, field
-from llmtailor.formats.trainer_checks import check_file
+from llmtailor.loaders.files import rng_file
+from llmtailor.loaders.loader import Client
+from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field
 from llmtailor.storage.local import open_source
 
-RNG_FILE = re.compile(r"(?:rng_state(?:_([0-9]{1,5}))?\.pth|random_states_([0-9]{1,5})\.pkl)")
-"""The regex groups are the rank"""
 _OF_ARRAYS = frozenset(("_reconstruct", "ndarray", "dtype"))
 """The numpy names that the Trainer allows in files with random number states"""
 _NUM_WORDS = 624
@@ -85,8 +81,6 @@ _STATES = {"python": PYTHON, "numpy": NUMPY, "cpu": TORCH}
 RNG_TABLE = Table(
     "rng_state.pth, rng_state_N.pth", "rng_state.pth", tuple(field(key, type) for key, type in _STATES.items())
 )
-
-
 ACCELERATE_KEYS = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
@@ -100,27 +94,6 @@ ACCELERATE_TABLE = Table(
     tuple(field(ACCELERATE_KEYS[key], type, severity=WARNING) for key, type in _STATES.items()),
 )
 """Without them, a resume draws other random numbers"""
-
-
-def rng_file(rank: int, world_size: int, client: str = TRAINER) -> str:
-    """Return the name of a rank's random number states. The Trainer's one process has ``rng_state.pth``.
-
-    As ``Trainer._save_rng_state`` of transformers, and ``save_accelerator_state`` of accelerate.
-    """
-    if client == ACCELERATE:
-        return f"random_states_{rank}.pkl"
-    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
-
-
-def is_rng_file(path: str) -> bool:
-    """Return whether a file in the root holds the random number states of a rank."""
-    return bool(RNG_FILE.fullmatch(path))
-
-
-def rank_of(path: str) -> int | None:
-    """Return the rank whose random number states a file holds; None for another file."""
-    match = RNG_FILE.fullmatch(path)
-    return int(match[1] or match[2] or 0) if match else None
 
 
 def as_trainers(tree: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ Under DeepSpeed, the Trainer looks for a tag folder ``global_step*``, accelerate
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 
 from llmtailor.checkpoint.index import (
     ACCELERATE,
@@ -29,20 +29,15 @@ from llmtailor.checkpoint.index import (
     CheckpointIndex,
 )
 from llmtailor.errors import MismatchError
-
-TRAINER_STATE = "trainer_state.json"
-CKPT = "checkpoint.ckpt"
-"""Lightning's one file, in the folder of a composite; Lightning's own have any name and no folder"""
-LIGHTNINGS = "pytorch-lightning_version"
-"""A key of everything that Lightning saves"""
-_TRAINER_FILES = re.compile(r"training_args\.bin|rng_state(_[0-9]+)?\.pth")
-_NUMBER = r"(_[0-9]{1,5})?"
-_ACCELERATE_FILES = re.compile(
-    rf"(optimizer|scheduler|sampler|dl_state_dict){_NUMBER}\.bin|(random_states|custom_checkpoint){_NUMBER}\.pkl"
-    rf"|pytorch_model{_NUMBER}/"
+from llmtailor.loaders.files import (
+    _ACCELERATE_FILES,
+    _TRAINER_FILES,
+    CKPT,
+    FOLDER,
+    OPTIM_STATES,
+    PARTIAL_MANIFEST,
+    TRAINER_STATE,
 )
-_UNREAD = re.compile(rf"(sampler|dl_state_dict){_NUMBER}\.bin|custom_checkpoint{_NUMBER}\.pkl")
-_SECOND = re.compile(r"(model|optimizer|pytorch_model|pytorch_model_fsdp)_[1-9][0-9]*(/|\.bin|\.safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +187,24 @@ def _check_layout(base: CheckpointIndex, family: str, layout: str) -> None:
     raise MismatchError.at("--layout", f"{base.name}: {what}", fix)
 
 
-def is_trainers_file(path: str) -> bool:
-    """Return whether a file is one that the Trainer saves beside states, and other clients don't."""
-    return path in (TRAINER_STATE, CLIENTS[TRAINER].scheduler) or bool(_TRAINER_FILES.fullmatch(path))
+def is_tag_alone(folder: Path) -> bool:
+    """Return whether a folder is the tag folder of an engine in a loop.
+
+    It is a checkpoint of its own, of which nothing is beside it; other clients have files there.
+    """
+    if not folder.is_dir() or not any(OPTIM_STATES.fullmatch(entry.name) for entry in folder.iterdir()):
+        return False
+    above = folder.absolute().parent
+    beside = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in above.iterdir()]
+    client = detect_client(beside, True if TRAINER_STATE in beside else None, is_engines=True)
+    return client.name == DEEPSPEED and above.suffix != ".ckpt"
 
 
-def is_accelerates(path: str) -> bool:
-    """Return whether accelerate saves a file of this name; of these the Trainer has optimizer.bin, with FSDP."""
-    return bool(_ACCELERATE_FILES.fullmatch(path))
+def is_partial(root: Path) -> bool:
+    """Return whether a folder is a partial checkpoint whose save has finished."""
+    return (root / PARTIAL_MANIFEST).is_file()
 
 
-def is_copied_unread(path: str) -> bool:
-    """Return whether a file is the state of an object of accelerate's or the loop's own, pickled in any form."""
-    return bool(_UNREAD.fullmatch(path))
-
-
-def is_second_models(name: str) -> bool:
-    """Return whether an entry of the root is of another model or optimizer than the first that accelerate prepared."""
-    return bool(_SECOND.fullmatch(name))
+def looks_partial(root: Path) -> bool:
+    """Return whether a folder is a partial checkpoint, or the place of an unfinished one."""
+    return is_partial(root) or root.absolute().parent.name == FOLDER

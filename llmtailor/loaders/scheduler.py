@@ -17,8 +17,7 @@ from llmtailor.containers.json import MAX_COUNT
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.field_tables import FieldType, Table, field, is_number, number
-from llmtailor.formats.trainer_checks import check_file
+from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field, is_number, number
 
 _PER_GROUP = frozenset(
     (

@@ -15,9 +15,45 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
-from llmtailor.containers.pickle_nodes import Call, as_tensor
-from llmtailor.errors import COPY_OR_ANOTHER
+from llmtailor.containers.pickle_nodes import Call, Global, as_tensor, children
+from llmtailor.errors import COPY_FILE, COPY_OR_ANOTHER
 from llmtailor.findings import ERROR, Finding
+
+_FIX = "a resume fails: torch.load considers it unsafe; copy the file again, or save it with plain numbers and tensors"
+_LEAVES = (str, bytes, int, float, type(None))
+
+
+def find_refused(tree: Any, where: str, of_numpy: frozenset[str] = frozenset()) -> list[Finding]:
+    """Return findings on names that llmtailor accepts and torch does not; ``of_numpy`` are the numpy names it accepts.
+
+    A file with names that llmtailor does not accept was refused earlier.
+    """
+    refused: dict[str, None] = {}
+    seen: set[int] = set()
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Global):
+            module = node.module.partition(".")[0]
+            if module == "deepspeed" or (module == "numpy" and node.name not in of_numpy):
+                refused[str(node)] = None
+        elif not isinstance(node, _LEAVES) and id(node) not in seen:
+            seen.add(id(node))
+            nodes += children(node)
+    return [Finding(where, f"it names {name}", _FIX, Code.FIELD_TYPE, ERROR) for name in refused]
+
+
+def check_file(
+    tree: Any, table: Table, content: str, where: str, of_numpy: frozenset[str] = frozenset()
+) -> Iterator[Finding]:
+    """Yield findings on a file that a resume loads as a dict; ``content`` says what it is."""
+    yield from find_refused(tree, where, of_numpy)
+    if isinstance(tree, dict):
+        yield from check_fields(tree, table, where)
+    else:
+        what, fix = f"it holds a {type(tree).__name__}, not {content}", f"a resume fails; {COPY_FILE}"
+        yield Finding(where, what, fix, Code.FIELD_TYPE, ERROR)
+
 
 EACH = "*"
 """In a path: every entry of a list, or every value of a dict."""

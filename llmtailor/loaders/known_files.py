@@ -22,23 +22,27 @@ from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import read_json
 from llmtailor.containers.safetensors import INDEX, SINGLE
 from llmtailor.errors import SourceError, TargetError, some
-from llmtailor.formats.clients import CKPT, TRAINER_STATE, client_of, is_accelerates
-from llmtailor.formats.partial.manifest import MANIFEST as PARTIAL_MANIFEST
-from llmtailor.formats.partial.manifest import is_tensor_file
-from llmtailor.formats.partial.read import looks_partial
-from llmtailor.formats.rng import is_rng_file
-from llmtailor.formats.trainer import (
+from llmtailor.loaders.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     CARD,
+    CKPT,
     CONFIG,
+    LATEST,
+    LATEST_UNIVERSAL,
     MANIFEST,
     OPTIMIZER,
+    PARTIAL_MANIFEST,
     SCALER,
     SCHEDULER,
+    TRAINER_STATE,
+    is_accelerates,
+    is_rng_file,
+    is_shard_name,
+    is_tensor_file,
     is_weight_file,
 )
-from llmtailor.formats.zero.files import LATEST, LATEST_UNIVERSAL, is_shard_name, is_tag_alone
+from llmtailor.loaders.loader import client_of, is_tag_alone, looks_partial
 from llmtailor.storage.listing import Entries, FileFact, list_entries
 from llmtailor.storage.local import open_source, read_source
 

@@ -1,0 +1,197 @@
+"""The files in a checkpoint's root beside the states: weights, scheduler, random states, trainer state, config."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
+from llmtailor.codes import Code
+from llmtailor.containers.json import read_json
+from llmtailor.containers.safetensors import (
+    survey_weights,
+)
+from llmtailor.containers.trees import Trees
+from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, attempt, damaged, some
+from llmtailor.findings import ERROR, Finding
+from llmtailor.loaders.files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    SCALER,
+    TRAINER_STATE,
+    TRAINING_ARGS,
+    is_pickled_weights,
+    is_rng_file,
+    is_second_models,
+)
+from llmtailor.loaders.loader import CLIENTS, Client, detect_client
+from llmtailor.loaders.rng import check_random_states, check_rng, find_swapped
+from llmtailor.loaders.scheduler import SchedulerFacts, check_scheduler, read_scheduler
+from llmtailor.loaders.trainer_state import (
+    check_scaler,
+    check_trainer_state,
+    is_trainers,
+    read_global_step,
+    read_lags,
+    read_scales_loss,
+)
+from llmtailor.model.states import WEIGHT, State
+from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import check_regular
+
+_OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in CLIENTS.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFiles:
+    """The content of the files in the checkpoint's root."""
+
+    client: Client
+    """Whose loader resumes from the checkpoint"""
+    files: Mapping[str, FileFact]
+    """Every regular file in the root"""
+    inside: frozenset[str]
+    """Stock files that a partial checkpoint contains in its rank shards"""
+    trees: Mapping[str, Any]
+    """See `TrainState.trees`"""
+    weights: Mapping[State, TensorEntry]
+    global_step: int | None
+    """From trainer_state.json; None without the file"""
+    step_lags: frozenset[int]
+    """How many steps Adam may be behind the run; see `trainer_state.read_lags`"""
+    scheduler: SchedulerFacts | None
+    """The content of the client's scheduler file; None without it"""
+    scales_loss: bool | None
+    """Whether the run trains in fp16, by training_args.bin; None if unknown"""
+    findings: tuple[Finding, ...]
+    has_all_weights: bool
+    """Whether every weight file is intact"""
+
+
+def read_trainer_files(
+    trees: Trees, name: str, problems: Problems, client: str | None = None, *, is_engines: bool = False
+) -> TrainerFiles:
+    """Read the files in the root. Damaged ones are added to ``problems``, missing ones become findings.
+
+    ``client`` is whose loader they are judged by; None for the one that they are detected to be for, see
+    `loader.detect_client`. Raises UnsupportedCheckpoint for several models of accelerate.
+    """
+    root, inside = trees.root, trees.inside
+    found = ((path.name, file_fact(path)) for path in sorted(root.iterdir()))
+    files = {path: fact for path, fact in found if fact is not None}
+    _report_non_files(root, name, problems)
+    findings: list[Finding] = []
+    weights: dict[State, TensorEntry] = {}
+    sound = len(problems.errors)
+    for file in survey_weights(root, name, problems):
+        weights.update({State(tensor, WEIGHT): held for tensor, held in file.tensors.items()})
+    has_all_weights = len(problems.errors) == sound
+    scales_loss = read_scales_loss(root, PathIn(name, TRAINING_ARGS))
+    where = PathIn(name, TRAINER_STATE)
+    content = attempt(lambda: read_json(root / TRAINER_STATE, where), problems) if TRAINER_STATE in files else {}
+    is_the_trainers = content is None or is_trainers(content)
+    entries = [f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()]
+    if client is None:
+        below = [f"{path.partition('/')[0]}/" if "/" in path else path for path in inside]
+        is_trainers_state = is_the_trainers if TRAINER_STATE in files else None
+        for_whom = detect_client([*entries, *below], is_trainers_state, is_engines)
+    else:
+        for_whom = CLIENTS[client]
+    if for_whom.name == ACCELERATE and (others := sorted(filter(is_second_models, entries))):
+        what = f"accelerate has saved several models or optimizers: {some(others)}"
+        fix = "leave it out; checkpoints of one model and one optimizer can be composed"
+        raise UnsupportedCheckpoint.at(name, what, fix)
+    if not weights and has_all_weights and not inside and ADAPTER_CONFIG not in files and for_whom.saves_model:
+        findings.append(_no_weights(files, name))
+    global_step, scheduler = None, None
+    if TRAINER_STATE in files and content is not None:
+        global_step = attempt(lambda: read_global_step(content, where), problems)
+        if global_step is not None:
+            findings += check_trainer_state(content, where)
+    saved_as: dict[str, str] = {}
+    known: dict[str, Any] = {}
+    whole, optimizer = (for_whom.optimizer, "") if for_whom.holds_all else ("", for_whom.optimizer)
+    in_root = [path for path in inside if "/" not in path and path != optimizer]
+    for path in (*files, *in_root):
+        where, is_rng = PathIn(name, path), is_rng_file(path)
+        try:
+            if path == CONFIG:
+                read_json(root / path, where)
+            elif path in inside or is_rng or path in (for_whom.scheduler, SCALER, whole):
+                decoded = trees.read(path, where)
+                known[path] = decoded.tree
+                if is_rng and decoded.archive is not None:
+                    saved_as[path] = f"{decoded.archive}{Path(path).suffix}"
+                if is_rng and path.endswith(".pkl"):
+                    findings += check_random_states(root, decoded.tree, where)
+                elif is_rng and is_the_trainers:
+                    findings += check_rng(root, decoded.tree, where)
+                elif path == for_whom.scheduler:
+                    findings += check_scheduler(decoded.tree, where)
+                    scheduler = _check_rates(decoded.tree, where)
+                    if not for_whom.counts_steps:
+                        scheduler = replace(scheduler, num_steps=None)
+                elif path == SCALER:
+                    findings += check_scaler(decoded.tree, scales_loss, where)
+        except TailorError as error:
+            problems.add(error)
+    if for_whom.state and for_whom.state not in files:
+        fix = f"copy it back; {for_whom.loader} can't resume without it"
+        findings.append(Finding(PathIn(name, for_whom.state), "the file is missing", fix, Code.FILE_MISSING, ERROR))
+    findings += find_swapped(saved_as, name, may_repeat=MANIFEST in files)
+    return TrainerFiles(
+        for_whom,
+        files,
+        frozenset(inside),
+        known,
+        weights,
+        global_step,
+        read_lags(content or {}),
+        scheduler,
+        scales_loss,
+        tuple(findings),
+        has_all_weights,
+    )
+
+
+def _report_non_files(root: Path, name: str, problems: Problems) -> None:
+    """Report folders, pipes and the like under the names of files that a resume opens, and may block on."""
+    for path in sorted(root.iterdir()):
+        if (path.name in _OPENED or is_rng_file(path.name)) and path.exists():
+            try:
+                check_regular(path.stat().st_mode, PathIn(name, path.name))
+            except SourceError as error:
+                problems.add(error)
+
+
+def file_fact(path: Path) -> FileFact | None:
+    """Return size and time of a regular file, following links; None for anything else."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # a dangling link
+        return None
+    return FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _no_weights(files: Mapping[str, FileFact], name: str) -> Finding:
+    what = "there are no weights in safetensors form (with ZeRO-3: stage3_gather_16bit_weights_on_model_save is off)"
+    if any(map(is_pickled_weights, files)):
+        what = "the weights are in pytorch_model.bin form, which is left out"
+    fix = "nothing: a resume does not read them, and they can be rounded from the master weights"
+    return Finding(name, what, fix, Code.WEIGHTS_MISSING)
+
+
+def _check_rates(tree: Any, where: str) -> SchedulerFacts:
+    facts = read_scheduler(tree)
+    if not facts.lengths:
+        raise damaged(where, "the scheduler state holds no learning rates", Code.FIELD_MISSING)
+    return facts
+
+
+def read_config(index: CheckpointIndex) -> dict[str, Any]:
+    """Return the content of ``config.json``; empty without the file. Raises SourceError for a damaged one."""
+    return read_json(index.root / CONFIG, PathIn(index.name, CONFIG)) if CONFIG in index.files else {}

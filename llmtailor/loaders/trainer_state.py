@@ -1,0 +1,251 @@
+"""What ``trainer_state.json`` states: the step, the attempt of the run, how far Adam is behind it, and a loss scale.
+
+The saver puts a stamp into the ``stateful_callbacks`` of the Trainer's state, where the Trainer keeps the states of
+callbacks. So the Trainer's own full checkpoints, partial ones, composites and copies all carry it, and a training that
+resumes restores it. Its name is not that of a callback, so the Trainer never uses it (checked in
+``Trainer._load_callback_state`` of transformers 5.23; with ``restore_callback_states_from_checkpoint`` it logs that
+there is no such callback).
+
+``training_args.bin`` says whether there is a loss scale. It pickles a class of transformers, which is never created
+here: its attributes are read as data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtailor.checkpoint.index import DEEPSPEED, UNIVERSAL, CheckpointIndex
+from llmtailor.checkpoint.layout import Bytes, FileLayout
+from llmtailor.checkpoint.lineage import Past, continued, is_one_attempt, read_past
+from llmtailor.codes import Code
+from llmtailor.containers.json import is_count, read_json
+from llmtailor.containers.torch_zip import read_attributes
+from llmtailor.errors import COPY_FILE, Problem, SourceError, damaged
+from llmtailor.findings import ERROR, Finding
+from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
+from llmtailor.loaders.stock_fields import (
+    DICT,
+    POSITIVE,
+    FieldType,
+    Table,
+    check_fields,
+    check_file,
+    count,
+    field,
+    number,
+)
+
+
+def read_scales_loss(root: Path, where: str) -> bool | None:
+    """Return whether a run trains in fp16: with a loss scale, and maybe with skipped steps.
+
+    None if unknown: no resume needs ``training_args.bin``, so it may be missing or damaged.
+    """
+    try:
+        fp16 = read_attributes(root, TRAINING_ARGS, where).get("fp16")
+    except SourceError:
+        return None
+    return fp16 if isinstance(fp16, bool) else None
+
+
+_GROWTH = number("number > 1", lambda value: value > 1)
+_BACKOFF = number("number between 0 and 1", lambda value: 0 < value < 1)
+SCALER_TABLE = Table(
+    "scaler.pt (fp16 without DeepSpeed)",
+    "scaler.pt",
+    (
+        field("scale", POSITIVE),
+        field("growth_factor", _GROWTH),
+        field("backoff_factor", _BACKOFF),
+        field("growth_interval", count("count from 1 up", 1)),
+        field("_growth_tracker", count()),
+    ),
+)
+
+
+def check_scaler(tree: Any, scales_loss: bool | None, where: str) -> Iterator[Finding]:
+    """Yield findings on a loss scale that a resume rejects, or that makes it skip every step.
+
+    ``scales_loss`` says whether the run has one; None if unknown.
+    """
+    yield from check_file(tree, SCALER_TABLE, "a loss scale", where)
+    if scales_loss is False:
+        what = "the run trained without a loss scale, and can't load one"
+        yield Finding(where, what, "a resume fails; move the file out of the folder", Code.FIELD_UNKNOWN, ERROR)
+
+
+_LOG = FieldType(
+    "list of entries",
+    lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
+)
+TRAINER_STATE_TABLE = Table(
+    "trainer_state.json",
+    "trainer_state.json",
+    (
+        field("train_batch_size", number("number", lambda value: True)),
+        field("log_history", _LOG, if_missing=None),
+        field("stateful_callbacks", DICT),
+    ),
+)
+"""``global_step`` is checked by `read_global_step`."""
+CALLBACKS, MARK = "stateful_callbacks", "llmtailor"
+"""Where the saver states the attempt; see `loaders.trainer_state`"""
+LAGS = "llmtailor-optimizer"
+"""The callback whose ``step_lags`` a composite states, see `read_lags`"""
+
+
+def read_global_step(content: Mapping[str, Any], where: str) -> int:
+    """Return the step of a state. Raises SourceError if it has none."""
+    if "global_step" not in content:
+        raise damaged(where, "it has no global_step, so a resume would start at step 0", Code.FIELD_MISSING)
+    step = content["global_step"]
+    if not is_count(step):
+        code = Code.FIELD_RANGE if type(step) is int else Code.FIELD_TYPE
+        raise damaged(where, f"global_step is {step!r:.40}, not a number of steps", code)
+    return int(step)
+
+
+def read_lags(content: Mapping[str, Any]) -> frozenset[int]:
+    """Return how many steps Adam may be behind the run; 0 is among them.
+
+    A composite whose moments were reset, or come from another step than its base, states the difference. A training
+    that resumes from it keeps the statement, as it keeps all states of callbacks, and the difference stays the same.
+    """
+    callbacks = content.get(CALLBACKS)
+    stated = callbacks.get(LAGS) if isinstance(callbacks, Mapping) else None
+    attributes = stated.get("attributes") if isinstance(stated, Mapping) else None
+    lags = attributes.get("step_lags") if isinstance(attributes, Mapping) else None
+    return frozenset((0, *(lag for lag in lags if type(lag) is int))) if isinstance(lags, list) else frozenset((0,))
+
+
+def with_lags(content: Mapping[str, Any], lags: frozenset[int]) -> dict[str, Any]:
+    """Return the content of a ``trainer_state.json`` that states these lags; none if 0 is the only one."""
+    callbacks = content.get(CALLBACKS)
+    others = {key: value for key, value in callbacks.items() if key != LAGS} if isinstance(callbacks, Mapping) else {}
+    if lags - {0}:
+        others[LAGS] = {"args": {}, "attributes": {"step_lags": sorted(lags - {0})}}
+    return {**content, CALLBACKS: others}
+
+
+def is_trainers(content: Mapping[str, Any]) -> bool:
+    """Return whether the Trainer wrote this, rather than the saver in a training loop without it.
+
+    The saver writes only the step and our own marks there, and no Trainer resumes from it.
+    """
+    callbacks = content.get(CALLBACKS, {})
+    if content.keys() - {CALLBACKS} != {"global_step"} or not isinstance(callbacks, dict):
+        return True
+    return callbacks.keys() - {MARK, LAGS} != set()
+
+
+def check_trainer_state(content: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    """Yield findings on fields that a resume rejects, and on a log that continues beyond the step."""
+    if not is_trainers(content):
+        return
+    yield from check_fields(content, TRAINER_STATE_TABLE, where)
+    step, log = content.get("global_step"), content.get("log_history")
+    entries = [entry for entry in log if isinstance(entry, dict)] if isinstance(log, list) else []
+    steps = [entry["step"] for entry in entries if type(entry.get("step")) is int]
+    if type(step) is int and steps and max(steps) > step:
+        what = f"global_step is {step}, but log_history continues to step {max(steps)}"
+        yield Finding(where, what, f"a resume follows the former; {COPY_FILE}", Code.FIELD_CONFLICT, ERROR)
+
+
+def make_mark(past: Past) -> dict[str, Any]:
+    """Return the mark as a callback's state."""
+    attributes = {"lineage": past.lineage, "history": dict(past.history), "step": past.step}
+    return {"args": {}, "attributes": attributes}
+
+
+def read_mark(trainer_state: Mapping[str, Any], step: Any) -> Past | None:
+    """Return the attempt stated by the content of a ``trainer_state.json``; None if it is missing or invalid.
+
+    ``step`` is its ``global_step``. The saver keeps the mark's step up to date. Without the saver it stays behind,
+    and the checkpoint belongs to an unrecorded training (see `checkpoint.lineage.continued`).
+    """
+    callbacks = trainer_state.get(CALLBACKS)
+    mark = callbacks.get(MARK) if isinstance(callbacks, Mapping) else None
+    values = mark.get("attributes") if isinstance(mark, Mapping) else None
+    if not isinstance(values, Mapping) or type(step) is not int:
+        return None
+    past = read_past(values.get("step"), values.get("lineage"), values.get("history"))
+    return continued(past, step) if past is not None and past.step < step else past
+
+
+def with_mark(trainer_state: Mapping[str, Any], past: Past) -> dict[str, Any]:
+    """Return the content of a ``trainer_state.json`` with an attempt's mark."""
+    callbacks = trainer_state.get(CALLBACKS)
+    others = dict(callbacks) if isinstance(callbacks, Mapping) else {}
+    return {**trainer_state, CALLBACKS: {**others, MARK: make_mark(past)}}
+
+
+def state_attempt(
+    layouts: Sequence[FileLayout], reference: CheckpointIndex, stated: Sequence[Past | None], base: int
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the files of a composite, with its base's attempt stated, and notices.
+
+    ``reference`` is the base, ``stated`` the attempts that the sources state, the base's at ``base``.
+    If its sources' attempts do not continue each other, it states a new one: no checkpoint of these attempts may
+    be combined with it, and a training that resumes from it starts its own record.
+    """
+    known = [past for past in stated if past is not None]
+    attempt, notices = stated[base], []
+    if not is_one_attempt(known):
+        words = sorted(f"{past.lineage}@{past.step}" for past in known)
+        attempt = Past(reference.global_step, f"mixed-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}", {})
+        what = "its sources are of different attempts of the run, one of which was abandoned for the other"
+        fix = "leave out those of the abandoned attempt, if this is not intended; `llmtailor merge --run` does"
+        notices.append(Problem("sources", what, fix, Code.MIXED_ATTEMPTS))
+    content = _content(layouts, reference)
+    if attempt is None or content is None or TRAINER_STATE not in reference.files:
+        return list(layouts), notices
+    if read_mark(content, attempt.step) == attempt:
+        return list(layouts), notices
+    return _with_content(layouts, with_mark(content, attempt), "the base's, with its attempt"), notices
+
+
+def state_lags(
+    layouts: Sequence[FileLayout], reference: CheckpointIndex, steps: Iterable[float], family: str
+) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the files of a composite, with how far its optimizer's ``steps`` are behind its base, and notices.
+
+    Checkpoints that a training saves after a resume keep this, which tells them from files of several saves.
+    """
+    expected = reference.global_step - reference.skipped_steps
+    found = frozenset(int(expected - step) for step in steps)
+    lags = found | {0}
+    content = _content(layouts, reference)
+    if content is not None:
+        if read_lags(content) == lags:
+            return list(layouts), []
+        return _with_content(layouts, with_lags(content, lags), "the base's, with Adam's steps behind it"), []
+    # elsewhere each param has a step of its own, and those without gradients lag behind in any training
+    is_usual = lags == {0} or (family not in (DEEPSPEED, UNIVERSAL) and 0 in found and min(found) == 0)
+    if is_usual:
+        return list(layouts), []
+    what = (
+        f"Adam's steps differ from the run's, and without {TRAINER_STATE} nothing says so in the checkpoints that the "
+        "run saves after a resume: llmtailor will refuse them"
+    )
+    return list(layouts), [Problem("optimizer", what, "take all optimizer states from the step of base_model")]
+
+
+def _content(layouts: Sequence[FileLayout], reference: CheckpointIndex) -> dict[str, Any] | None:
+    """Return the content of a composite's ``trainer_state.json``; None if it has none."""
+    there = next((layout for layout in layouts if layout.path == TRAINER_STATE), None)
+    if there is None:
+        return None
+    first = there.pieces[0] if there.pieces else None
+    if isinstance(first, Bytes):  # made for another loader than the base's, or changed already
+        return dict(json.loads(first.data))
+    return read_json(reference.root / TRAINER_STATE, f"{reference.name}/{TRAINER_STATE}")
+
+
+def _with_content(layouts: Sequence[FileLayout], content: Mapping[str, Any], why: str) -> list[FileLayout]:
+    data = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    made = FileLayout(TRAINER_STATE, (Bytes(data, why),))
+    return [made if layout.path == TRAINER_STATE else layout for layout in layouts]
