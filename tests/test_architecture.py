@@ -87,6 +87,7 @@ def test_rooms_import_only_what_they_may():
     [
         ("model/parts.py", "llmtailor.storage.local"),
         ("formats/trees.py", "torch.serialization"),
+        ("loaders/read.py", "llmtailor.formats.registry"),
         ("verify/smoke.py", "llmtailor.verify.smoke_worker"),
     ],
 )

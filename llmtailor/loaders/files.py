@@ -1,45 +1,176 @@
-"""The names of the files in a checkpoint: whose each is, what it means, and whether it may be deleted. Pure."""
+"""The names of the files in a checkpoint: who saves each, what it holds, and whether it may be deleted. Pure.
+
+`TABLE` has a row per name or family of names. Loaders are detected, files are left out of other formats, and files are
+replaced or deleted by it. Checked against transformers 5.23, accelerate 1.15, lightning 2.6.6, DeepSpeed 0.19, torch
+2.13 and peft 0.21.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 
-from llmtailor.checkpoint.index import (
-    ACCELERATE,
-    TRAINER,
-)
-from llmtailor.containers.safetensors import (
-    INDEX,
-)
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, FSDP, LIGHTNING, TRAINER
+from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.safetensors import INDEX
 
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, TRAINING_ARGS = "trainer_state.json", "training_args.bin"
+SCHEDULER, SCALER = "scheduler.pt", "scaler.pt"
+OPTIMIZER = "optimizer.pt"
+"""Of a training without DeepSpeed"""
 CKPT = "checkpoint.ckpt"
 """Lightning's one file, in the folder of a composite; Lightning's own have any name and no folder"""
 LIGHTNINGS = "pytorch-lightning_version"
 """A key of everything that Lightning saves"""
-_TRAINER_FILES = re.compile(r"training_args\.bin|rng_state(_[0-9]+)?\.pth")
-_NUMBER = r"(_[0-9]{1,5})?"
-_ACCELERATE_FILES = re.compile(
-    rf"(optimizer|scheduler|sampler|dl_state_dict){_NUMBER}\.bin|(random_states|custom_checkpoint){_NUMBER}\.pkl"
-    rf"|pytorch_model{_NUMBER}/"
+CONFIG = "config.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What a PEFT run saves instead of the model's weights and config"""
+MANIFEST = "llmtailor.json"
+CARD = "README.md"
+PARTIAL_MANIFEST = "manifest.json"
+FOLDER = "partial"
+"""Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
+_TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+_RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
+OPTIM_STATES = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")
+MODEL_STATES = re.compile(rf"zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_model_states\.pt")
+UNSHARDED_MODEL = re.compile(r"mp_rank_([0-9]{2,5})_model_states\.pt")
+WHOLE_MODEL = "mp_rank_00_model_states.pt"
+_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+ENGINE_FILES = frozenset((LATEST, *_SCRIPTS))
+"""What DeepSpeed leaves in the root for its loader and its tools"""
+
+MODEL, TOKENIZER, SEVERAL = "model", "tokenizer", "several loaders"
+"""Who saves a file, beside the loaders and frameworks of `checkpoint.index`"""
+
+
+class Holds(Enum):
+    """What a file holds."""
+
+    STATES = "the optimizer's states"
+    WEIGHTS = "weights, or their index"
+    RNG = "the random number states of a rank"
+    PROGRESS = "counters, schedules, loss scale, arguments"
+    OBJECTS = "the state of an object of accelerate's or the loop's own, pickled in any form"
+    POINTER = "the name of the folder with the states"
+    SCRIPT = "a program that DeepSpeed adds"
+    SETTINGS = "what the model or tokenizer is"
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """The name of a file, or of a family of files."""
+
+    pattern: str
+    """A regex of the path below the root; a folder ends in ``/``."""
+    owner: str
+    """Whose saver alone gives a file this name"""
+    holds: Holds
+    is_known: bool = True
+    """Whether it may be deleted or replaced as a training's own, whatever else is in the folder. If not,
+    `loaders.known_files` decides by the rest of the folder."""
+    is_sign: bool = True
+    """Whether the file alone tells that its owner's loader resumes from the checkpoint"""
+
+
+_N = r"(_[0-9]{1,5})?"
+
+
+def _named(owner: str, holds: Holds, *names: str, is_sign: bool = True) -> tuple[FileName, ...]:
+    return tuple(FileName(re.escape(name), owner, holds, is_sign=is_sign) for name in names)
+
+
+TABLE = (
+    *_named(TRAINER, Holds.PROGRESS, TRAINER_STATE, SCHEDULER, is_sign=False),
+    *_named(TRAINER, Holds.PROGRESS, TRAINING_ARGS),
+    FileName(rf"rng_state{_N}\.pth", TRAINER, Holds.RNG),
+    *_named(SEVERAL, Holds.PROGRESS, SCALER),
+    *_named(SEVERAL, Holds.STATES, OPTIMIZER),
+    FileName(rf"optimizer{_N}\.bin", ACCELERATE, Holds.STATES),  # the Trainer's, too, with FSDP
+    FileName(rf"scheduler{_N}\.bin", ACCELERATE, Holds.PROGRESS),
+    FileName(rf"random_states{_N}\.pkl", ACCELERATE, Holds.RNG),
+    FileName(rf"(sampler|dl_state_dict){_N}\.bin|custom_checkpoint{_N}\.pkl", ACCELERATE, Holds.OBJECTS),
+    FileName(rf"pytorch_model{_N}/", ACCELERATE, Holds.STATES, is_known=False),
+    *_named(LIGHTNING, Holds.STATES, CKPT),
+    *_named(DEEPSPEED, Holds.POINTER, LATEST, LATEST_UNIVERSAL),
+    *_named(DEEPSPEED, Holds.SCRIPT, *_SCRIPTS),
+    FileName(
+        "|".join(one.pattern for one in (OPTIM_STATES, MODEL_STATES, UNSHARDED_MODEL)),
+        DEEPSPEED,
+        Holds.STATES,
+        is_known=False,
+    ),
+    *_named(FSDP, Holds.WEIGHTS, "pytorch_model_fsdp.bin"),  # with FULL_STATE_DICT
+    FileName(rf"{re.escape(METADATA)}|{DATA_FILE.pattern}", DCP, Holds.STATES, is_known=False),
+    FileName(rf".*\.safetensors|{re.escape(INDEX)}", MODEL, Holds.WEIGHTS, is_known=False),
+    FileName(r"pytorch_model.*\.(bin|json)|adapter_model\.bin", MODEL, Holds.WEIGHTS, is_known=False),
+    *_named(MODEL, Holds.SETTINGS, CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json"),
+    *_named(MODEL, Holds.SETTINGS, "processor_config.json", "video_preprocessor_config.json"),
+    *_named(MODEL, Holds.SETTINGS, "audio_tokenizer_config.json"),
+    FileName(
+        r"tokenizer\.(json|model)|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|merges\.txt"
+        r"|chat_template\.(jinja|json)|vocab\.(json|txt|bpe)|bpe\.codes|(spiece|spm|spm_char|tiktoken)\.model"
+        r"|sentencepiece(\.bpe)?\.model|(source|target)\.spm|tekken\.json|byte_maps\.json|dict\.txt|emoji\.json"
+        r"|entity_vocab\.json|normalizer\.json|prophetnet\.tokenizer|target_vocab\.json|vocab-(src|tgt)\.json"
+        r"|word_(pronunciation|shape)\.json",
+        TOKENIZER,
+        Holds.SETTINGS,
+    ),
+    FileName(
+        r"tokenizer.*\.(json|model|jinja)|tokenizer\.model.*|sentencepiece.*\.model|.*\.tiktoken",
+        TOKENIZER,
+        Holds.SETTINGS,
+        is_known=False,
+    ),
+    *_named("llmtailor", Holds.PROGRESS, MANIFEST),
 )
-_UNREAD = re.compile(rf"(sampler|dl_state_dict){_NUMBER}\.bin|custom_checkpoint{_NUMBER}\.pkl")
+"""The first row that matches counts."""
+_ROWS = tuple((re.compile(row.pattern), row) for row in TABLE)
 _SECOND = re.compile(r"(model|optimizer|pytorch_model|pytorch_model_fsdp)_[1-9][0-9]*(/|\.bin|\.safetensors)")
+_RNG_RANK = re.compile(r"(?:rng_state|random_states)(?:_([0-9]+))?\.(?:pth|pkl)")
+
+
+@lru_cache(maxsize=4096)
+def row_of(path: str) -> FileName | None:
+    """Return the row of a path below a checkpoint's root; None for a name that is not in the table."""
+    return next((row for pattern, row in _ROWS if pattern.fullmatch(path)), None)
+
+
+def owner_of(path: str) -> str | None:
+    row = row_of(path)
+    return row.owner if row else None
+
+
+def holds(path: str, *kinds: Holds) -> bool:
+    """Return whether a file's name is one of files that hold something of these kinds."""
+    row = row_of(path)
+    return row is not None and row.holds in kinds
+
+
+def is_known_name(path: str) -> bool:
+    """Return whether a file of this name may be deleted whatever else is in the folder."""
+    row = row_of(path)
+    return row is not None and row.is_known
+
+
+def is_sign_of(loader: str, path: str) -> bool:
+    """Return whether a file of this name alone tells that a loader resumes from the checkpoint."""
+    row = row_of(path)
+    return row is not None and row.owner == loader and row.is_sign
 
 
 def is_trainers_file(path: str) -> bool:
-    """Return whether a file is one that the Trainer saves beside states, and other clients don't."""
-    return path in (TRAINER_STATE, "scheduler.pt") or bool(_TRAINER_FILES.fullmatch(path))
+    """Return whether a file is one that the Trainer saves beside states, and other loaders don't."""
+    return owner_of(path) == TRAINER
 
 
 def is_accelerates(path: str) -> bool:
     """Return whether accelerate saves a file of this name; of these the Trainer has optimizer.bin, with FSDP."""
-    return bool(_ACCELERATE_FILES.fullmatch(path))
-
-
-def is_copied_unread(path: str) -> bool:
-    """Return whether a file is the state of an object of accelerate's or the loop's own, pickled in any form."""
-    return bool(_UNREAD.fullmatch(path))
+    return owner_of(path) == ACCELERATE
 
 
 def is_second_models(name: str) -> bool:
@@ -47,41 +178,29 @@ def is_second_models(name: str) -> bool:
     return bool(_SECOND.fullmatch(name))
 
 
-MANIFEST = "llmtailor.json"
-CARD = "README.md"
-SCHEDULER = "scheduler.pt"
-SCALER = "scaler.pt"
-OPTIMIZER = "optimizer.pt"
-"""Of a training without DeepSpeed"""
-CONFIG = "config.json"
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""What a PEFT run saves instead of the model's weights and config"""
-_TOKENIZER = re.compile(
-    r"tokenizer.*\.(json|model|jinja)|tokenizer\.model.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt|bpe)"
-    r"|merges\.txt|spiece\.model|sentencepiece.*\.model|(source|target)\.spm|.*\.tiktoken|chat_template\.(jinja|json)"
-)
-"""The names under which transformers' tokenizers save"""
-_OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.(bin|json)|adapter_model\.bin")
-
-
 def is_weight_file(path: str) -> bool:
     """Return whether a file in the root holds weights or their index: written again, or left out."""
-    return path.endswith(".safetensors") or path == INDEX or bool(_OTHER_WEIGHTS.fullmatch(path))
+    return holds(path, Holds.WEIGHTS)
 
 
 def is_pickled_weights(path: str) -> bool:
     """Return whether a file in the root holds weights in the form of ``torch.save``, which is not read."""
-    return bool(_OTHER_WEIGHTS.fullmatch(path)) and path.endswith(".bin")
+    return is_weight_file(path) and path.endswith(".bin")
 
 
 def is_tokenizer_file(path: str) -> bool:
     """Return whether a file in the root of a checkpoint belongs to the tokenizer."""
-    return bool(_TOKENIZER.fullmatch(path))
+    return owner_of(path) == TOKENIZER
 
 
-TRAINING_ARGS = "training_args.bin"
-RNG_FILE = re.compile(r"(?:rng_state(?:_([0-9]{1,5}))?\.pth|random_states_([0-9]{1,5})\.pkl)")
-"""The regex groups are the rank"""
+def is_of_states(path: str) -> bool:
+    """Return whether a file in the root, or in a tag folder that is the root, is of states: each format has its own."""
+    return path == LATEST_UNIVERSAL or holds(path, Holds.STATES)
+
+
+def is_shard_name(name: str) -> bool:
+    """Return whether a file in a tag folder is one that DeepSpeed saves for ZeRO."""
+    return owner_of(name) == DEEPSPEED and holds(name, Holds.STATES)
 
 
 def rng_file(rank: int, world_size: int, client: str = TRAINER) -> str:
@@ -96,34 +215,15 @@ def rng_file(rank: int, world_size: int, client: str = TRAINER) -> str:
 
 def is_rng_file(path: str) -> bool:
     """Return whether a file in the root holds the random number states of a rank."""
-    return bool(RNG_FILE.fullmatch(path))
+    return holds(path, Holds.RNG)
 
 
 def rank_of(path: str) -> int | None:
     """Return the rank whose random number states a file holds; None for another file."""
-    match = RNG_FILE.fullmatch(path)
-    return int(match[1] or match[2] or 0) if match else None
-
-
-LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-_RANK = r"(0|[1-9][0-9]{0,5})"  # as DeepSpeed writes it, so that no two names mean the same rank
-OPTIM_STATES = re.compile(rf"(bf16_)?zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_optim_states\.pt")
-MODEL_STATES = re.compile(rf"zero_pp_rank_{_RANK}_mp_rank_([0-9]{{2,5}})_model_states\.pt")
-UNSHARDED_MODEL = re.compile(r"mp_rank_([0-9]{2,5})_model_states\.pt")
-WHOLE_MODEL = "mp_rank_00_model_states.pt"
-
-
-def is_shard_name(name: str) -> bool:
-    """Return whether a file in a tag folder is one that DeepSpeed saves for ZeRO."""
-    return any(pattern.fullmatch(name) for pattern in (OPTIM_STATES, MODEL_STATES, UNSHARDED_MODEL))
-
-
-PARTIAL_MANIFEST = "manifest.json"
-FOLDER = "partial"
-"""Beside the Trainer's ``checkpoint-N``, under a name that its rotation and its auto-resume ignore."""
-_TENSORS = re.compile(r"(rank|frozen)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+    match = _RNG_RANK.fullmatch(path) if is_rng_file(path) else None
+    return int(match[1] or 0) if match else None
 
 
 def is_tensor_file(name: str) -> bool:
-    """Return whether a file's name is that of a rank shard, or of a file of frozen params."""
+    """Return whether a file's name is that of a rank shard of a partial checkpoint, or of a file of frozen params."""
     return bool(_TENSORS.fullmatch(name))

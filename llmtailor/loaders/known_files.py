@@ -26,18 +26,15 @@ from llmtailor.loaders.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     CARD,
-    CKPT,
     CONFIG,
     LATEST,
     LATEST_UNIVERSAL,
     MANIFEST,
-    OPTIMIZER,
     PARTIAL_MANIFEST,
-    SCALER,
-    SCHEDULER,
     TRAINER_STATE,
-    is_accelerates,
-    is_rng_file,
+    Holds,
+    holds,
+    is_known_name,
     is_shard_name,
     is_tensor_file,
     is_weight_file,
@@ -46,23 +43,6 @@ from llmtailor.loaders.loader import client_of, is_tag_alone, looks_partial
 from llmtailor.storage.listing import Entries, FileFact, list_entries
 from llmtailor.storage.local import open_source, read_source
 
-_TRAINING = {
-    *(TRAINER_STATE, OPTIMIZER, SCHEDULER, SCALER, CKPT, "training_args.bin"),
-    *("optimizer.bin", "pytorch_model_fsdp.bin"),  # FSDP with FULL_STATE_DICT
-    *(LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"),
-}
-_MODEL = {
-    *(CONFIG, ADAPTER_CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("video_preprocessor_config.json", "audio_tokenizer_config.json"),
-}
-_TOKENIZER = {
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes"),
-    *("spiece.model", "spm.model", "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model", "source.spm"),
-    *("target.spm", "tiktoken.model", "tekken.json", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json"),
-    *("normalizer.json", "prophetnet.tokenizer", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
-    *("word_pronunciation.json", "word_shape.json"),
-}
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _OF_RANK = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
@@ -110,8 +90,7 @@ def survey_contents(root: Path) -> Contents:
         else:
             unknown.append(path)
     is_training = any(
-        path in (TRAINER_STATE, OPTIMIZER, CKPT, "optimizer.bin", METADATA) or is_shard_name(path.rpartition("/")[2])
-        for path in known
+        path == TRAINER_STATE or holds(path, Holds.STATES) or is_shard_name(path.rpartition("/")[2]) for path in known
     )
     return Contents(known, tuple(sorted(unknown)), is_training, recognizer.is_partial)
 
@@ -173,12 +152,12 @@ class _Recognizer:
         self.is_partial = looks_partial(root)
         self.is_tag = is_tag_alone(root)
         self.weights = frozenset() if self.is_partial else frozenset(self._weights())
-        self.names = {*_TRAINING, *_MODEL, *_TOKENIZER, MANIFEST, *self.weights, *self._code()}
+        self.names = {*self.weights, *self._code()}
         self.tags = self._find_tags()
         self.written = self._written()
 
     def file(self, path: str) -> bool:
-        if path in self.names or is_rng_file(path) or is_accelerates(path) or (self.is_tag and is_shard_name(path)):
+        if path in self.names or is_known_name(path) or (self.is_tag and is_shard_name(path)):
             return True
         if path == METADATA or DATA_FILE.fullmatch(path):
             return METADATA in self.top
@@ -291,7 +270,5 @@ def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
     if index.is_partial:
         return path.endswith(".safetensors")
-    if path in (METADATA, "optimizer.bin") or DATA_FILE.fullmatch(path):
-        return True
-    is_of_states = path in (".", client_of(index).optimizer)
+    is_of_states = holds(path, Holds.STATES) or path in (".", client_of(index).optimizer)
     return "/" in path or is_of_states or (is_weight_file(path) and not index.has_masters)

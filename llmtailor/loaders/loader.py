@@ -30,13 +30,12 @@ from llmtailor.checkpoint.index import (
 )
 from llmtailor.errors import MismatchError
 from llmtailor.loaders.files import (
-    _ACCELERATE_FILES,
-    _TRAINER_FILES,
     CKPT,
     FOLDER,
     OPTIM_STATES,
     PARTIAL_MANIFEST,
     TRAINER_STATE,
+    is_sign_of,
 )
 
 
@@ -139,9 +138,9 @@ def detect_client(names: Iterable[str], is_trainers: bool | None, is_engines: bo
     names = [*names]
     if CKPT in names:
         return CLIENTS[LIGHTNING]
-    if is_trainers or (is_trainers is None and any(map(_TRAINER_FILES.fullmatch, names))):
+    if is_trainers or (is_trainers is None and any(is_sign_of(TRAINER, name) for name in names)):
         return CLIENTS[TRAINER]
-    if any(map(_ACCELERATE_FILES.fullmatch, names)):
+    if any(is_sign_of(ACCELERATE, name) for name in names):
         return CLIENTS[ACCELERATE]
     return CLIENTS[DEEPSPEED if is_engines else TRAINER]
 

@@ -25,7 +25,6 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout
 from llmtailor.checkpoint.optimizer import OptimizerLayout
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.containers.dcp import DATA_FILE, METADATA
 from llmtailor.containers.json import is_count, read_json
 from llmtailor.containers.safetensors import (
     INDEX,
@@ -51,8 +50,8 @@ from llmtailor.loaders.files import (
     PARTIAL_MANIFEST,
     TRAINER_STATE,
     is_accelerates,
+    is_of_states,
     is_rng_file,
-    is_shard_name,
     is_tokenizer_file,
     is_trainers_file,
     is_weight_file,
@@ -96,7 +95,7 @@ def lay_out_trainer_files(
 
     def is_left(path: str) -> bool:
         is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
-        is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path)
+        is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path) or is_of_states(path)
         is_others = not is_same_client and (is_accelerates(path) or (base.client == TRAINER and is_trainers_file(path)))
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
@@ -184,14 +183,6 @@ def _config_with_dtype(root: Path, dtype: str) -> FileLayout:
 
 LR_SCHEDULER = "lr_scheduler"
 _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
-
-
-def of_others(base: CheckpointIndex) -> frozenset[str]:
-    """Return the files in the root of an FSDP, DCP or universal checkpoint, or of a tag folder, that other formats
-    don't have."""
-    names = (METADATA, "optimizer.bin", "latest_universal")
-    there = (*base.files, *base.inside)
-    return frozenset(path for path in there if path in names or DATA_FILE.fullmatch(path) or is_shard_name(path))
 
 
 def _others(base: CheckpointIndex) -> Mapping[str, DcpEntry]:

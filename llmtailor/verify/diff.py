@@ -26,7 +26,7 @@ from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.engine.streams import cannot_read
 from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
-from llmtailor.loaders.files import CONFIG, TRAINER_STATE, is_copied_unread, is_rng_file, is_tokenizer_file
+from llmtailor.loaders.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
 from llmtailor.model.parts import ModelStructure, condense, layer_of, nearest
 from llmtailor.model.roles import place_of
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
@@ -245,7 +245,7 @@ def _digest(root: Path, name: str, content: Iterable[Piece]) -> str:
 
 
 def _is_beside(path: str) -> bool:
-    return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or is_copied_unread(path)
+    return path in (CONFIG, "generation_config.json") or is_tokenizer_file(path) or holds(path, Holds.OBJECTS)
 
 
 def _file(path: str, a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from helpers.checkpoints import make
+from llmtailor.loaders.files import is_tokenizer_file
 from llmtailor.loaders.known_files import survey_contents
 
 
@@ -31,6 +32,7 @@ def test_all_names_of_the_installed_tokenizers_are_known(checkpoint: Path) -> No
                 assert isinstance(node.value, ast.Dict)
                 names |= {value.value for value in node.value.values if isinstance(value, ast.Constant)}
     assert len(names) > 20
+    assert [name for name in names if not is_tokenizer_file(name)] == ["preprocessor_config.json"]
     for name in names:
         (checkpoint / name).write_text("{}")
     assert unknown(checkpoint) == []

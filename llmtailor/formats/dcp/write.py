@@ -32,21 +32,19 @@ from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
 from llmtailor.formats.plain.write import check as check_masters
 from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights, step_node
-from llmtailor.loaders.files import ADAPTER_CONFIG, OPTIMIZER, SCALER, TRAINER_STATE, is_rng_file
+from llmtailor.loaders.files import ADAPTER_CONFIG, ENGINE_FILES, SCALER, TRAINER_STATE, is_rng_file
 from llmtailor.loaders.write import (
     LR_SCHEDULER,
     Wanted,
     first_rates,
     lay_out_trainer_files,
     made_client_files,
-    of_others,
     scheduler_tree,
 )
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
 
 _STYLES = {FSDP: DcpStyle("model", "optimizer"), DCP: DcpStyle("model", "optim")}
 """Of a base that has none of its own"""
-_NOT_HERE = {OPTIMIZER, SCALER, "latest", "zero_to_fp32.py", "zero_to_torch.py"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +76,8 @@ class DcpWriter:
         base, wanted = target.base, target.wanted
         made, notices = made_client_files(base, wanted)
         dtype = "F32" if base.has_masters else None
-        leave_out = _NOT_HERE | of_others(base)
         laid_out = [*made, *(target.whole() if target.style.form == WHOLE else target.folders())]
-        layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, leave_out, has_weights=True)
+        layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, {SCALER, *ENGINE_FILES}, has_weights=True)
         return layouts, [*notices, *target.notices()]
 
     def _lay_out_bare(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:

@@ -34,10 +34,19 @@ from llmtailor.formats.plain.write import optimizer_tree
 from llmtailor.formats.zero.files import describe_shards, optim_name
 from llmtailor.formats.zero.rank_files import make_shards
 from llmtailor.formats.zero.rank_trees import ZeroTarget, slice_of
-from llmtailor.loaders.files import CARD, LATEST, PARTIAL_MANIFEST, SCALER, is_rng_file, is_weight_file, rng_file
+from llmtailor.loaders.files import (
+    CARD,
+    LATEST,
+    PARTIAL_MANIFEST,
+    SCALER,
+    is_of_states,
+    is_rng_file,
+    is_weight_file,
+    rng_file,
+)
 from llmtailor.loaders.loader import client_of
 from llmtailor.loaders.read import read_config
-from llmtailor.loaders.write import carry, of_others
+from llmtailor.loaders.write import carry
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
@@ -238,8 +247,9 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:
     client = client_of(index)
-    made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER, *of_others(index)}
-    return "/" not in path and path not in made and not is_weight_file(path) and not is_rng_file(path)
+    made = {LATEST, CARD, PARTIAL_MANIFEST, client.optimizer, client.scheduler, SCALER}
+    is_ours = path in made or is_of_states(path) or is_weight_file(path) or is_rng_file(path)
+    return "/" not in path and not is_ours
 
 
 def _add_fragments(

@@ -26,13 +26,12 @@ from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import MismatchError, PathIn, Problem, SourceError, UnsupportedCheckpoint
 from llmtailor.formats.plain.read import BUFFERS_KEY, TIED_KEY
 from llmtailor.formats.weights import adapter_file, new_weights
-from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, SCHEDULER
+from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG, ENGINE_FILES, SCHEDULER
 from llmtailor.loaders.loader import CLIENTS
-from llmtailor.loaders.write import Wanted, lay_out_trainer_files, made_client_files, of_others
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, made_client_files
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 
 _NOT_OF_THE_OPTIMIZER = {WEIGHT, MASTER, FROZEN, MODULE, BUFFER}
-_DEEPSPEED_FILES = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
 
 
 def check(dtype: str | None, allow_split: bool) -> None:
@@ -68,8 +67,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     optimizer = lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
     made = [optimizer, *weights, *beside]
     dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the master weights
-    leave_out = _DEEPSPEED_FILES | of_others(base)
-    return lay_out_trainer_files(base, wanted, made, dtype, leave_out, has_weights=True), notices
+    return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices
 
 
 def _check_base(base: CheckpointIndex, client: str) -> None:

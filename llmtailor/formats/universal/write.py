@@ -21,11 +21,10 @@ from llmtailor.formats.zero.files import UNIVERSAL, model_name
 from llmtailor.formats.zero.rank_files import RankFiles, model_states
 from llmtailor.formats.zero.rank_trees import ZeroTarget, step_node
 from llmtailor.formats.zero.write import lay_out_engine
-from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL
+from llmtailor.loaders.files import ENGINE_FILES, LATEST_UNIVERSAL
 from llmtailor.loaders.write import Wanted
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, State
 
-_NOT_HERE = {LATEST, "zero_to_fp32.py", "zero_to_torch.py"}
 _PARAMS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
 _MAX_NAME_BYTES = 255
 
@@ -41,7 +40,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     """
     _check_base(base)
     layouts, notices = lay_out_engine(base, wanted, _lay_out_states)
-    return [one for one in layouts if one.path not in _NOT_HERE], [*notices, *_losses(base, wanted.layout)]
+    return [one for one in layouts if one.path not in ENGINE_FILES], [*notices, *_losses(base, wanted.layout)]
 
 
 def _check_base(base: CheckpointIndex) -> None:

@@ -24,13 +24,12 @@ from llmtailor.formats.weights import lay_out_missing_weights
 from llmtailor.formats.zero.engine_state import new_engine
 from llmtailor.formats.zero.rank_files import RankFiles
 from llmtailor.formats.zero.rank_trees import ZeroTarget
-from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, OPTIMIZER, SCALER
+from llmtailor.loaders.files import ADAPTER_CONFIG, LATEST, SCALER
 from llmtailor.loaders.scheduler import regroup_scheduler
 from llmtailor.loaders.write import (
     Wanted,
     lay_out_trainer_files,
     made_client_files,
-    of_others,
     params_on_disk,
     scheduler_for,
 )
@@ -54,10 +53,10 @@ def lay_out_engine(
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
     if base.has_masters:
-        precision, dtype, leave_out = base.precision, wanted.dtype, of_others(base)
+        precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
     else:
         precision = dtype = wanted.dtype or base.precision
-        leave_out = frozenset((OPTIMIZER, SCALER, LATEST)) | of_others(base)
+        leave_out = frozenset((SCALER, LATEST))
         _check_plain_base(base, precision)
     target, train = ZeroTarget.of(base, wanted.layout, precision, wanted.client), base.train
     if not train.optim:
