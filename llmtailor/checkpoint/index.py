@@ -129,6 +129,90 @@ class TensorEntry:
         return count(self.runs) == self.numel if isinstance(self.place, Bundled) and self.place.ends else self.is_here
 
 
+PLAIN, BF16_OPTIMIZER, ELASTIC = "plain", "bf16_optimizer", "elastic"
+"""Variants; the others are special forms of ZeRO-1/2"""
+FILES, PARTIAL = "files", "partial"
+"""Containers: the framework's own files, or those of llmtailor's saves"""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What kind of checkpoint it is."""
+
+    framework: str
+    """The family of formats that the full checkpoints of its run have"""
+    stage: int = 0
+    """ZeRO stage, of a universal checkpoint that of the run that saved it; 0 without DeepSpeed"""
+    variant: str = PLAIN
+    container: str = FILES
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the training-side saver wrote it, with or without every part."""
+        return self.container == PARTIAL
+
+    @property
+    def family(self) -> str:
+        """The family of its files; a partial checkpoint has the object trees of ZeRO's or of the Trainer's."""
+        if not self.is_partial:
+            return self.framework
+        return DEEPSPEED if self.stage else TRAINER
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are masters in addition to the weights; see `OptimizerLayout.has_masters`."""
+        return self.stage > 0
+
+    @property
+    def has_buffers_by_rank(self) -> bool:
+        """Whether each rank has saved its own buffers; otherwise there is one copy for all."""
+        return self.stage == 3
+
+    @property
+    def weights_are_whole(self) -> bool:
+        """Whether the optimizer's states and the weights that it updates are not cut over the ranks."""
+        return self.family == TRAINER
+
+    @property
+    def weights_are_states(self) -> bool:
+        """Whether the weight files hold what the optimizer updates, so that the same bytes are listed twice."""
+        return not (self.has_masters or self.is_partial)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFacts:
+    """What only DeepSpeed's checkpoints say."""
+
+    tag: str = ""
+    skipped_steps: int = 0
+    settings: ZeroSettings = field(default_factory=ZeroSettings)
+    module: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """ZeRO-1/2: trainable params and tied names as stored in the model states: the rounded masters, which the first
+    step after a resume uses. Never a source of states, so that the two agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialFacts:
+    """What only partial checkpoints say."""
+
+    inside: frozenset[str] = frozenset()
+    """Stock files, by relative path, whose object trees its bundles hold"""
+    saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
+    """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
+    setback: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Part that it left out -> the step of the part's last save, and by how many steps training falls back with it, as
+    the training estimated; empty if unknown"""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSteps:
+    """Of a composite made by llmtailor: the step that each part comes from, by its manifest."""
+
+    states: Mapping[str, int] = field(default_factory=dict)
+    """The oldest if a part's states are of several"""
+    masters: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
     """Everything known about a checkpoint without reading its tensors."""
@@ -136,18 +220,11 @@ class CheckpointIndex:
     root: Path
     name: str
     """Its name in messages"""
-    format: str
-    """e.g. ``deepspeed-zero3``"""
-    stage: int
-    """ZeRO stage, of a universal checkpoint that of the run that saved it; 0 without DeepSpeed"""
+    form: Form
     world_size: int
     global_step: int
-    skipped_steps: int
-    tag: str
     precision: str
     """Of the weights in training: ``BF16``, ``F16`` or ``F32``"""
-    optimizer: str
-    """The optimizer, as far as the checkpoint names it, e.g. ``AdamW (torch)``."""
     params: Mapping[str, Param]
     tied: Mapping[str, str]
     """Tied name -> the name that its values are stored under"""
@@ -156,107 +233,70 @@ class CheckpointIndex:
     safetensors file, which may differ from the params' (transformers fuses the experts of a MoE in memory only)."""
     groups: tuple[ParamGroup, ...]
     sub_groups: tuple[SubGroup, ...]
-    settings: ZeroSettings
-    variant: str
-    """``plain``; ``bf16_optimizer`` or ``elastic`` for two special forms of ZeRO-1/2"""
     files: Mapping[str, FileFact]
     """Every regular file below root that belongs to the checkpoint, by relative path."""
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
     """What is unusual, or prevents a stock resume, but does not prevent reading the states."""
-    part_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of a composite made by llmtailor: the step that each part comes from, by its manifest; the oldest if its states
-    are of several."""
-    master_steps: Mapping[str, int] = field(default_factory=dict)
-    """Of such a composite: the step that the masters of each part come from"""
-    module: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """ZeRO-1/2: trainable params and tied names as stored in the model states: the rounded masters, which the first
-    step after a resume uses. Never a source of states, so that the two agree."""
-    inside: frozenset[str] = frozenset()
-    """Stock files, by relative path, whose object trees a partial checkpoint holds in its bundles."""
-
     unreadable: frozenset[str] = frozenset()
     """Files with states that are missing, damaged or from another save than the others. Only ``salvage`` uses such an
     index. Placements still refer to these files: the element ranges are right, the bytes are not valid."""
-    saved_as: Mapping[str, tuple[SavedAs, ...]] | None = None
-    """Param -> the tensors that the run would save it as, if the checkpoint records it without holding weights."""
-    setback: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Of a partial checkpoint: part that it left out -> the step of the part's last save, and by how many steps
-    training falls back with it, as the training estimated; empty if unknown"""
-    trained_with: str | None = None
-    """The family of formats that the run's own checkpoints have, if this partial one says so"""
     client: str = TRAINER
     """Whose loader resumes from it, see `loaders.loader`: ``trainer``, ``accelerate``, ``lightning``, ``deepspeed``
     for an engine in a loop, or ``dcp``"""
     train: TrainState = field(default_factory=TrainState)
+    zero: ZeroFacts = field(default_factory=ZeroFacts)
+    partial: PartialFacts = field(default_factory=PartialFacts)
+    composite: PartSteps = field(default_factory=PartSteps)
 
     def step_of(self, part: str) -> int:
         """Return the step at which its state of a part was saved; of a layer of several steps the oldest."""
-        return step_of(self.part_steps, part, self.global_step)
+        return step_of(self.composite.states, part, self.global_step)
 
     def master_step_of(self, part: str) -> int:
         """Return the step at which its masters of a part were saved, which may be newer than the moments."""
-        return step_of(self.master_steps or self.part_steps, part, self.global_step)
+        return step_of(self.composite.masters or self.composite.states, part, self.global_step)
 
     @property
     def split_layers(self) -> set[str]:
         """The layers of a composite whose experts have steps of their own"""
-        return {layer for part in self.part_steps if (layer := layer_of(part)) != part}
+        return {layer for part in self.composite.states if (layer := layer_of(part)) != part}
 
     @property
-    def family(self) -> str:
-        """The family of its format"""
-        if self.format in (UNIVERSAL, FSDP, DCP):
-            return self.format
-        return DEEPSPEED if self.stage else TRAINER
+    def format(self) -> str:
+        """Its form in one word, e.g. ``deepspeed-zero3``"""
+        name = self.form.family
+        if name == DEEPSPEED:
+            name = f"deepspeed-zero{self.form.stage}"
+        elif name == TRAINER and self.client in (ACCELERATE, LIGHTNING):
+            name = self.client
+        return f"partial-{name}" if self.form.is_partial else name
 
     @property
-    def run_family(self) -> str:
-        """The family of the full checkpoints of its run, also if it is a partial one"""
-        return self.trained_with or self.family
+    def optimizer(self) -> str:
+        """The optimizer, as far as its hyperparameters tell, e.g. ``torch AdamW``"""
+        keys = self.groups[0].hyper.keys() if self.groups else ()
+        if self.form.has_masters and ("bias_correction" in keys or not self.train.step_is_tensor):
+            return "DeepSpeed Adam"
+        return "torch AdamW" if "betas" in keys else "unknown"
 
     @property
     def has_weight_files(self) -> bool:
         """Whether its weights, if it has any, are in files of the whole model."""
-        is_of_weights = self.family in (DEEPSPEED, UNIVERSAL, TRAINER) and self.client != LIGHTNING
-        return not self.is_partial and is_of_weights
-
-    @property
-    def weights_are_whole(self) -> bool:
-        """Whether the optimizer's states and the weights that it updates are not cut over the ranks."""
-        return self.family == TRAINER
+        has_files = self.form.framework in (DEEPSPEED, UNIVERSAL, TRAINER) and self.client != LIGHTNING
+        return has_files and not self.form.is_partial
 
     @property
     def layout(self) -> OptimizerLayout:
-        return OptimizerLayout(self.stage, self.world_size, self.groups, self.sub_groups)
+        return OptimizerLayout(self.form.stage, self.world_size, self.groups, self.sub_groups)
 
     @property
     def group_params(self) -> tuple[tuple[str, ...], ...]:
         """The params of each group, in the optimizer's order."""
         return tuple(group.params for group in self.groups)
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether there are masters in addition to the weights; see `OptimizerLayout.has_masters`."""
-        return self.layout.has_masters
-
-    @property
-    def has_buffers_by_rank(self) -> bool:
-        """Whether each rank has saved its own buffers; otherwise there is one copy for all."""
-        return self.stage == 3
-
-    @property
-    def weights_are_states(self) -> bool:
-        """Whether the weight files hold what the optimizer updates, so that the same bytes are listed twice."""
-        return not (self.has_masters or self.is_partial)
-
     def offers(self, path: str) -> bool:
         """Whether the stock file exists, by itself or inside a bundle."""
-        return path in self.files or path in self.inside
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the training-side saver wrote it, with or without every part."""
-        return bool(self.inside)
+        return path in self.files or path in self.partial.inside
 
     def holding(self, state: State, dtype: str) -> TensorEntry:
         """Return the entry that supplies a state in a dtype.
@@ -280,11 +320,11 @@ class CheckpointIndex:
 
         Of a layer whose experts were compared one by one, the sum. None if the save did not compare with that state.
         """
-        if not self.setback:
+        if not self.partial.setback:
             return None
-        is_layer = layer_of(part) == part and part not in self.setback
-        shares = [one for one in self.setback if layer_of(one) == part] if is_layer else [part]
-        found = [self.setback[share] for share in shares if share in self.setback]
+        is_layer = layer_of(part) == part and part not in self.partial.setback
+        shares = [one for one in self.partial.setback if layer_of(one) == part] if is_layer else [part]
+        found = [self.partial.setback[share] for share in shares if share in self.partial.setback]
         if not found:
             return 0.0 if step == self.global_step else None
         return math.fsum(steps for _, steps in found) if all(at == step for at, _ in found) else None
@@ -299,12 +339,14 @@ class Survey:
     """A checkpoint as far as it can be read, damaged or not."""
 
     index: CheckpointIndex | None
-    """None if damage hides where the states are stored. Placements may refer to files in ``unreadable``: the element
-    ranges are right, the bytes are not valid."""
+    """None if damage hides where the states are stored"""
     problems: Problems
     """All reasons to refuse the checkpoint as a source"""
-    unreadable: frozenset[str] = frozenset()
-    """Files with states that are missing, damaged or from another save than the others"""
+
+    @property
+    def unreadable(self) -> frozenset[str]:
+        """Files with states that are missing, damaged or from another save than the others, if there is an index"""
+        return self.index.unreadable if self.index else frozenset()
 
     def sound_index(self) -> CheckpointIndex:
         """Return the index if there are no problems; raise them otherwise."""

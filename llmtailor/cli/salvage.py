@@ -80,7 +80,7 @@ def salvage(
     composition = salvage.composition
     resume_from = composition.out if composition else salvage.base.index.root
     resume_from = replacement.target if replacement else resume_from
-    resume_from = Path(client_of(salvage.base.index).takes(str(resume_from), salvage.base.index.stage))
+    resume_from = Path(client_of(salvage.base.index).takes(str(resume_from), salvage.base.index.form.stage))
     is_written = composition is not None and not salvage.is_written and not dry_run
     if as_json and not is_written:
         print_json(to_json(salvage, resume_from))
@@ -150,8 +150,8 @@ def _say_how_to_resume(
     if base.client == TRAINER:
         how = f"--resume_from_checkpoint {name}"
         how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would pick {newest}"
-    elif base.client == DEEPSPEED and resume_from.name == base.tag:
-        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.tag}")'
+    elif base.client == DEEPSPEED and resume_from.name == base.zero.tag:
+        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.zero.tag}")'
     else:
         how = client_of(base).call.format(name)
     click.echo(f"{'' if is_done else 'then '}resume with {how}", err=as_json)

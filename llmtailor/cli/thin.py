@@ -172,7 +172,7 @@ def _thinning(plan: ThinPlan) -> dict[str, Any]:
             {
                 "path": action.checkpoint.path,
                 "step": action.checkpoint.step,
-                "is": f"{'composite, ' if index.part_steps else ''}{index.format} on {index.world_size} rank"
+                "is": f"{'composite, ' if index.composite.states else ''}{index.format} on {index.world_size} rank"
                 + "s" * (index.world_size > 1),
                 "becomes": action.becomes,
                 "why": action.why,

@@ -42,7 +42,7 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
         found.append(Problem(index.name, what, fix))
 
     # without separate masters, the precision is that of the masters, which is compared below
-    if index.has_masters == base.has_masters and index.precision != base.precision:
+    if index.form.has_masters == base.form.has_masters and index.precision != base.precision:
         differ(f"it was trained in {index.precision}, the base in {base.precision}")
     if lacking := [name for name in base.params if name not in index.params]:
         differ(f"it lacks {some(lacking)} of the base {base.name}")
@@ -65,7 +65,7 @@ def differences(index: CheckpointIndex, base: CheckpointIndex, any_groups: bool 
     if found:
         return found
     # weights can be made from masters; with masters, frozen params are in the run's precision, without in the masters'
-    left_out = (WEIGHT,) if index.has_masters == base.has_masters else (WEIGHT, FROZEN)
+    left_out = (WEIGHT,) if index.form.has_masters == base.form.has_masters else (WEIGHT, FROZEN)
     mine, theirs = (
         {state: held for state, held in each.held.items() if state.kind not in left_out} for each in (index, base)
     )

@@ -153,9 +153,10 @@ class Composition:
         """Whether the output would be a copy of its base."""
         base, told = self.indexes[self.base], self.options
         wanted = (self.target.world_size, self.target.stage, self.family, self.client)
-        changed = wanted != (base.world_size, base.stage, base.family, base.client)
+        changed = wanted != (base.world_size, base.form.stage, base.form.family, base.client)
         one_source = all(row.source == base.name for row in self.report.parts)
-        return one_source and not base.is_partial and not changed and told.groups == "keep" and not self.recipe.dtype
+        is_same = not (changed or base.form.is_partial or self.recipe.dtype)
+        return one_source and is_same and told.groups == "keep"
 
 
 def plan_merge(
@@ -191,7 +192,7 @@ def plan_merge(
         problems, lambda: _check_target(out, [*read, *(index.root for index in indexes)], options)
     )
     family, stage = choose_format(reference, options.to, options.stage)
-    is_universal, told = UNIVERSAL in (family, reference.family), (family, options.to, options.layout)
+    is_universal, told = UNIVERSAL in (family, reference.form.family), (family, options.to, options.layout)
     client = _attempt(problems, lambda: choose_client(reference, *told)) or reference.client
     _attempt(problems, lambda: _check_base(reference, client))
     _attempt(problems, lambda: check_fit(indexes, base, options.groups != "keep"))
@@ -219,11 +220,12 @@ def plan_merge(
 
     number_of = {index.root: number for number, index in enumerate(indexes)}
     sources = number_sources(choice, indexes, base, opened.number_cuts(number_of, reference.tied) if opened else {})
+    settings = reference.zero.settings
     target = lay_out_optimizer(
         reference.layout,
         {name: param.numel for name, param in reference.params.items()},
         # a universal checkpoint has no sub-groups
-        replace(reference.settings, sub_group_size=sys.maxsize) if family == UNIVERSAL else reference.settings,
+        replace(settings, sub_group_size=sys.maxsize) if family == UNIVERSAL else settings,
         reference.precision,
         # without random states, nothing in the plain Trainer's format is of a rank
         world_size=1 if family == TRAINER and not _has_rng(reference) else options.world_size,
@@ -288,7 +290,7 @@ def _check_target(out: Path, sources: list[Path], options: Options) -> Entries |
 
 
 def _default_out(base: CheckpointIndex) -> Path:
-    if base.is_partial and base.root.parent.name == PARTIAL_FOLDER:
+    if base.form.is_partial and base.root.parent.name == PARTIAL_FOLDER:
         return output_in(base.root.parent.parent, base.global_step)
     return base.root.with_name(base.root.name + "-merged")
 
@@ -325,11 +327,11 @@ def _attempt(problems: Problems, call: Callable[[], Any]) -> Any:
 
 
 def _has_rng(base: CheckpointIndex) -> bool:
-    return any(is_rng_file(path) for path in (*base.files, *base.inside))
+    return any(is_rng_file(path) for path in (*base.files, *base.partial.inside))
 
 
 def _check_base(base: CheckpointIndex, target: str) -> None:
-    if base.variant == "elastic":
+    if base.form.variant == "elastic":
         raise UnsupportedCheckpoint.at(
             base.name,
             "an elastic checkpoint holds no hyperparameters, so it can supply states but can't be the base",

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, PartSteps, Survey
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
@@ -83,10 +83,10 @@ def choose_format(base: CheckpointIndex, to: str | None, stage: int | None) -> t
     Raises MismatchError if the options contradict each other.
     """
     if to is None and stage is None:
-        return base.trained_with or base.family, base.stage
+        return base.form.framework, base.form.stage
     family = to or (DEEPSPEED if stage else TRAINER)
     has_stage = family in (DEEPSPEED, UNIVERSAL)
-    chosen = (base.stage or 3 if stage is None else stage) if has_stage else stage or 0
+    chosen = (base.form.stage or 3 if stage is None else stage) if has_stage else stage or 0
     if has_stage != bool(chosen):
         what = f"{family} {'needs a ZeRO stage' if has_stage else 'has no ZeRO stages'}"
         raise MismatchError.at("--stage", what, "leave out --stage or --to")
@@ -127,8 +127,7 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
         about = (survey.index.format, survey.index.global_step, survey.index.world_size, len(survey.index.files))
         logger.info("indexed %s in %s: %s, step %d, %d ranks, %d files", name, watch.lap(), *about)
         findings = (*survey.index.findings, *_links_outside(survey.index))
-        of_parts, of_masters = steps or ({}, {})
-        known = replace(survey.index, part_steps=of_parts, master_steps=of_masters, findings=findings)
+        known = replace(survey.index, composite=PartSteps(*steps or ()), findings=findings)
         return replace(survey, index=known)
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
@@ -140,7 +139,7 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
 def _links_outside(index: CheckpointIndex) -> list[Finding]:
     """Return findings on symbolic links to outside the folder. They are followed: a Hub cache consists of them."""
     inside = index.root.resolve()
-    paths = dict.fromkeys([*index.files, *filter(None, [index.tag])])
+    paths = dict.fromkeys([*index.files, *filter(None, [index.zero.tag])])
     links = [path for path in paths if (index.root / path).is_symlink()]
     outside = [path for path in links if not (index.root / path).resolve().is_relative_to(inside)]
     if not outside:
@@ -196,7 +195,7 @@ def shared_layers(index: CheckpointIndex, structure: ModelStructure) -> set[str]
     """
     layers = index.split_layers
     here: dict[tuple[str, bool], bool] = {}
-    for state, held in index.held.items() if index.is_partial else ():
+    for state, held in index.held.items() if index.form.is_partial else ():
         if state.kind not in (WEIGHT, FROZEN, BUFFER) and held.numel:
             part, key = structure.part_of[state.param], is_moment(state.kind)
             if held.is_here != held.is_whole or here.setdefault((part, key), held.is_here) != held.is_here:

@@ -56,9 +56,9 @@ def new_weights(
 
 
 def _tensors(param: Param, index: CheckpointIndex, naming: Naming) -> Iterable[SavedAs]:
-    if index.saved_as is None:
+    if (saved_as := index.partial.saved_as) is None:
         return on_disk(param, naming)
-    return index.saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is not a separate param
+    return saved_as.get(param.name, (SavedAs(param.name, param.shape),))  # a tied name is not a separate param
 
 
 def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
@@ -66,7 +66,7 @@ def _dtype(param: Param, index: CheckpointIndex, dtype: str | None) -> str:
         held = index.held.get(State(param.name, BUFFER))  # an empty one may not be held
         return held.dtype if held else "F32"
     if dtype or param.role == "trainable":
-        if not (index.has_masters or dtype):  # the weights are the master weights
+        if not (index.form.has_masters or dtype):  # the weights are the master weights
             return index.held[State(param.name, MASTER)].dtype
         return dtype or index.precision
     return index.held[State(param.name, FROZEN)].dtype
@@ -141,8 +141,8 @@ def _new_file(base: CheckpointIndex) -> WeightFile | None:
     None if some of these are not those of the adapter ``default``.
     """
     params = {name: param for name, param in base.params.items() if param.role == "trainable"}
-    if base.saved_as is not None:
-        params = {name: base.params[name] for name, tensors in base.saved_as.items() if tensors}
+    if base.partial.saved_as is not None:
+        params = {name: base.params[name] for name, tensors in base.partial.saved_as.items() if tensors}
     elif any(tensor.name == name for name, param in params.items() for tensor in on_disk(param, NAMING)):
         return None
     files = new_weights(replace(base, params=params), NAMING)
@@ -167,7 +167,7 @@ def lay_out_missing_weights(
         return lay_out_adapter(base, dtype, is_alone)
     config = read_config(base)
     model_type = str(config["model_type"]) if "model_type" in config else None
-    naming = AS_IN_MEMORY if base.saved_as is not None else naming_of(model_type)
+    naming = AS_IN_MEMORY if base.partial.saved_as is not None else naming_of(model_type)
     frozen = [param.name for param in base.params.values() if param.role == "frozen"]
     lost = [name for name in frozen if State(name, FROZEN) not in base.held]
     if naming is not None and not lost:

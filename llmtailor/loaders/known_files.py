@@ -268,7 +268,7 @@ def _is_of_peft(path: Path) -> bool:
 
 def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
     """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
-    if index.is_partial:
+    if index.form.is_partial:
         return path.endswith(".safetensors")
     is_of_states = holds(path, Holds.STATES) or path in (".", client_of(index).optimizer)
-    return "/" in path or is_of_states or (is_weight_file(path) and not index.has_masters)
+    return "/" in path or is_of_states or (is_weight_file(path) and not index.form.has_masters)

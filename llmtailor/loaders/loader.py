@@ -155,10 +155,10 @@ def choose_client(base: CheckpointIndex, family: str, to: str | None, layout: st
         _check_layout(base, family, layout)
         return layout
     if base.client == LIGHTNING:
-        own = (DEEPSPEED, UNIVERSAL) if base.stage else (TRAINER,)
+        own = (DEEPSPEED, UNIVERSAL) if base.form.stage else (TRAINER,)
         if family not in own or to == TRAINER:
             what = "only Lightning resumes from it: its params have the names of a LightningModule"
-            fix = "leave out --to and --stage" if not base.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
+            fix = "leave out --to and --stage" if not base.form.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
             raise MismatchError.at("--stage" if to is None else "--to", f"{base.name}: {what}", fix)
         return LIGHTNING
     if family == DCP:

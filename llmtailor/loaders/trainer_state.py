@@ -215,7 +215,7 @@ def state_lags(
 
     Checkpoints that a training saves after a resume keep this, which tells them from files of several saves.
     """
-    expected = reference.global_step - reference.skipped_steps
+    expected = reference.global_step - reference.zero.skipped_steps
     found = frozenset(int(expected - step) for step in steps)
     lags = found | {0}
     content = _content(layouts, reference)

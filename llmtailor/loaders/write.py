@@ -94,13 +94,13 @@ def lay_out_trainer_files(
     paths = {".", CLIENTS[base.client].optimizer, *(layout.path for layout in made)}
 
     def is_left(path: str) -> bool:
-        is_ours = path in (MANIFEST, CARD) or (base.is_partial and path == PARTIAL_MANIFEST)
+        is_ours = path in (MANIFEST, CARD) or (base.form.is_partial and path == PARTIAL_MANIFEST)
         is_laid_out = path in paths or is_weight_file(path) or is_rng_file(path) or is_of_states(path)
         is_others = not is_same_client and (is_accelerates(path) or (base.client == TRAINER and is_trainers_file(path)))
         return "/" in path or is_ours or is_laid_out or is_others or is_tokenizer_file(path) or path in leave_out
 
     layouts = _lay_out_rng(base, wanted.layout.world_size, wanted.client)
-    layouts += [lay_out_torch_file(path, base.train.trees[path]) for path in base.inside if not is_left(path)]
+    layouts += [lay_out_torch_file(path, base.train.trees[path]) for path in base.partial.inside if not is_left(path)]
     for path, fact in base.files.items():
         if not is_left(path):
             is_cast = path == CONFIG and dtype
@@ -117,10 +117,10 @@ def _lay_out_base_weights(base: CheckpointIndex, stage: int, dtype: str | None) 
     ):  # files that a salvage can't use are not in its index
         return []
     weights = read_weights(base.root, str(base.root))
-    relists = (base.stage == 3) != (stage == 3)
+    relists = (base.form.stage == 3) != (stage == 3)
     if relists:
         weights = list_tied(weights, base.tied, stage < 3)
-    if dtype and base.has_masters:
+    if dtype and base.form.has_masters:
         originals = params_on_disk(base)
         weights = tuple(replace(file, filled_by=originals) for file in weights)
     layouts = [lay_out_weights(file, dtype) for file in weights]
@@ -162,7 +162,7 @@ def _lay_out_rng(base: CheckpointIndex, new: int, client: str) -> list[FileLayou
                 layouts.append(lay_out_torch_file(path, convert(base.train.trees[source])))
         elif source in base.files:
             layouts.append(FileLayout(path, carry(source, base.files[source]).pieces))
-        elif source in base.inside:
+        elif source in base.partial.inside:
             layouts.append(lay_out_torch_file(path, base.train.trees[source]))
     return layouts
 
@@ -255,7 +255,7 @@ def made_client_files(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileL
         if base.client == DCP:
             text = f"its values under {some(lost)} have no counterpart, and are left out"
         notices.append(Problem(base.name, text, "nothing, if the run that resumes does not need them"))
-    if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.inside))):
+    if wanted.client == ACCELERATE and not any(map(is_rng_file, (*base.files, *base.partial.inside))):
         what = "it has no random states; accelerate logs that, and draws other numbers"
         notices.append(Problem(base.name, what, "nothing, if the run that resumes seeds its processes"))
     if wanted.client == TRAINER:

@@ -206,15 +206,15 @@ def kept_files(index: CheckpointIndex) -> list[str]:
 
 def _is_kept(path: str, index: CheckpointIndex) -> bool:
     if "/" in path:
-        return index.family == FSDP and path.startswith(f"{MODEL_FOLDER}/")
-    if index.family == DCP and (path == METADATA or path.endswith(".distcp")):
+        return index.form.family == FSDP and path.startswith(f"{MODEL_FOLDER}/")
+    if index.form.family == DCP and (path == METADATA or path.endswith(".distcp")):
         return False  # its weights are written to other files
     return path not in _OF_A_RESUME and not (is_rng_file(path) or is_accelerates(path) or _SCRIPT.fullmatch(path))
 
 
 def plan_weights(index: CheckpointIndex) -> Plan:
     """Return the plan of the files to be written: none, but for a DCP folder."""
-    if index.family != DCP:
+    if index.form.family != DCP:
         return Plan((), ())
     names = dict.fromkeys([*index.params, *index.tied, *(state.param for state in index.held)], 0)
     return plan_composite(lay_out_model(index), [index], Sources(names), 0)
@@ -505,7 +505,7 @@ def read_facts(
 def _why_untouchable(index: CheckpointIndex) -> str:
     if index.root.is_symlink():
         return "it is a symbolic link"
-    if index.client == LIGHTNING and not index.stage:
+    if index.client == LIGHTNING and not index.form.stage:
         return "Lightning's one file has no partial form"
     contents = survey_contents(index.root)
     lost = [path for path in contents.known if not path.endswith("/") and path not in index.files]

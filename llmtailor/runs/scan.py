@@ -213,7 +213,7 @@ def scan_back(
 
 def ledger_of(index: CheckpointIndex) -> Ledger | None:
     """Return the ledger of a partial checkpoint; None for a full one. Raises SourceError."""
-    if not index.is_partial:
+    if not index.form.is_partial:
         return None
     return RunCheckpoint.from_json(index.root, read_manifest(index.root, index.name).ledger, index.name).ledger
 
@@ -231,10 +231,10 @@ def describe_checkpoint(index: CheckpointIndex, structure: ModelStructure) -> Ru
         step=index.global_step,
         parts=parts,
         resumable=is_resumable,
-        part_steps=index.part_steps,
+        part_steps=index.composite.states,
         ledger=ledger_of(index),
         masters=of_masters,
-        master_steps=index.master_steps,
+        master_steps=index.composite.masters,
     )
 
 

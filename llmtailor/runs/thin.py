@@ -13,6 +13,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]
 _DISK_OR_BUG = f"the disk loses data, or {BUG}"
 _ALIKE = (
-    *("stage", "world_size", "global_step", "skipped_steps", "precision", "optimizer", "params", "tied", "groups"),
-    *("sub_groups", "settings", "variant", "part_steps", "master_steps"),
+    *("form.stage", "form.variant", "world_size", "global_step", "precision", "optimizer", "params", "tied", "groups"),
+    *("sub_groups", "zero.skipped_steps", "zero.settings", "composite"),
 )
 """The index fields that a partial checkpoint shares with the full one it was made from"""
 
@@ -115,8 +116,8 @@ def check_places(
     Together with the checksums of all files, this shows that every state is there, bit for bit. Raises
     VerificationError.
     """
-    differing = [what for what in _ALIKE if _plain(getattr(made, what)) != _plain(getattr(source, what))]
-    wrong = [f"its {what} differs from that of {source.name}" for what in differing]
+    differing = [fact for fact in _ALIKE if _plain(attrgetter(fact)(made)) != _plain(attrgetter(fact)(source))]
+    wrong = [f"its {fact.rpartition('.')[2]} differs from that of {source.name}" for fact in differing]
     trained = {param for group in source.group_params for param in group}
     for state, held in source.held.items():
         if state.kind == WEIGHT:

@@ -80,12 +80,14 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
         found = read_everything(index, index.unreadable, manifest, on_progress)
         findings += [finding for finding in found.findings if finding.severity != NOTE]
         damage = _sort(findings, index, is_deep=True)
-        if damage[_FATAL] and index.is_partial:  # the checksum of a rank shard doesn't show which states are damaged
+        if (
+            damage[_FATAL] and index.form.is_partial
+        ):  # the checksum of a rank shard doesn't show which states are damaged
             raise SourceError(damage[_FATAL])
         lost = _trusting_checksums(index, found)
         findings += found.values
     dropped = {finding.path for finding in damage[_DROPPED] if finding.path}
-    weights_lost = index.has_masters and bool(damage[_WEIGHTS] or any(state.kind == WEIGHT for state in lost))
+    weights_lost = index.form.has_masters and bool(damage[_WEIGHTS] or any(state.kind == WEIGHT for state in lost))
     problems = tuple(dict.fromkeys(finding.problem for finding in findings))
     damaged_files = {one.path for one in problems}.intersection(index.files)
     return Holder(
@@ -93,7 +95,7 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
         lost={
             state: runs
             for state, runs in lost.items()
-            if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters)
+            if state.kind != MODULE and not (state.kind == WEIGHT and index.form.has_masters)
         },
         is_whole=not (lost or damaged_files or any(finding.severity == ERROR for finding in findings)),
         unfit=tuple(damage[_UNFIT]),
@@ -117,7 +119,7 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
                 found[_UNFIT].append(finding)
         elif path in index.unreadable or (is_deep and ("/" in path or is_shard_name(path))):
             continue  # the damaged elements are listed separately
-        elif is_weight_file(path) and not index.is_partial:  # those hold masters and moments, not weights
+        elif is_weight_file(path) and not index.form.is_partial:  # those hold masters and moments, not weights
             found[_WEIGHTS].append(finding)
         elif path == LATEST or is_rng_file(path):
             found[_DROPPED].append(finding)
@@ -132,7 +134,7 @@ def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = F
 
 def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: bool) -> CheckpointIndex:
     # the safetensors files of a partial checkpoint hold masters, moments and frozen params
-    weights_lost = weights_lost and not index.is_partial
+    weights_lost = weights_lost and not index.form.is_partial
     files = {path: fact for path, fact in index.files.items() if path not in dropped}
     if weights_lost:
         files = {path: fact for path, fact in files.items() if not is_weight_file(path)}
@@ -158,7 +160,7 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
         return any(record.start <= extent.start and extent.stop <= record.stop for record in records)
 
     def is_trusted(state: State, runs: Runs) -> bool:
-        if not index.has_masters or state.kind not in (MASTER, FROZEN):
+        if not index.form.has_masters or state.kind not in (MASTER, FROZEN):
             return False
         place = index.held[state].place
         return all(is_right(fragment.extent) for begin, end in runs for fragment in place.cover(begin, end))
@@ -236,7 +238,7 @@ def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool
         shares = {}
         if whole is not None:
             shares = {whole: sum(reference.held[of_param[0]].numel for of_param in states.values())}
-        may_mix = fragments and not reference.weights_are_whole and whole != 0
+        may_mix = fragments and not reference.form.weights_are_whole and whole != 0
         mixed = _mix(states, holders) if may_mix else None
         if mixed is not None:
             shares, more = mixed
@@ -296,7 +298,7 @@ def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[s
     """Return the required states by part and param. Under ZeRO the weights are the rounded masters."""
     found: dict[str, dict[str, list[State]]] = {}
     for state in index.held:
-        if state.param in index.params and not (state.kind == WEIGHT and index.has_masters):
+        if state.param in index.params and not (state.kind == WEIGHT and index.form.has_masters):
             found.setdefault(structure.part_of[state.param], {}).setdefault(state.param, []).append(state)
     return found
 

@@ -107,7 +107,7 @@ def plan_salvage(
     if not fragments and deeper.cuts and deeper.is_complete:
         salvage = replace(salvage, deeper=deeper)
     base = salvage.base
-    if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.is_partial:
+    if salvage.choice.used != (salvage.choice.base,) or not base.is_whole or base.index.form.is_partial:
         salvage = replace(
             salvage, composition=_plan(salvage, out, Options(replace=replace_out or in_place, clone=clone))
         )
@@ -193,7 +193,7 @@ def _no_composite(salvage: Salvage) -> SourceError:
 def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     choice, base = salvage.choice, salvage.base
     used = {number: salvage.holders[number] for number in choice.used}
-    if base.index.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
+    if base.index.form.has_masters and (choice.cuts or any(holder.weights_lost for holder in used.values())):
         used = {number: without_weights(holder) for number, holder in used.items()}
     checkpoints = {number: RunCheckpoint(holder.index.root, holder.step, None) for number, holder in used.items()}
     assignment = Assignment(

@@ -59,7 +59,7 @@ def plan_replacement(salvage: Salvage) -> Replacement:
         if name.exists():
             fix = "move it away, or omit --replace and name the output when you resume"
             raise TargetError.at(name, "the name is taken by an earlier --replace", fix)
-    tag = base.index.tag
+    tag = base.index.zero.tag
     latest = _point_at(base.index, run, tag if target.name == tag else f"{target.name}/{tag}")
     return Replacement(target if composition is None else composition.out, target, aside, latest)
 

@@ -6,9 +6,10 @@ import hashlib
 import math
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -59,8 +60,8 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
 
     Raises SourceError if a file can't be read.
     """
-    yield from _stored(a, b)
-    yield from _counters(a, b)
+    yield from _facts(a, b, ("format", "world_size", "form.stage"), matters=False)
+    yield from _facts(a, b, ("global_step", "zero.skipped_steps", "precision"), matters=True)
     yield from _params(a, b, structure)
     yield from _held(a, b, structure)
     yield from _optimizer(a, b, structure)
@@ -78,18 +79,11 @@ def compare_training(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStr
         yield from _file(path, a, b)
 
 
-def _stored(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
-    for what in ("format", "world_size", "stage"):
-        one, two = getattr(a, what), getattr(b, what)
+def _facts(a: CheckpointIndex, b: CheckpointIndex, facts: Sequence[str], *, matters: bool) -> Iterator[Difference]:
+    for fact in facts:
+        one, two = attrgetter(fact)(a), attrgetter(fact)(b)
         if one != two:
-            yield Difference(what.replace("_", " "), str(one), str(two), matters=False)
-
-
-def _counters(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[Difference]:
-    for what in ("global_step", "skipped_steps", "precision"):
-        one, two = getattr(a, what), getattr(b, what)
-        if one != two:
-            yield Difference(what.replace("_", " "), str(one), str(two))
+            yield Difference(fact.rpartition(".")[2].replace("_", " "), str(one), str(two), matters=matters)
 
 
 def _params(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> Iterator[Difference]:
@@ -127,7 +121,7 @@ def _held(a: CheckpointIndex, b: CheckpointIndex, structure: ModelStructure) -> 
 def _is_made(index: CheckpointIndex, kind: str, name: str) -> bool:
     """Whether a checkpoint needs no such state of a param: weights are made of masters, or are the masters."""
     if kind == MASTER:
-        return index.weights_are_states
+        return index.form.weights_are_states
     originals = (index.held.get(State(name, other)) for other in (MASTER, FROZEN, BUFFER))
     return kind == WEIGHT and any(held is not None and held.is_here for held in originals)
 
@@ -523,7 +517,7 @@ def _structure_of_both(a: CheckpointIndex, b: CheckpointIndex) -> ModelStructure
 
 def _common(a: CheckpointIndex, b: CheckpointIndex) -> Iterator[State]:
     """Yield the states that both hold. Without DeepSpeed, masters are the weights and not listed again."""
-    left_out = {MASTER, FROZEN, BUFFER} if a.weights_are_states and b.weights_are_states else set[str]()
+    left_out = {MASTER, FROZEN, BUFFER} if a.form.weights_are_states and b.form.weights_are_states else set[str]()
     for state, one in a.held.items():
         two = b.held.get(state)
         if two is None or not (one.is_here and two.is_here) or state.kind in left_out:

@@ -95,7 +95,7 @@ def describe(index: CheckpointIndex) -> Inspection:
     steps, pieces_of = index.steps(), structure.pieces_of
     by_kind: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for state, held in index.held.items():
-        if not held.is_here or (index.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
+        if not held.is_here or (index.form.weights_are_states and state.kind in (MASTER, FROZEN, BUFFER)):
             continue  # without DeepSpeed these are the same bytes as the weight
         if state.param not in pieces_of:
             by_kind[structure.part_of[state.param]][state.kind] += held.num_bytes
@@ -108,12 +108,12 @@ def describe(index: CheckpointIndex) -> Inspection:
         "schema": "llmtailor.inspect/1",
         "name": index.name,
         "format": index.format,
-        "zero_stage": index.stage,
+        "zero_stage": index.form.stage,
         "world_size": index.world_size,
         "global_step": index.global_step,
-        "skipped_steps": index.skipped_steps,
+        "skipped_steps": index.zero.skipped_steps,
         "client": index.client,
-        "tag": index.tag,
+        "tag": index.zero.tag,
         "precision": index.precision,
         "weights_dtype": sorted({held.dtype for state, held in index.held.items() if state.kind == WEIGHT}),
         "optimizer": index.optimizer,

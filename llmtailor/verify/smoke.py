@@ -47,7 +47,7 @@ def compare(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], log: s
     ``log`` is the end of the ranks' output.
     """
     problems = [result["problem"] for result in results if result["problem"]]
-    if problems or len(results) < (index.world_size if index.stage else 1):
+    if problems or len(results) < (index.world_size if index.form.stage else 1):
         last = log.splitlines()[-1:] or ["no output"]
         what = f"a stock resume fails: {problems[0] if problems else f'a rank died or hung ({last[0]})'}"
         return [Finding(index.name, what, _FIX, Code.RESUME_FAILS, ERROR)]
@@ -62,8 +62,8 @@ def _states(index: CheckpointIndex, results: Sequence[Mapping[str, Any]], files:
     for fragment in (fragment for result in results for fragment in result["fragments"]):
         state, begin, end = State(fragment["param"], fragment["kind"]), fragment["begin"], fragment["end"]
         counted[state] += end - begin
-        source = State(state.param, MASTER) if state.kind == MODULE and index.stage == 3 else state
-        is_held = source.param in index.module if source.kind == MODULE else source in index.held
+        source = State(state.param, MASTER) if state.kind == MODULE and index.form.stage == 3 else state
+        is_held = source.param in index.zero.module if source.kind == MODULE else source in index.held
         dtype = _DTYPES.get(fragment["dtype"], "")
         if not is_held or _checksum(index, files, source, begin, end, dtype) != fragment["crc"]:
             wrong.setdefault(state.kind, {})[state.param] = None
@@ -83,7 +83,7 @@ def _others(index: CheckpointIndex, results: Sequence[Mapping[str, Any]]) -> Ite
         if result["steps"] != steps:
             yield f"Adam's steps on rank {rank} are {result['steps']}, but {steps} in the files"
     result = results[0]
-    for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.skipped_steps)):
+    for key, expected in (("global_steps", index.global_step), ("skipped_steps", index.zero.skipped_steps)):
         if result.get(key, expected) != expected:
             yield f"{key} is {result[key]}, but {expected} in the files"
     if result["scheduler"]:
@@ -129,7 +129,7 @@ def resume_smoke(index: CheckpointIndex) -> list[Finding]:
     """
     check_possible(index)
     with tempfile.TemporaryDirectory(prefix="llmtailor-") as folder:
-        results, log = _run(make_task(index, folder), index.world_size if index.stage else 1, Path(folder))
+        results, log = _run(make_task(index, folder), index.world_size if index.form.stage else 1, Path(folder))
     if refusal := next((result["refusal"] for result in results if result["refusal"]), None):
         raise UsageError.at("--resume-smoke", refusal, "verify without it, or resume with the script that trained")
     return compare(index, results, log)
@@ -149,7 +149,7 @@ def _checksum(index: CheckpointIndex, files: Files, state: State, begin: int, en
 def needed_bytes(index: CheckpointIndex) -> int:
     """Return an estimate of the ranks' total memory."""
     numel = sum(param.numel for param in index.params.values())
-    ranks = index.world_size if index.stage else 1
+    ranks = index.world_size if index.form.stage else 1
     # a rank builds the model in fp32, and also has it in the run's precision; masters and moments exist twice: in the
     # engine and as loaded
     return ranks * (PROCESS_BYTES + 6 * numel) + 2 * 12 * numel
@@ -157,7 +157,7 @@ def needed_bytes(index: CheckpointIndex) -> int:
 
 def check_possible(index: CheckpointIndex) -> None:
     """Raise UsageError with everything that prevents a trial resume here."""
-    wanted = ("torch", "transformers", "accelerate", *(("deepspeed",) if index.stage else ()))
+    wanted = ("torch", "transformers", "accelerate", *(("deepspeed",) if index.form.stage else ()))
     lacking = [name for name in wanted if importlib.util.find_spec(name) is None]
     dtypes = {held.dtype for state, held in index.held.items() if state.kind == MASTER}
     needed, free = needed_bytes(index), _available_bytes()
@@ -165,16 +165,16 @@ def check_possible(index: CheckpointIndex) -> None:
     if lacking:
         what = f"it needs {', '.join(lacking)}, which is not installed"
         problems.append((what, "pip install 'llmtailor[train]', or verify without it"))
-    if index.family in (UNIVERSAL, FSDP, DCP) or (index.client == ACCELERATE and not index.stage):
+    if index.form.family in (UNIVERSAL, FSDP, DCP) or (index.client == ACCELERATE and not index.form.stage):
         what = "a trial resume is made with ZeRO checkpoints and the plain Trainer's only"
         problems.append((what, "verify with --deep, or resume with the script that trained"))
     elif CONFIG not in index.files:  # as in every checkpoint of an adapter
         what = f"{CONFIG}, which describes the model, is missing"
         problems.append((what, "verify with --deep, or resume with the script that trained"))
-    if index.stage and index.world_size > MAX_RANKS:
+    if index.form.stage and index.world_size > MAX_RANKS:
         what = f"the checkpoint is for {index.world_size} ranks, but at most {MAX_RANKS} processes are started"
         problems.append((what, f"llmtailor convert {index.root} OUT --num-gpu {MAX_RANKS}, then try OUT"))
-    if index.stage and dtypes != {"F32"}:
+    if index.form.stage and dtypes != {"F32"}:
         what = f"the masters are {', '.join(sorted(dtypes))}; only fp32 masters are supported"
         problems.append((what, "verify without it"))
     if needed > free:
@@ -197,14 +197,14 @@ def make_task(index: CheckpointIndex, folder: str) -> dict[str, Any]:
     return {
         "root": str(index.root.absolute()),
         "folder": folder,
-        "stage": index.stage,
+        "stage": index.form.stage,
         "precision": index.precision,
         "frozen": [param.name for param in index.params.values() if param.role == "frozen"],
         "groups": [
             {"params": list(group.params), "hyper": {key: group.hyper[key] for key in _ADAMW if key in group.hyper}}
             for group in index.groups
         ],
-        **(_deepspeed_task(index) if index.stage else {}),
+        **(_deepspeed_task(index) if index.form.stage else {}),
     }
 
 
@@ -212,9 +212,9 @@ _ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 
 
 def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
-    settings = index.settings
-    zero: dict[str, Any] = {"stage": index.stage}
-    if index.stage == 3:
+    settings = index.zero.settings
+    zero: dict[str, Any] = {"stage": index.form.stage}
+    if index.form.stage == 3:
         zero["sub_group_size"] = settings.sub_group_size
     else:
         zero |= {"round_robin_gradients": settings.round_robin}
@@ -239,7 +239,7 @@ def _deepspeed_task(index: CheckpointIndex) -> dict[str, Any]:
     client = client_of(index)
     if kind == "trainer" and not client.needs_scheduler:
         kind = "none"
-    tag = None if client.name == DEEPSPEED else index.tag
+    tag = None if client.name == DEEPSPEED else index.zero.tag
     return {"config": config, "scheduler": kind, "is_trainers": client.name == TRAINER, "tag": tag}
 
 

@@ -91,7 +91,7 @@ def _dtypes(index: CheckpointIndex) -> Iterator[Finding]:
         master = index.held.get(State(state.param, MASTER))
         if state.kind in _NOT_MOMENTS or master is None or held.live_dtype == master.dtype:
             continue
-        if not index.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
+        if not index.form.has_masters or ITEMSIZE[held.dtype] < ITEMSIZE[master.dtype]:
             cast.setdefault((state.kind, held.dtype, master.dtype), []).append(state.param)
     for (kind, dtype, wanted), params in cast.items():
         what = f"{kind} of {some(params)} is {dtype}, but the param is trained in {wanted}; a resume casts it"
@@ -103,7 +103,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
     lost = [
         param.name
         for param in index.params.values()
-        if index.has_masters and param.role == "frozen" and State(param.name, FROZEN) not in index.held
+        if index.form.has_masters and param.role == "frozen" and State(param.name, FROZEN) not in index.held
     ]
     if lost:
         what = f"the frozen {some(lost)} {'is' if len(lost) == 1 else 'are'} not in the model states"
@@ -114,7 +114,7 @@ def _frozen(index: CheckpointIndex) -> Iterator[Finding]:
 def _weights(index: CheckpointIndex) -> Iterator[Finding]:
     """Compare the weights with the params; without DeepSpeed they are the masters, checked in `formats.plain.names`."""
     weights = {state.param: held for state, held in index.held.items() if state.kind == WEIGHT}
-    if not index.has_masters or not weights:
+    if not index.form.has_masters or not weights:
         return
     lacking = {name: param.numel for name, param in index.params.items() if name not in weights and param.numel}
     extra = {name: held.numel for name, held in weights.items() if name not in index.params and name not in index.tied}
@@ -145,7 +145,7 @@ def _weights(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _config(index: CheckpointIndex) -> Iterator[Finding]:
-    is_whole = index.family in (DEEPSPEED, UNIVERSAL, TRAINER)
+    is_whole = index.form.family in (DEEPSPEED, UNIVERSAL, TRAINER)
     if is_whole and client_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)
@@ -179,9 +179,9 @@ def join(runs: Iterable[Elements]) -> Spans:
 def all_held(index: CheckpointIndex) -> Iterator[tuple[State, TensorEntry]]:
     """Yield every state held, including the module's weights of ZeRO-1/2."""
     yield from index.held.items()
-    for name, held in index.module.items():
+    for name, held in index.zero.module.items():
         yield State(name, MODULE), held
 
 
 def held_of(index: CheckpointIndex, state: State) -> TensorEntry:
-    return index.module[state.param] if state.kind == MODULE else index.held[state]
+    return index.zero.module[state.param] if state.kind == MODULE else index.held[state]

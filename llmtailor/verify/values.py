@@ -279,7 +279,7 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
         if original in index.held and kind == BUFFER:
             held = index.held[original]
             yield Bundle(
-                held.numel if index.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
+                held.numel if index.form.has_buffers_by_rank else param.numel, [Stream(original, held, (NOT_A_NUMBER,))]
             )
         elif original in index.held:
             streams.append(Stream(original, index.held[original]))
@@ -293,8 +293,8 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
 
 
 def _copies(index: CheckpointIndex, name: str, saved_as: tuple[SavedAs, ...]) -> Iterator[Stream]:
-    if name in index.module:
-        yield Stream(State(name, MODULE), index.module[name], is_copy=True)
+    if name in index.zero.module:
+        yield Stream(State(name, MODULE), index.zero.module[name], is_copy=True)
     for piece in saved_as:
         state = State(piece.name, WEIGHT)
         if state in index.held and index.held[state].shape == piece.shape:
@@ -489,7 +489,7 @@ def read_everything(
             reading.read(bundle_states(index, saved_as, unreadable))
             jobs = [partial(_compare_sums, reading, path, stated) for path, stated in sorted(sums.items())]
             wrong = [found for one in run_all(jobs, num_workers(), stop) for found in one]
-    is_split = manifest is not None and manifest.is_split
+    is_split, form = manifest is not None and manifest.is_split, index.form
     lost = join(lost_elements(index, unreadable.union(reading.unreadable)))
     damaged = [
         *damaged_elements(index, reading.bad_values, saved_as, is_split),
@@ -504,7 +504,11 @@ def read_everything(
         *_unread(index, reading),
         *sorted(about_sums, key=str),
         *(_digests(index, reading, manifest, lost) if manifest else ()),
-        *(find_zeroed(index, reading.not_zero) if index.has_masters and not (lost or index.is_partial) else ()),
+        *(
+            find_zeroed(index, reading.not_zero)
+            if index.form.has_masters and not (lost or index.form.is_partial)
+            else ()
+        ),
         *_not_compared(index, saved_as),
     )
     intact = {
@@ -560,7 +564,7 @@ def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collec
         what = f"{record.name} does not match its checksum in the file{f'; it holds {names}' if names else ''}"
         return Finding(where, what, COPY_OR_ANOTHER, Code.CHECKSUM, severity)
     fix = "none needed if you changed it yourself" if severity == WARNING else COPY_OR_ANOTHER
-    what = f"the file is not the one that the {'save' if index.is_partial else 'merge'} wrote"
+    what = f"the file is not the one that the {'save' if index.form.is_partial else 'merge'} wrote"
     return Finding(where, what, fix, Code.MANIFEST, severity)
 
 
@@ -580,10 +584,10 @@ def _digests(index: CheckpointIndex, reading: Reading, manifest: ManifestFacts, 
     part_of = find_structure(index).part_of
     parts: dict[str, list[tuple[State, int, int]]] = {}
     for state in reading.by_state:
-        if state.kind != MODULE and not (state.kind == WEIGHT and index.has_masters):
+        if state.kind != MODULE and not (state.kind == WEIGHT and index.form.has_masters):
             parts.setdefault(part_of[state.param], []).append((state, *reading.by_state.whole(state)))
     not_whole = {part_of[state.param] for state in lost}
-    if index.has_buffers_by_rank:
+    if index.form.has_buffers_by_rank:
         not_whole |= {part_of[param.name] for param in index.params.values() if param.role == "buffer"}
     for part, digest in manifest.digests.items():
         if part not in not_whole and part_digest(parts.get(part, ())) != digest:
@@ -606,6 +610,6 @@ def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]]:
 def _not_compared(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]) -> Iterator[Finding]:
     known = {*index.params, *index.tied, *(piece.name for pieces in saved_as.values() for piece in pieces)}
     names = [state.param for state in index.held if state.kind == WEIGHT and state.param not in known]
-    if index.has_masters and names:
+    if index.form.has_masters and names:
         what = f"the weights of {some(names)} have other names than the params, so were not compared with the masters"
         yield Finding(index.name, what, "try a resume: --resume-smoke", Code.NOT_COMPARED, NOTE)

@@ -272,7 +272,7 @@ def verify_surveyed(
         with _noting(findings, WARNING):
             manifest = read_manifest(index.root, index.name)
         findings += [*index.findings, *check_files_beside(index)]
-        if index.is_partial:
+        if index.form.is_partial:
             findings += check_partial(index)
             with _noting(findings, ERROR):  # its config.json may not define parts
                 structure = split_parts(find_structure(index), index)

@@ -52,7 +52,7 @@ def assert_composed(out: Path, loops: Loops, name: str) -> None:
     made, structure = index_checkpoint(out), find_structure(index_checkpoint(out))
     sources = {step: index_checkpoint(loops.checkpoint(name, step)) for step in (2, 4)}
     for state in sources[4].held:
-        if state.kind == WEIGHT and not made.weights_are_states:
+        if state.kind == WEIGHT and not made.form.weights_are_states:
             continue
         source = sources[2 if structure.part_of[state.param] == "layer 1" else 4]
         assert same(read(out, made.held[state]), read(source.root, source.held[state])), state
@@ -95,7 +95,7 @@ def test_any_format_can_be_made_of_them(pair: str, loops: Loops, tmp_path: Path)
     assert index is not None
     own = TWO_RANKS[name].client
     client = {"trainer": "trainer", "dcp": "dcp", "fsdp": "trainer" if own == "deepspeed" else own}.get(to, own)
-    assert (index.client, index.family) == (client, to)
+    assert (index.client, index.form.family) == (client, to)
     assert FILES.get(client, set()) <= index.files.keys()
     masters = [state for state in index.held if state.kind == MASTER]
     base = index_checkpoint(loops.checkpoint(name, 4))
@@ -215,7 +215,7 @@ def test_merge_run_composes_what_thin_leaves(name: str, loops: Loops, tmp_path: 
     verdict = verify_checkpoint(made, deep=True)
     assert verdict.is_resumable and not verdict.findings and verdict.index is not None
     before = index_checkpoint(wanted)
-    assert (verdict.index.client, verdict.index.tag) == (before.client, before.tag)
+    assert (verdict.index.client, verdict.index.zero.tag) == (before.client, before.tag)
     for state, held in before.held.items():
         assert same(read(made, verdict.index.held[state]), read(wanted, held)), state
 

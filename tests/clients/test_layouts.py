@@ -116,7 +116,7 @@ def test_what_the_trainer_has_saved(name: str, layout: str, runs: Runs, tmp_path
     trainers = {"trainer_state.json", "scheduler.pt", "training_args.bin", "rng_state_0.pth", "model.safetensors"}
     assert not trainers & after.files.keys()
     if layout == "deepspeed" and name == "llama":
-        model = torch.load(out / after.tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+        model = torch.load(out / after.zero.tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
         assert model["lr_scheduler"] == torch.load(source / "scheduler.pt")
     if layout == "accelerate":
         assert (source / "scheduler.pt").exists() == (out / "scheduler.bin").exists()

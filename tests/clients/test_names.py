@@ -44,7 +44,7 @@ def tags(loops: Loops, tmp_path: Path) -> Path:
 
 def assert_same(out: Path, source: Path) -> None:
     made, saved = index_checkpoint(out), index_checkpoint(source)
-    assert (made.client, made.global_step, made.tag) == ("deepspeed", saved.global_step, saved.tag)
+    assert (made.client, made.global_step, made.zero.tag) == ("deepspeed", saved.global_step, saved.zero.tag)
     for state, held in saved.held.items():
         if state.kind != WEIGHT:
             assert same(read(out, made.held[state]), read(source, held)), state

@@ -45,7 +45,7 @@ def test_any_chain_of_formats_leads_back(tmp_path_factory, case):
     source = at = make(root, 100, **layout)
     wanted = index_checkpoint(source)
     for number, (to, ranks) in enumerate([*hops, ("deepspeed", layout["world_size"])]):
-        dtype = "BF16" if to == "deepspeed" and not index_checkpoint(at).has_masters else None
+        dtype = "BF16" if to == "deepspeed" and not index_checkpoint(at).form.has_masters else None
         out = root / f"hop-{number}"
         options = llmtailor.Options(to=to, world_size=ranks, stage=3 if to == "deepspeed" else None)
         llmtailor.merge(Recipe("x", "", at, (), dtype, None), out, options)

@@ -333,7 +333,7 @@ def test_zero_to_plain_to_zero_is_the_same_again(tmp_path, stage, precision, tie
     there = index_checkpoint(to_plain(index_checkpoint(source), tmp_path / "plain"), "plain")
     zero = to_zero(there, tmp_path / "zero", stage, 3, precision)
     index = index_checkpoint(zero)
-    assert (index.stage, index.world_size, index.precision) == (stage, 3, precision)
+    assert (index.form.stage, index.world_size, index.precision) == (stage, 3, precision)
     odd = [
         finding for finding in index.findings if finding.code != Code.RNG_SWAPPED
     ]  # no manifest says that it is meant

@@ -82,12 +82,12 @@ def test_a_composite_holds_the_states_of_its_sources(name: str, lightnings: Ligh
     indexes = {step: index_checkpoint(path) for step, path in sources.items()}
     made, structure = index_checkpoint(out), find_structure(indexes[4])
     for state in indexes[4].held:
-        if state.kind == WEIGHT and not made.weights_are_states:
+        if state.kind == WEIGHT and not made.form.weights_are_states:
             continue
         source = indexes[2 if structure.part_of[state.param] == "layer 1" else 4]
         assert same(read(out, made.held[state]), read(source.root, source.held[state])), state
     assert (made.client, made.global_step, findings_of(out, deep=True)) == ("lightning", 4, [])
-    if made.stage:
+    if made.form.stage:
         assert ((out / "latest").read_text(), made.world_size) == ("checkpoint", 3)
 
 
@@ -176,7 +176,7 @@ def test_partial_checkpoints_hold_what_lightning_saves(name: str, lightnings: Li
     for state, held in saved.held.items():
         if state.kind != WEIGHT:
             assert same(read(out, composed.held[state]), read(stock, held)), state
-    if not saved.stage:
+    if not saved.form.stage:
         one, two = (torch.load(path, weights_only=False) for path in (out / CKPT, stock))
         assert one.keys() == two.keys() and [*one["state_dict"]] == [*two["state_dict"]]
         for key in ("loops", "lr_schedulers", "hyper_parameters", "global_step", "epoch"):

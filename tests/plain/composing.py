@@ -34,7 +34,7 @@ def convert(base: CheckpointIndex, out: Path, stage: int, world_size: int, dtype
     layout = lay_out_optimizer(
         base.layout,
         numels,
-        base.settings,
+        base.zero.settings,
         base.precision,
         world_size=world_size,
         stage=stage,

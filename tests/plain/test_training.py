@@ -78,7 +78,7 @@ def test_an_index_says_what_the_live_optimizer_holds(trained):
         for moment in MOMENTS:
             assert torch.equal(read(root, index.held[State(param, moment)]), state[moment])
     assert index.precision == ("BF16" if name == "bf16" else "F32")
-    assert (index.stage, index.world_size, index.global_step) == (0, 1, 4)
+    assert (index.form.stage, index.world_size, index.global_step) == (0, 1, 4)
     assert bool(index.tied) == ("tied" in name)
     if "tied" in name:
         assert set(index.tied) == {"lm_head.weight"} and not set(index.tied) & set(index.params)

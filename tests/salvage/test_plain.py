@@ -98,7 +98,7 @@ def test_partial_checkpoints_hold_what_the_full_one_lost(run: Path) -> None:
     found, composed = compose(run)
     steps = {row.part: row.step for row in rows(found)}
     assert set(steps.values()) == {3, 4} and found.base.step == 4
-    assert found.base.index.is_partial
+    assert found.base.index.form.is_partial
     part_of = found.composition.structure.part_of  # type: ignore[union-attr]
     compared = 0
     for state, tensor in composed.items():

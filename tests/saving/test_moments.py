@@ -299,7 +299,7 @@ def test_a_composite_is_not_composed_again(tmp_path):
     assert again.returncode == 0 and "nothing to merge" in again.stdout + again.stderr
     composite = index_checkpoint(run / "checkpoint-6")
     masters, moments = newest(run, 6)
-    assert dict(composite.part_steps) == moments and dict(composite.master_steps) == masters
+    assert dict(composite.composite.states) == moments and dict(composite.composite.masters) == masters
     facts = {part["part"]: part for part in describe(composite)["parts"]}
     older = {part for part, step in moments.items() if step < masters[part]}
     assert older and {part: one["masters_step"] for part, one in facts.items()} == {
@@ -311,7 +311,10 @@ def test_a_composite_is_not_composed_again(tmp_path):
     done = run_here("convert", run / "checkpoint-6", tmp_path / "other", "--groups", "layer")
     assert done.returncode == 0, done.stderr
     other = index_checkpoint(tmp_path / "other")
-    assert (other.part_steps, other.master_steps) == (composite.part_steps, composite.master_steps)
+    assert (other.composite.states, other.composite.masters) == (
+        composite.composite.states,
+        composite.composite.masters,
+    )
     found = describe_checkpoint(composite, find_structure(composite))
     saves = [
         describe_checkpoint(index_checkpoint(one), find_structure(composite)) for one in run.glob("partial/step-*")

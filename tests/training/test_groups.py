@@ -131,7 +131,7 @@ def test_the_groups_get_through_deepspeed(tmp_path):
     for stage in (3, 2):
         for step in (2, 3):
             index = index_checkpoint(tmp_path / f"stage{stage}/checkpoint-{step}")
-            assert index.stage == stage
+            assert index.form.stage == stage
             assert [list(params) for params in index.group_params] == named(expected())
             assert [group.hyper["lt_params"] for group in index.groups] == named(expected())
             assert [group.hyper["weight_decay"] for group in index.groups] == [

@@ -34,11 +34,12 @@ from llmtailor.checkpoint.index import (
     CheckpointIndex,
     DcpEntry,
     DcpStyle,
+    Form,
     Survey,
     TensorEntry,
     TrainState,
 )
-from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
@@ -104,7 +105,7 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
         return Survey(None, problems)
     trainer = read_trainer_files(FileTrees(root), name, problems, client) if is_trainers else None
     index = attempt(lambda: _Indexing(root, name, folders, trainer, problems).index(), problems)
-    return Survey(index, problems, folders.unreadable)
+    return Survey(index, problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +196,10 @@ class _Indexing:
         index = CheckpointIndex(
             root=self.root,
             name=self.name,
-            format=FSDP if self.trainer else DCP,
-            stage=0,
+            form=Form(FSDP if self.trainer else DCP),
             world_size=world_size,
             global_step=self._global_step(others, steps),
-            skipped_steps=0,
-            tag="",
             precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
-            optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
             params=params,
             tied=tied,
             held=held,
@@ -212,8 +209,6 @@ class _Indexing:
                 for number, group in enumerate(groups)
                 for param in group.params
             ),
-            settings=ZeroSettings(),
-            variant="plain",
             files=self._files(),
             unreadable=self.folders.unreadable,
             client=self.trainer.client.name if self.trainer else DCP,

@@ -21,7 +21,7 @@ def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIn
     found = {
         name: param
         for name, param in index.params.items()
-        if name in names and param.role == "frozen" and index.run_family in (FSDP, DCP) and not _is_cut(index, name)
+        if name in names and param.role == "frozen" and index.form.framework in (FSDP, DCP) and not _is_cut(index, name)
     }
     if not found:
         return index

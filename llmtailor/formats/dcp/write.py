@@ -63,7 +63,7 @@ class DcpWriter:
         Raises UnsupportedCheckpoint or MismatchError for a base that can't be stored in this format.
         """
         _check_base(base)
-        style = base.train.dcp if base.train.dcp and base.run_family == self.family else _STYLES[self.family]
+        style = base.train.dcp if base.train.dcp and base.form.framework == self.family else _STYLES[self.family]
         if style.is_flat and len(merge_alike(wanted.layout.groups)) != len(wanted.layout.groups):
             what = "the checkpoint stores the options of each param, not param groups, so these can't be rebuilt"
             raise MismatchError.at("--groups", what, "leave --groups out")
@@ -75,7 +75,7 @@ class DcpWriter:
     def _lay_out_trainers(self, target: _Target) -> tuple[list[FileLayout], list[Problem]]:
         base, wanted = target.base, target.wanted
         made, notices = made_client_files(base, wanted)
-        dtype = "F32" if base.has_masters else None
+        dtype = "F32" if base.form.has_masters else None
         laid_out = [*made, *(target.whole() if target.style.form == WHOLE else target.folders())]
         layouts = lay_out_trainer_files(base, wanted, laid_out, dtype, {SCALER, *ENGINE_FILES}, has_weights=True)
         return layouts, [*notices, *target.notices()]
@@ -88,7 +88,7 @@ class DcpWriter:
         target.add_roles(folder)
         notices = target.notices()
         lost = [path for path in base.files if path == TRAINER_STATE or is_rng_file(path)]
-        if base.run_family != DCP and (lost or base.inside):
+        if base.form.framework != DCP and (lost or base.partial.inside):
             files = some(lost) if lost else "the trainer state"
             what = f"{files}, config and the like have no place in a DCP folder, and are left out"
             fix = "nothing: a loop has its own data order and random states; keep the base if you need them"
@@ -137,7 +137,7 @@ class _Target:
             kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
             state = State(param.name, kind)
             held = base.held.get(state)
-            dtype = "F32" if kind != BUFFER and base.has_masters else held.live_dtype if held else "F32"
+            dtype = "F32" if kind != BUFFER and base.form.has_masters else held.live_dtype if held else "F32"
             yield name, dtype, param.shape, state, kind != BUFFER
 
     def add_model(self, folder: FolderBuilder) -> None:
@@ -179,7 +179,7 @@ class _Target:
         return [*files, *lay_out_master_weights(self.base)]
 
     def _moment(self, state: State, held: TensorEntry) -> Any:
-        dtype = "F32" if self.base.has_masters else held.live_dtype
+        dtype = "F32" if self.base.form.has_masters else held.live_dtype
         return make_tensor(dtype, held.shape, _slots(state, dtype)(0, held.numel) if held.numel else ())
 
     def _steps(self) -> dict[str, float]:
@@ -214,7 +214,7 @@ class _Target:
             for param in group.params:
                 shape = base.params[param].shape
                 for kind, held in kinds[param].items():
-                    dtype = "F32" if base.has_masters else held.live_dtype
+                    dtype = "F32" if base.form.has_masters else held.live_dtype
                     content = _slots(State(param, kind), dtype)
                     folder.add_tensor(self._path(STATE, param, kind), dtype, shape, content, is_cut=True)
                 path, step = self._path(STATE, param, "step"), step_node(base, steps[param], param)
@@ -281,7 +281,7 @@ class _Target:
 
     def notices(self) -> list[Problem]:
         found = []
-        if self.base.has_masters:
+        if self.base.form.has_masters:
             what = "its weights are written as the fp32 master weights; loss scale, counters and ds_config are left out"
             found.append(Problem(self.base.name, what, "resume with a model in fp32, and mixed precision as before"))
         added = sorted(set(ADAMW) - {key for group in self.wanted.layout.groups for key in group.hyper})

@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, DcpStyle, Survey, TensorEntry
+from llmtailor.checkpoint.index import (
+    DCP,
+    FSDP,
+    PARTIAL,
+    UNIVERSAL,
+    CheckpointIndex,
+    DcpStyle,
+    PartialFacts,
+    Survey,
+    TensorEntry,
+)
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
 from llmtailor.codes import Code
@@ -202,7 +212,7 @@ def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
     partial = open_partial(root, name)
     manifest = partial.manifest
     index = _index_zero(partial, client) if manifest.stage else _index_plain(partial, client)
-    stated = (index.stage, index.global_step, index.world_size, index.precision)
+    stated = (index.form.stage, index.global_step, index.world_size, index.precision)
     if stated != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
         what = "the step, stage, world size or precision of its object trees differs from manifest.json"
         raise SourceError.at(name, what, _FIX)
@@ -217,15 +227,12 @@ def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
         rounded = (Finding(name, what, fix, Code.STATE_DTYPE),)
     return replace(
         index,
-        format=f"partial-{index.format}",
+        form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
         held=held,
         findings=(*index.findings, *rounded),
         files={path.name: FileFact.of(path.stat()) for path in sorted(root.iterdir()) if path.is_file()},
-        inside=frozenset(partial.tree_of),
-        saved_as=partial.manifest.saved_as,
-        setback=_setback(manifest, name),
-        trained_with=_framework(manifest),
-        module={},
+        partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, _setback(manifest, name)),
+        zero=replace(index.zero, module={}),
     )
 
 

@@ -142,7 +142,7 @@ def check_can_be_partial(index: CheckpointIndex) -> None:
     has_weight_files = index.has_weight_files and any(state.kind == WEIGHT for state in index.held)
     if reason is None and _saved_as(index) is None and has_weight_files:
         reason = "its weight files hold tensors that are not params of the model, or follow an unknown naming rule"
-    if index.variant == "elastic":
+    if index.form.variant == "elastic":
         reason = "an elastic checkpoint holds no hyperparameters, so nothing resumes from it"
     if reason:
         raise UnsupportedCheckpoint.at(index.name, f"it can't become partial: {reason}", "leave it as it is")
@@ -160,7 +160,7 @@ def lay_out_partial(
     bundles = [Bundle(bundle_name(rank, index.world_size)) for rank in range(index.world_size)]
     _add_fragments(bundles, index, params, masters)
     for rank, bundle in enumerate(bundles):
-        if index.stage == 3 or rank == 0:
+        if index.form.stage == 3 or rank == 0:
             bundle.entries += _buffers(index, rank)
     _add_trees(bundles, index)
     facts = {"save_id": save_id, "step": str(index.global_step), "world_size": str(index.world_size)}
@@ -188,10 +188,10 @@ def describe_partial(
     return Manifest(
         step=index.global_step,
         save_id=save_id,
-        stage=index.stage,
+        stage=index.form.stage,
         world_size=index.world_size,
         precision=index.precision,
-        tag=_zero_target(index).tag if index.has_masters else "plain",
+        tag=_zero_target(index).tag if index.form.has_masters else "plain",
         parts=parts,
         params_of=params_of,
         params={name: ParamFact(one.shape, one.role, _live_dtype(index, one)) for name, one in index.params.items()},
@@ -209,10 +209,11 @@ def _zero_target(index: CheckpointIndex) -> ZeroTarget:
 
 
 def _describe_shards(index: CheckpointIndex) -> dict[str, Any]:
-    framework = {"framework": index.family} if index.family in (UNIVERSAL, FSDP, DCP) else {}
-    if not index.has_masters:
+    framework = {"framework": index.form.family} if index.form.family in (UNIVERSAL, FSDP, DCP) else {}
+    if not index.form.has_masters:
         return framework
-    return {**framework, **describe_shards(_zero_target(index).tag, index.stage, index.world_size, index.precision)}
+    tag, stage = _zero_target(index).tag, index.form.stage
+    return {**framework, **describe_shards(tag, stage, index.world_size, index.precision)}
 
 
 def _saved_as(index: CheckpointIndex) -> dict[str, tuple[SavedAs, ...]] | None:
@@ -239,7 +240,7 @@ def trained_states(index: CheckpointIndex) -> dict[str, list[State]]:
 
 def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
-    if param.role == "trainable" and index.stage:
+    if param.role == "trainable" and index.form.stage:
         return index.precision
     kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
     return index.held[State(param.name, kind)].dtype
@@ -263,7 +264,7 @@ def _add_fragments(
     rank_of = {name: rank for rank, name in enumerate(names)}
 
     def cut(held: TensorEntry) -> Iterator[tuple[int, int, int]]:
-        if index.family in (UNIVERSAL, FSDP, DCP):
+        if index.form.family in (UNIVERSAL, FSDP, DCP):
             rows = held.shape[0] if held.shape else 1
             of_rank = cut_rows(rows, index.world_size) if held.numel else ()
             row = held.numel // max(rows, 1)
@@ -301,13 +302,13 @@ def _lay_out_frozen(index: CheckpointIndex) -> Iterator[FileLayout]:
     frozen = {
         param.name: index.held[State(param.name, FROZEN)] for param in index.params.values() if param.role == "frozen"
     }
-    ranks = index.world_size if index.stage == 3 else 1
+    ranks = index.world_size if index.form.stage == 3 else 1
     for rank in range(ranks) if frozen else ():
         entries = []
         for name, held in frozen.items():
             part = part_size(held.numel, ranks)
             content = tuple(slice_of(State(name, FROZEN), held.dtype, held.numel, rank, ranks))
-            entries.append(Entry(name, held.dtype, (part,) if index.stage == 3 else held.shape, content))
+            entries.append(Entry(name, held.dtype, (part,) if index.form.stage == 3 else held.shape, content))
         yield lay_out_tensors(frozen_name(rank, ranks), entries, {"schema": SCHEMA_BUNDLE})
 
 
@@ -317,7 +318,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
     def add(rank: int, path: str, tree: Any) -> None:
         bundles[rank].add_tree(path, tree, PathIn(index.name, path))
 
-    if index.has_masters:
+    if index.form.has_masters:
         for rank, path, tree in make_shards(_zero_target(index), index.train):
             outer = tree.get("optimizer_state_dict")
             if outer is not None:  # it follows from the layout
@@ -327,7 +328,7 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
         add(0, client_of(index).optimizer, optimizer_tree(index, index.layout, is_partial=True))
     if index.train.dcp is not None:
         add(0, STYLE, style_tree(index.train.dcp))
-    owners = {client_of(index).scheduler: 0, **({} if index.has_masters else {SCALER: 0})}
+    owners = {client_of(index).scheduler: 0, **({} if index.form.has_masters else {SCALER: 0})}
     owners |= {rng_file(rank, index.world_size, index.client): rank for rank in range(index.world_size)}
     for path, rank in owners.items():
         if path in index.train.trees:
@@ -337,14 +338,14 @@ def _add_trees(bundles: list[Bundle], index: CheckpointIndex) -> None:
 def _model_tree(tree: dict[str, Any], index: CheckpointIndex, rank: int) -> dict[str, Any]:
     """Return ``model_states`` with the places of buffers and frozen params in the partial checkpoint."""
     bundle = bundle_name(rank, index.world_size)
-    frozen_file = frozen_name(rank, index.world_size) if index.stage == 3 else frozen_name(0, 1)
+    frozen_file = frozen_name(rank, index.world_size) if index.form.stage == 3 else frozen_name(0, 1)
     module = Ordered(tree["module"].items(), tree["module"].attributes)
     for name in module:
         stored_name = index.tied.get(name, name)
         param = index.params.get(stored_name)
         if param is not None and param.role == "buffer":
             module[name] = Known(stored(bundle, f"{BUFFER}/{stored_name}"))
-        elif param is not None and param.role == "frozen" and index.stage < 3:
+        elif param is not None and param.role == "frozen" and index.form.stage < 3:
             module[name] = Known(stored(frozen_file, stored_name))
     fragments = tree.get("frozen_param_fragments")
     if fragments:

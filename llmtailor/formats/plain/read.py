@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER, CheckpointIndex, Survey, TensorEntry, TrainState
-from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings
+from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, Form, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
@@ -223,14 +223,10 @@ def make_index(
     return CheckpointIndex(
         root=root,
         name=name,
-        format=trainer.client.name if trainer.client.name in (ACCELERATE, LIGHTNING) else TRAINER,
-        stage=0,
+        form=Form(TRAINER),
         world_size=1,
         global_step=int(max(optimizer.steps.values())),
-        skipped_steps=0,
-        tag="",
         precision="F32",
-        optimizer="torch AdamW" if "betas" in optimizer.groups[0].hyper else "unknown",
         params=params,
         tied=tied,
         held={
@@ -246,8 +242,6 @@ def make_index(
         },
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
         sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
-        settings=ZeroSettings(),
-        variant="plain",
         files=trainer.files,
         client=trainer.client.name,
         train=TrainState(optimizer.step_is_tensor, trees=trainer.trees),

@@ -54,10 +54,8 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
     files than the client reads.
     """
     _check_base(base, wanted.client)
-    if wanted.client == ACCELERATE and base.skipped_steps:
-        what = (
-            f"{base.skipped_steps} of its steps were skipped, and accelerate counts steps as Adam does, without these"
-        )
+    if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):
+        what = f"{skipped} of its steps were skipped, and accelerate counts steps as Adam does, without these"
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
     beside, notices = made_client_files(base, wanted)
     weights = lay_out_master_weights(base)
@@ -66,7 +64,7 @@ def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], li
         raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
     optimizer = lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
     made = [optimizer, *weights, *beside]
-    dtype = "F32" if base.has_masters else None  # config.json follows the weights, which are the master weights
+    dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
     return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices
 
 
@@ -113,27 +111,28 @@ def optimizer_tree(base: CheckpointIndex, layout: OptimizerLayout, *, is_partial
 
 def step_node(base: CheckpointIndex, step: float, what: str) -> Any:
     """Return a param's step in the form of torch's AdamW, or as the number that the base has instead."""
-    if not (base.has_masters or base.train.step_is_tensor):
+    if not (base.form.has_masters or base.train.step_is_tensor):
         return int(step)
     return make_tensor("F32", (), (Bytes(struct.pack("<f", step), f"step of {what}"),))
 
 
 def _tensor(state: State, held: TensorEntry, base: CheckpointIndex) -> Any:
-    dtype = "F32" if base.has_masters else held.live_dtype  # the dtype of the param
+    dtype = "F32" if base.form.has_masters else held.live_dtype  # the dtype of the param
     return make_tensor(dtype, held.shape, (Slot(state, dtype, 0, held.numel),) if held.numel else ())
 
 
 def lay_out_master_weights(base: CheckpointIndex) -> list[FileLayout]:
     """Return the weight files, which hold the master weights. Raises UnsupportedCheckpoint for an unknown adapter."""
-    dtype = "F32" if base.has_masters else None
+    dtype = "F32" if base.form.has_masters else None
     if ADAPTER_CONFIG in base.files:
         file = adapter_file(base)
         if file is None:
             what = f"{ADAPTER} has the master weights, but its names for the trained params are unknown"
             raise UnsupportedCheckpoint.at(base.name, what, "stay with DeepSpeed: use --stage 1, 2 or 3")
         return [lay_out_weights(_from_originals(file, base), dtype)]
-    if base.has_masters or not base.has_weight_files or _is_renamed(base):  # a resume looks for the params' own names
-        files = new_weights(replace(base, saved_as=None), dtype=dtype)
+    # a resume looks for the params' own names
+    if base.form.has_masters or not base.has_weight_files or _is_renamed(base):
+        files = new_weights(replace(base, partial=replace(base.partial, saved_as=None)), dtype=dtype)
         files = tuple(replace(file, metadata={**file.metadata, **_roles_in(file.tensors, base)}) for file in files)
     else:
         files = read_weights(base.root, base.name)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Form, Survey, TensorEntry, TrainState, ZeroFacts
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
@@ -47,7 +47,6 @@ from llmtailor.formats.zero.read import (
     check_schedulers,
     check_steps,
     find_strays,
-    optimizer_name,
     read_settings,
 )
 from llmtailor.formats.zero.shards import STATES, ModelShard, read_param_group, read_stage, section
@@ -232,7 +231,7 @@ class _Reader:
                 {*self.trainer.files, *self.trainer.inside}, index.world_size, self.name, self.trainer.client
             ),
         )
-        return Survey(replace(index, findings=findings), self.problems, index.unreadable)
+        return Survey(replace(index, findings=findings), self.problems)
 
     def _in(self, path: str) -> PathIn:
         return PathIn(self.name, f"{self.files.tag}/{FOLDER}/{path}")
@@ -357,21 +356,16 @@ class _Reader:
         index = CheckpointIndex(
             root=self.root,
             name=self.name,
-            format=UNIVERSAL,
-            stage=known.stage,
+            form=Form(UNIVERSAL, known.stage, known.variant),
             world_size=usual.world_size,
             global_step=usual.global_steps,
-            skipped_steps=usual.skipped_steps,
-            tag=files.tag,
             precision="BF16" if is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
-            optimizer=optimizer_name(groups, step_is_tensor),
             params=params,
             tied={tied: name for tied, name in usual.tied.items() if name in params},
             held={**held, **self.trainer.weights},
             groups=groups,
             sub_groups=sub_groups,
-            settings=read_settings(config, is_bf16, known.variant),
-            variant=known.variant,
+            zero=ZeroFacts(files.tag, usual.skipped_steps, read_settings(config, is_bf16, known.variant)),
             files={**self.trainer.files, **self.facts},
             unreadable=frozenset(unreadable),
             client=self.trainer.client.name,

@@ -94,8 +94,8 @@ def _global_state(target: ZeroTarget, rest: Mapping[str, Any]) -> dict[str, Any]
     unlike = {"params", *_unlike_options(layout)}
     common = [{key: value for key, value in group.items() if key not in unlike} for group in groups]
     shared = [{**group, "params": own["params"]} for group, own in zip(common, groups, strict=True)]
-    is_bf16 = target.base.settings.fp32_gradients and layout.stage == 1  # BF16_Optimizer states no stage
-    is_kept = bool(target.base.stage) and (target.base.stage == 3) == (layout.stage == 3)
+    is_bf16 = target.base.zero.settings.fp32_gradients and layout.stage == 1  # BF16_Optimizer states no stage
+    is_kept = bool(target.base.form.stage) and (target.base.form.stage == 3) == (layout.stage == 3)
     return {
         **unknown(outer, is_kept),
         **({} if is_bf16 else {"zero_stage": make_stage(layout.stage)}),
@@ -131,7 +131,7 @@ def _losses(base: CheckpointIndex, layout: OptimizerLayout) -> Iterator[Problem]
     if unlike := [key for key in _unlike_options(layout) if key not in NAME_KEYS]:
         what = f"the param groups differ in {', '.join(unlike)}, which a resume with ZeRO-3 takes from its own config"
         yield Problem(base.name, what, "resume with the options of the run that saved it")
-    if base.settings.round_robin:
+    if base.zero.settings.round_robin:
         what = "a resume with round_robin_gradients mixes up the params of a universal checkpoint (DeepSpeed 0.19.8)"
         yield Problem(base.name, what, "turn round_robin_gradients off in the run that resumes")
     count = len(layout.sub_groups)

@@ -47,7 +47,7 @@ class Shards:
         for state, held in self.index.held.items():
             if state.kind in kinds:
                 found.setdefault((state.kind, held.dtype), []).append(state.param)
-        for param, held in self.index.module.items() if MODULE in kinds else ():
+        for param, held in self.index.zero.module.items() if MODULE in kinds else ():
             found.setdefault((MODULE, held.dtype), []).append(param)
         return found
 
@@ -74,7 +74,7 @@ def find_contradictions(shards: Shards, name: str) -> Iterator[Finding]:
 def _steps(shards: Shards, where: str) -> Iterator[Finding]:
     """All flat ids make their steps together; only a composite mixes them."""
     found = sorted({one.step for one in shards.index.sub_groups})
-    expected = shards.index.global_step - shards.index.skipped_steps
+    expected = shards.index.global_step - shards.index.zero.skipped_steps
     usual = {expected - lag for lag in shards.step_lags}
     if expected in found and not usual.issuperset(found) and not shards.is_composite:
         what = f"Adam's steps are {', '.join(f'{step:g}' for step in found)}, the run has made {expected}"

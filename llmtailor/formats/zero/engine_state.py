@@ -65,7 +65,7 @@ def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
-        "skipped_steps": base.skipped_steps,
+        "skipped_steps": base.zero.skipped_steps,
         "global_steps": base.global_step,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},

@@ -47,7 +47,7 @@ class ZeroTarget:
 
     @property
     def tag(self) -> str:
-        kept = self.base.tag.removesuffix(UNIVERSAL)
+        kept = self.base.zero.tag.removesuffix(UNIVERSAL)
         if kept and (self.client.name == self.base.client or (self.client.tag and self.client.finds(kept))):
             return kept
         return self.client.default_tag.format(self.base.global_step)
@@ -66,7 +66,7 @@ class ZeroTarget:
 
     def dtype(self, state: State) -> str:
         """Return the dtype that a state is written in: under DeepSpeed, master weights and moments are fp32."""
-        if self.base.has_masters or state.kind == BUFFER:
+        if self.base.form.has_masters or state.kind == BUFFER:
             held = self.base.held.get(state)  # an empty buffer may not be held
             return held.live_dtype if held else "F32"
         return self.precision if state.kind == FROZEN else "F32"
@@ -88,7 +88,7 @@ class ZeroTarget:
         A resume needs every frozen param of the model if ``frozen_param_fragments`` exists, even empty, and loads
         none if it is None. ZeRO-1 always has None.
         """
-        lacks = self.base.stage > 1 and model_states.get("frozen_param_fragments") is None
+        lacks = self.base.form.stage > 1 and model_states.get("frozen_param_fragments") is None
         return lacks or ADAPTER_CONFIG in self.base.files
 
     def shapes_node(self, params: Iterable[str]) -> Ordered:
@@ -109,7 +109,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
             return _partition(target, one, kind, rank, is_stripped=kind == MASTER and not is_bf16)
         return _flat_tensor(target, [State(param, kind) for param in one.params], rank)
 
-    is_bf16 = base.settings.fp32_gradients and stage == 1
+    is_bf16 = base.zero.settings.fp32_gradients and stage == 1
     state = {
         number: {"step": step_node(target, number), **{kind: flat(one, kind) for kind in target.kinds}}
         for number, one in enumerate(cut)
@@ -117,7 +117,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
     masters = [flat(one, MASTER) for one in cut]
     groups = [{**group.hyper, "params": layout.of_group(at)} for at, group in enumerate(layout.groups)]
     optimizer = {"state": state if target.kinds else {}, "param_groups": groups}
-    stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer, stage == 3 or bool(base.stage))
+    stage_node, scaling = {"zero_stage": make_stage(stage)}, scaling_nodes(outer, stage == 3 or bool(base.form.stage))
     around = {key: value for key, value in rest.items() if key != "optimizer_state_dict"}
     if "ds_config" in around:
         around["ds_config"] = target.adapt_config(around["ds_config"] or {})
@@ -129,7 +129,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
             "optimizer_state_dict": optimizer,
             "fp32_flat_groups": masters,
         }
-        return {**around, "optimizer_state_dict": {**unknown(outer, base.stage == 3), **made}}
+        return {**around, "optimizer_state_dict": {**unknown(outer, base.form.stage == 3), **made}}
     vectors = [target.vector(one) for one in cut]
     made = {
         **({} if is_bf16 else scaling),
@@ -142,7 +142,7 @@ def optim_tree(target: ZeroTarget, rank: int, rest: Mapping[str, Any]) -> dict[s
         "ds_version": rest.get("ds_version"),
         "param_slice_mappings": [_mapping(target, one, rank) for one in cut],
     }
-    made = {**unknown(outer, base.stage in (1, 2) and not is_bf16), **made}
+    made = {**unknown(outer, base.form.stage in (1, 2) and not is_bf16), **made}
     if "param_alignment_paddings" in made or any(one.gaps for one in cut):
         made["param_alignment_paddings"] = [list(one.gaps or (0,) * len(one.params)) for one in cut]
     return {**around, "optimizer_state_dict": made}

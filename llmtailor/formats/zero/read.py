@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import ACCELERATE, DEEPSPEED, LIGHTNING, CheckpointIndex, Survey, TrainState
+from llmtailor.checkpoint.index import (
+    ACCELERATE,
+    DEEPSPEED,
+    LIGHTNING,
+    CheckpointIndex,
+    Form,
+    Survey,
+    TrainState,
+    ZeroFacts,
+)
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup, ZeroSettings, round_robin
 from llmtailor.checkpoint.step_names import step_of_tag
 from llmtailor.codes import Code
@@ -70,23 +79,22 @@ def survey_shards(
     index = CheckpointIndex(
         root=root,
         name=name,
-        format=f"deepspeed-zero{optim.stage}",
-        stage=optim.stage,
+        form=Form(DEEPSPEED, optim.stage, optim.variant),
         world_size=model.world_size,
         global_step=model.global_steps,
-        skipped_steps=model.skipped_steps,
-        tag=files.tag,
         precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
-        optimizer=optimizer_name(groups, optim.step_is_tensor),
         params=ranks.params,
         tied={tied: stored for tied, stored in model.tied.items() if stored in ranks.params},
         held={**ranks.held, **trainer.weights},
         groups=groups,
         sub_groups=sub_groups,
-        settings=read_settings(config, files.is_bf16, optim.variant),
-        variant=optim.variant,
         files={**trainer.files, **facts},
-        module=ranks.hold_module(),
+        zero=ZeroFacts(
+            files.tag,
+            model.skipped_steps,
+            read_settings(config, files.is_bf16, optim.variant),
+            ranks.hold_module(),
+        ),
         unreadable=ranks.unreadable,
         client=trainer.client.name,
         train=TrainState(
@@ -111,7 +119,7 @@ def survey_shards(
         *check_global_step(index, trainer),
         *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name, trainer.client),
     )
-    return Survey(replace(index, findings=findings), problems, ranks.unreadable)
+    return Survey(replace(index, findings=findings), problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +172,6 @@ def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> Zer
     )
 
 
-def optimizer_name(groups: tuple[ParamGroup, ...], step_is_tensor: bool) -> str:
-    """Return the optimizer's name, inferred from the hyperparameters."""
-    keys = set(groups[0].hyper) if groups else set()
-    if "bias_correction" in keys or not step_is_tensor:
-        return "DeepSpeed Adam"
-    return "torch AdamW" if "betas" in keys else "unknown"
-
-
 def check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     """Raise SourceError unless model states and optimizer states come from the same save.
 
@@ -179,12 +179,12 @@ def check_steps(index: CheckpointIndex, lags: frozenset[int]) -> None:
     has made a step for each that was not skipped. A composite may mix steps, or reset them; its manifest says which.
     After it, Adam may be ``lags`` steps behind the run.
     """
-    place, tag_step = PathIn(index.name, index.tag), step_of_tag(index.tag)
+    place, tag_step = PathIn(index.name, index.zero.tag), step_of_tag(index.zero.tag)
     if tag_step not in (None, index.global_step):
         what = f"the model states are from step {index.global_step}, but the tag folder says {tag_step}"
         raise SourceError.at(place, what, _MIXED, Code.STEPS_DIFFER)
     steps = {one.step for one in index.sub_groups}
-    expected = index.global_step - index.skipped_steps  # fp16: no step when the gradients overflow
+    expected = index.global_step - index.zero.skipped_steps  # fp16: no step when the gradients overflow
     if not steps or any(expected - lag in steps for lag in lags):
         return
     made = read_manifest(index.root, index.name)
@@ -258,7 +258,7 @@ def check_schedulers(
     """Yield findings on the scheduler. The client keeps it in a file of its own, DeepSpeed in the model states."""
     client = trainer.client
     where, groups = PathIn(index.name, client.scheduler), [group.hyper for group in index.groups]
-    expected = index.global_step - index.skipped_steps
+    expected = index.global_step - index.zero.skipped_steps
     if trainer.scheduler is not None:
         yield from compare_scheduler(trainer.scheduler, where, groups, expected)
     if engines is not None:

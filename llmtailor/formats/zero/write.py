@@ -52,7 +52,7 @@ def lay_out_engine(
     base: CheckpointIndex, wanted: Wanted, lay_out_states: Callable[[ZeroTarget, TrainState], Iterable[FileLayout]]
 ) -> tuple[list[FileLayout], list[Problem]]:
     """Return the layouts of a checkpoint of DeepSpeed, whose own files ``lay_out_states`` lays out; see `lay_out`."""
-    if base.has_masters:
+    if base.form.has_masters:
         precision, dtype, leave_out = base.precision, wanted.dtype, frozenset[str]()
     else:
         precision = dtype = wanted.dtype or base.precision
@@ -76,19 +76,19 @@ def lay_out_engine(
         train = replace(train, model=tuple(given.get(id(tree), tree) for tree in train.model))
     states = [*lay_out_states(target, train)]
     weights: list[FileLayout] = []
-    if target.client.saves_model or base.is_partial:
+    if target.client.saves_model or base.form.is_partial:
         weights, missing = lay_out_missing_weights(base, wanted.layout.stage, dtype, wanted.is_alone)
         notices += missing
     made, about = made_client_files(base, wanted)
     notices += [*about, *_rounded_twice(base, wanted.dtype)]
-    if base.family in (FSDP, DCP) and wanted.dtype is None:
+    if base.form.family in (FSDP, DCP) and wanted.dtype is None:
         what = f"the run that resumes has to train in {precision}, the dtype of the params"
         notices.append(Problem(base.name, what, "for a run in bf16, use --dtype bfloat16, or dtype in the recipe"))
     return lay_out_trainer_files(base, wanted, [*states, *weights, *made], dtype, leave_out), notices
 
 
 def _lay_out_shards(target: ZeroTarget, train: TrainState) -> Iterator[FileLayout]:
-    if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.tag:
+    if LATEST not in target.base.files or not target.base.train.optim or target.tag != target.base.zero.tag:
         yield FileLayout(LATEST, (Bytes(target.tag.encode(), "the tag"),))
     ranks = RankFiles(target, train)
     yield from ranks.optim(target.tag)
@@ -116,7 +116,7 @@ def _check_plain_base(base: CheckpointIndex, precision: str) -> None:
 
 def _rounded_twice(base: CheckpointIndex, dtype: str | None) -> list[Problem]:
     """Return notices on weights that can't be rounded from their master weights, as it is not known which these are."""
-    if not dtype or not base.has_masters:
+    if not dtype or not base.form.has_masters:
         return []
     weights = {state.param: held for state, held in base.held.items() if state.kind == WEIGHT and held.dtype != dtype}
     known = params_on_disk(base)

@@ -213,7 +213,7 @@ def _read_checkpoint(data: bytes, folder: Path, sound: dict[str, Path]) -> Any:
         index = index_checkpoint(root)
         describe(index)
         recipe = Recipe("x", "", root, (), None, None)
-        for options in (Options(), Options(world_size=3, stage=2 if index.stage == 3 else 3, groups="default")):
+        for options in (Options(), Options(world_size=3, stage=2 if index.form.stage == 3 else 3, groups="default")):
             plan_merge(recipe, folder / "out", options)
 
 
