@@ -6,30 +6,12 @@ A reader turns a folder into a `CheckpointIndex` with its `TrainState`. A writer
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.index import CheckpointIndex, Survey
+from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.errors import Problem
 from llmtailor.loaders.write import Wanted
-
-
-class Reader(Protocol):
-    """A module that reads one format."""
-
-    def detects(self, root: Path) -> bool:
-        """Return whether a folder is, or was, a checkpoint of this format; `survey` reports what is missing."""
-        ...
-
-    def survey(self, root: Path, name: str, client: str | None = None) -> Survey:
-        """Index what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
-
-        ``client`` is whose loader it is judged by; None for the one that its files say.
-
-        Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
-        """
-        ...
 
 
 class Writer(Protocol):

@@ -9,21 +9,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, PartSteps, Survey
+from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex, Survey
 from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
-from llmtailor.errors import MismatchError, SourceError, attempt, damaged, printable
-from llmtailor.findings import NOTE, Finding
+from llmtailor.errors import MismatchError, SourceError, damaged, printable
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
-from llmtailor.formats.format import Reader, Writer
+from llmtailor.formats.finish import Reader, finish
+from llmtailor.formats.format import Writer
 from llmtailor.formats.lightning import read as lightning_reader
 from llmtailor.formats.lightning import write as lightning_writer
-from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
@@ -43,7 +41,6 @@ from llmtailor.storage.stand_in import UPLOADING, location_of, see, stand_in_of
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
-_SHOWN = 3
 
 
 READERS: tuple[Reader, ...] = (
@@ -119,34 +116,18 @@ def survey_checkpoint(root: Path, name: str | None = None, client: str | None = 
             what = "its upload was cut off: it is incomplete"
             raise damaged(name, what, Code.FILE_MISSING)
         reader = next((one for one in READERS[:-1] if one.detects(root)), READERS[-1])
-        survey = reader.survey(root, name, client)
-        steps = attempt(lambda: read_part_steps(root, name), survey.problems)
+        survey = finish(reader.read(root, name, client), root, name)
         if survey.index is None:
             logger.info("%s can't be indexed", name)
             return survey
         about = (survey.index.format, survey.index.global_step, survey.index.world_size, len(survey.index.files))
         logger.info("indexed %s in %s: %s, step %d, %d ranks, %d files", name, watch.lap(), *about)
-        findings = (*survey.index.findings, *_links_outside(survey.index))
-        known = replace(survey.index, composite=PartSteps(*steps or ()), findings=findings)
-        return replace(survey, index=known)
+        return survey
     except OSError as error:
         fix = "run as a user who may read the checkpoint" if isinstance(error, PermissionError) else "check the disk"
         raise SourceError.at(
             name, f"can't read {error.filename}: {error.strerror or error}", fix, Code.FILE_UNREADABLE
         ) from error
-
-
-def _links_outside(index: CheckpointIndex) -> list[Finding]:
-    """Return findings on symbolic links to outside the folder. They are followed: a Hub cache consists of them."""
-    inside = index.root.resolve()
-    paths = dict.fromkeys([*index.files, *filter(None, [index.zero.tag])])
-    links = [path for path in paths if (index.root / path).is_symlink()]
-    outside = [path for path in links if not (index.root / path).resolve().is_relative_to(inside)]
-    if not outside:
-        return []
-    what = f"{len(outside)} of its files are symbolic links to outside the folder: {', '.join(outside[:_SHOWN])}"
-    fix = "check their targets if you did not create them: a composite gets copies"
-    return [Finding(index.name, what, fix, Code.LINKS_OUTSIDE, NOTE)]
 
 
 def display_name(path: Path) -> str:

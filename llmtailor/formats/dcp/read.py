@@ -19,7 +19,6 @@ a trained one, a buffer if it holds integers, and else frozen, which is also rig
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ from llmtailor.checkpoint.index import (
     DcpEntry,
     DcpStyle,
     Form,
-    Survey,
     TensorEntry,
     TrainState,
 )
@@ -53,13 +51,12 @@ from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
 from llmtailor.formats.dcp.roles import with_buffers
 from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
+from llmtailor.formats.finish import Draft, usual_dtype
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.formats.plain.read import listed_buffers, listed_ties
 from llmtailor.loaders.files import OPTIMIZER, SCHEDULER, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.loaders.rng import find_lost_rng
-from llmtailor.loaders.scheduler import compare_scheduler
 from llmtailor.model.parts import Param
 from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State
 from llmtailor.storage.listing import FileFact
@@ -86,8 +83,8 @@ def _is_whole(root: Path) -> bool:
     return (root / MODEL_FILE).exists() and not (root / OPTIMIZER_FOLDER).is_dir()
 
 
-def survey(root: Path, name: str, client: str | None = None) -> Survey:
-    """Index a checkpoint with DCP folders; of its tensors only the 4 bytes of each ``step`` are read, and samples of
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a checkpoint with DCP folders; of its tensors only the 4 bytes of each ``step`` are read, and samples of
     tensors that may be tied.
 
     Raises UnsupportedCheckpoint for a folder without optimizer states, or saved rank by rank without a common metadata.
@@ -102,10 +99,13 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
     else:
         folders = _read_trainers(root, name, problems) if is_trainers else _read_bare(root, name, problems)
     if folders is None or not all(folder.has_all_objects for folder in folders.all):  # the param groups, for one
-        return Survey(None, problems)
+        return Draft(problems)
     trainer = read_trainer_files(FileTrees(root), name, problems, client) if is_trainers else None
-    index = attempt(lambda: _Indexing(root, name, folders, trainer, problems).index(), problems)
-    return Survey(index, problems)
+    if trainer is not None:  # the weights are in no safetensors file
+        findings = tuple(one for one in trainer.findings if one.code is not Code.WEIGHTS_MISSING)
+        trainer = replace(trainer, weights={}, findings=findings)
+    draft = attempt(lambda: _Indexing(root, name, folders, trainer, problems).draft(), problems)
+    return draft or Draft(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ class _Indexing:
         self.model_where = PathIn(name, MODEL_FILE if in_file else MODEL_FOLDER)
         self.optimizer_where = PathIn(name, OPTIMIZER_FILE if in_file else OPTIMIZER_FOLDER) if folders.model else name
 
-    def index(self) -> CheckpointIndex:
-        """Return the index. Raises SourceError or UnsupportedCheckpoint if the keys don't fit together."""
+    def draft(self) -> Draft:
+        """Return the draft. Raises SourceError or UnsupportedCheckpoint if the keys don't fit together."""
         folder = self.folders.optimizer
         optimizer, rest = sort_keys(folder.tensors, folder.objects, self.optimizer_where, self._option)
         trained = [param for group in optimizer.groups for param in group.params]
@@ -191,7 +191,6 @@ class _Indexing:
         tied = self._find_tied(weights, set(trained)) if listed is None else _those_in(weights, listed)
         world_size = self._world_size()
         params, held = self._hold(optimizer, weights, tied)
-        dtypes = Counter(weights[param].held.dtype for param in trained)
         groups = tuple(ParamGroup(group.params, group.hyper) for group in optimizer.groups)
         index = CheckpointIndex(
             root=self.root,
@@ -199,7 +198,7 @@ class _Indexing:
             form=Form(FSDP if self.trainer else DCP),
             world_size=world_size,
             global_step=self._global_step(others, steps),
-            precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
+            precision=usual_dtype(weights[param].held.dtype for param in trained),
             params=params,
             tied=tied,
             held=held,
@@ -211,17 +210,16 @@ class _Indexing:
             ),
             files=self._files(),
             unreadable=self.folders.unreadable,
-            client=self.trainer.client.name if self.trainer else DCP,
+            client=DCP,
             train=TrainState(
                 all("step" in optimizer.tensors.get(param, {}) for param in trained),
                 tuple(weights),
-                self.trainer.trees if self.trainer else {},
                 dcp=DcpStyle(prefix, optimizer.prefix, optimizer.is_flat, self.folders.form, others),
             ),
         )
         index = with_buffers(index, self._buffers(weights, others))
         findings = (*self._findings(optimizer, steps, index.params), *find_rounded(index))
-        return replace(index, findings=findings)
+        return Draft(self.problems, replace(index, findings=findings), self.trainer)
 
     def _option(self, value: Any) -> Any:
         """Return an option of a param group; of a tensor its bytes, if they can be read."""
@@ -381,10 +379,9 @@ class _Indexing:
         return named if named in set(steps.values()) else newest
 
     def _files(self) -> dict[str, FileFact]:
-        files = dict(self.trainer.files) if self.trainer else {}
         paths = [path for folder in self.folders.all for path in folder.files]
         paths += [] if self.trainer else sorted(path.name for path in self.root.iterdir())
-        return files | {path: fact for path in paths if (fact := file_fact(self.root / path))}
+        return {path: fact for path in paths if (fact := file_fact(self.root / path))}
 
     def _findings(
         self, optimizer: Optimizer, steps: Mapping[str, float], params: Mapping[str, Param]
@@ -393,17 +390,11 @@ class _Indexing:
             yield from folder.findings
         if self.folders.form != WHOLE:  # torch fills in what is missing from that
             yield from check_options(optimizer, self.optimizer_where)
-        hyper = [group.hyper for group in optimizer.groups]
-        if self.trainer:
-            there, client = {*self.trainer.files, *self.trainer.inside}, self.trainer.client
-            yield from (one for one in self.trainer.findings if one.code is not Code.WEIGHTS_MISSING)
-            yield from find_lost_rng(there, self._world_size(), self.name, client)
-            if client.needs_scheduler and client.scheduler not in self.trainer.files:
-                what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
-                fix = "copy it back, or leave this checkpoint out"
-                yield Finding(PathIn(self.name, client.scheduler), what, fix, Code.SCHEDULER_MISSING, ERROR)
-            if self.trainer.scheduler is not None:
-                yield from compare_scheduler(self.trainer.scheduler, PathIn(self.name, client.scheduler), hyper, None)
+        client = self.trainer.client if self.trainer else None
+        if self.trainer and client and client.needs_scheduler and client.scheduler not in self.trainer.files:
+            what = "the file is missing; without it a resume silently loads neither schedule nor optimizer"
+            fix = "copy it back, or leave this checkpoint out"
+            yield Finding(PathIn(self.name, client.scheduler), what, fix, Code.SCHEDULER_MISSING, ERROR)
         yield from compare_steps(self.root, self.name, self.trainer, optimizer, steps)
         if frozen := [param.name for param in params.values() if param.role == "frozen"]:
             what = f"the optimizer has no states of {some(frozen)}: assumed to be frozen, or buffers"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, Survey, TensorEntry
+from llmtailor.checkpoint.index import LIGHTNING, TensorEntry
 from llmtailor.checkpoint.placement import Contiguous
 from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING, read_tensor
@@ -22,6 +22,7 @@ from llmtailor.containers.pickle_nodes import as_tensor
 from llmtailor.containers.trees import FileTrees
 from llmtailor.errors import PathIn, Problems, attempt
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.finish import Draft, usual_dtype
 from llmtailor.formats.lightning import tree as lightning
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.formats.plain.ask_transformers import ModelFacts
@@ -44,8 +45,8 @@ def detects(root: Path) -> bool:
     return (root.suffix == _SUFFIX and root.is_file()) or (root / CKPT).is_file()
 
 
-def survey(root: Path, name: str, client: str | None = None) -> Survey:
-    """Index a checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems, trees = Problems(), FileTrees(root)
     if root.is_file():
         trainer, where = _alone(root), PathIn(name, ".")
@@ -57,10 +58,8 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
         what = f"the file is Lightning's, and {CLIENTS[client].loader} does not read it"
         finding = Finding(where, what, "resume with Lightning", Code.FILE_NAME, ERROR)
         trainer = replace(trainer, findings=(*trainer.findings, finding))
-    index = None
-    if tree is not None:
-        index = attempt(lambda: _index(root, where, tree, trainer, problems), problems)
-    return Survey(index, problems)
+    draft = attempt(lambda: _draft(root, where, tree, trainer, problems), problems) if tree is not None else None
+    return draft or Draft(problems)
 
 
 def _read(trees: FileTrees, where: PathIn) -> Any:
@@ -78,8 +77,8 @@ def _alone(root: Path) -> TrainerFiles:
     )
 
 
-def _index(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> CheckpointIndex:
-    """Return the index. Raises SourceError if optimizer and weights don't fit together."""
+def _draft(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems: Problems) -> Draft:
+    """Return the draft. Raises SourceError if optimizer and weights don't fit together."""
     saved = parse_optimizer(root, lightning.read_optimizer_tree(tree, where), where)
     step = attempt(lambda: lightning.read_global_step(tree, where), problems)
     schedulers = attempt(lambda: lightning.read_schedulers(tree, where), problems) or []
@@ -89,26 +88,26 @@ def _index(root: Path, where: PathIn, tree: Any, trainer: TrainerFiles, problems
     known = fit(groups, saved, weights, model, model.buffers, where)
     trainer = replace(trainer, global_step=step, trees={**trainer.trees, CKPT: lightning.without_states(tree)})
     of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
-    index = make_index(root, where.checkpoint, saved, trainer, groups, known.params, known.tied, of_weights)
-    index = replace(index, global_step=index.global_step if step is None else step)
+    index = make_index(root, where.checkpoint, saved, groups, known.params, known.tied, of_weights)
     hyper = [group.hyper for group in saved.groups]
-    findings = [*trainer.findings, *saved.findings, *lightning.check_loops(tree, where)]
+    findings = [*saved.findings, *lightning.check_loops(tree, where)]
     for one in schedulers:
         findings += [*check_scheduler(one, where), *compare_scheduler(read_scheduler(one), where, hyper, None)]
     findings += find_stateless(index, where)
     if not has_names(saved):
         findings += frozen_by_guess(known.params, where)
-    if lightning.SCALED not in tree:  # a step whose gradients overflow counts, but Adam makes none
-        findings += attempt(lambda: [*check_steps(index, trainer)], problems) or ()
     copies = {State(param, WEIGHT): weights[known.tied.get(param, param)] for param in (*weights, *known.tied)}
-    dtypes = [weight.dtype for weight in weights.values()]
-    return replace(
+    index = replace(
         index,
-        precision=max(("F32", "BF16", "F16"), key=dtypes.count),
+        global_step=index.global_step if step is None else step,
+        precision=usual_dtype(weight.dtype for weight in weights.values()),
         held={**index.held, **dict(hold_weights(weights, known, 1)), **copies},
         findings=tuple(findings),
         train=replace(index.train, model_order=tuple(model.params)),
     )
+    if lightning.SCALED in tree:  # a step whose gradients overflow counts, but Adam makes none
+        return Draft(problems, index, trainer)
+    return Draft(problems, index, trainer, lambda index: check_steps(index, trainer))
 
 
 def _weights(state_dict: Mapping[Any, Any], where: PathIn) -> tuple[dict[str, TensorEntry], dict[str, str]]:

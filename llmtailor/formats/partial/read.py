@@ -17,10 +17,8 @@ from llmtailor.checkpoint.index import (
     FSDP,
     PARTIAL,
     UNIVERSAL,
-    CheckpointIndex,
     DcpStyle,
     PartialFacts,
-    Survey,
     TensorEntry,
 )
 from llmtailor.checkpoint.lineage import Ledger
@@ -33,6 +31,7 @@ from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
 from llmtailor.findings import Finding
 from llmtailor.formats.dcp.style import STYLE, read_style
+from llmtailor.formats.finish import Draft
 from llmtailor.formats.lightning.tree import read_optimizer_tree, without_states
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
@@ -46,9 +45,9 @@ from llmtailor.formats.partial.manifest import (
 from llmtailor.formats.partial.tensors import PADDING
 from llmtailor.formats.partial.trees import decode
 from llmtailor.formats.plain.optimizer import parse_optimizer, read_optimizer
-from llmtailor.formats.plain.read import compare_schedule, make_index
+from llmtailor.formats.plain.read import make_index
 from llmtailor.formats.zero.files import ShardFiles
-from llmtailor.formats.zero.read import survey_shards
+from llmtailor.formats.zero.read import read_shards
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
@@ -201,17 +200,20 @@ def _runs(begin: Any, numel: int) -> Runs:
     return tuple((first, last) for first, last in runs)
 
 
-def survey(root: Path, name: str, client: str | None = None) -> Survey:
-    """Index a partial checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a partial checkpoint; no tensor byte is read except the 4 bytes of each ``step``."""
     problems = Problems()
-    return Survey(attempt(lambda: _index(root, name, client), problems), problems)
+    return attempt(lambda: _draft(root, name, client), problems) or Draft(problems)
 
 
-def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
-    """Return the index. Raises SourceError with every problem of every file."""
+def _draft(root: Path, name: str, client: str | None) -> Draft:
+    """Return the draft. Raises SourceError with every problem of every file."""
     partial = open_partial(root, name)
     manifest = partial.manifest
-    index = _index_zero(partial, client) if manifest.stage else _index_plain(partial, client)
+    draft = _read_zero(partial, client) if manifest.stage else _read_plain(partial, client)
+    draft.problems.raise_if_any()
+    index = draft.index
+    assert index is not None, "a checkpoint without an index has problems"
     stated = (index.form.stage, index.global_step, index.world_size, index.precision)
     if stated != (manifest.stage, manifest.step, manifest.world_size, manifest.precision):
         what = "the step, stage, world size or precision of its object trees differs from manifest.json"
@@ -225,7 +227,7 @@ def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
         what = "its moments were saved rounded to bf16; composites widen them again, without the lost digits"
         fix = "for exact ones, use a save that was made without moments=bf16"
         rounded = (Finding(name, what, fix, Code.STATE_DTYPE),)
-    return replace(
+    index = replace(
         index,
         form=replace(index.form, framework=_framework(manifest) or index.form.family, container=PARTIAL),
         held=held,
@@ -234,6 +236,7 @@ def _index(root: Path, name: str, client: str | None) -> CheckpointIndex:
         partial=PartialFacts(frozenset(partial.tree_of), manifest.saved_as, _setback(manifest, name)),
         zero=replace(index.zero, module={}),
     )
+    return replace(draft, index=index)
 
 
 def _setback(manifest: Manifest, name: str) -> dict[str, tuple[int, float]]:
@@ -279,16 +282,16 @@ def _place(held: Mapping[State, TensorEntry], partial: Partial) -> dict[State, T
     return placed
 
 
-def _index_zero(partial: Partial, client: str | None) -> CheckpointIndex:
-    """Index a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
+def _read_zero(partial: Partial, client: str | None) -> Draft:
+    """Read a save of training under DeepSpeed; `formats.zero.read` has the layout of the stock files."""
     shards, manifest = partial.manifest.shards, partial.manifest
     optim, model = tuple(shards["optim"]), tuple(shards["model"])
     files = ShardFiles(manifest.tag, shards["is_bf16"], optim, model, manifest.stage == 3)
-    return survey_shards(partial, files, partial.name, Problems(), client).sound_index()
+    return read_shards(partial, files, partial.name, Problems(), client)
 
 
-def _index_plain(partial: Partial, client: str | None) -> CheckpointIndex:
-    """Index a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
+def _read_plain(partial: Partial, client: str | None) -> Draft:
+    """Read a save of training without DeepSpeed; `formats.plain.read` has the layout of the stock files."""
     manifest, name, problems = partial.manifest, partial.name, Problems()
     if client is None and _framework(manifest) == DCP:  # none of its files would say so
         client = DCP
@@ -307,16 +310,17 @@ def _index_plain(partial: Partial, client: str | None) -> CheckpointIndex:
     if {param for group in groups for param in group} != trained:
         raise SourceError.at(name, "its optimizer's params differ from its manifest's", _FIX)
     dtypes = {param: fact.dtype for param, fact in manifest.params.items()}
-    index = make_index(partial.root, name, optimizer, trainer, groups, params, manifest.tied, dtypes)
-    return replace(
+    index = make_index(partial.root, name, optimizer, groups, params, manifest.tied, dtypes)
+    index = replace(
         index,
         world_size=manifest.world_size,
         global_step=manifest.step,
         precision=manifest.precision,
         held=dict(_hold(partial, index.held)),
-        findings=(*trainer.findings, *optimizer.findings, *compare_schedule(optimizer, trainer, name)),
+        findings=optimizer.findings,
         train=replace(index.train, model_order=tuple(params), dcp=style),
     )
+    return Draft(problems, index, trainer)
 
 
 def _style(partial: Partial) -> DcpStyle | None:

@@ -7,12 +7,11 @@ Adam counts its ``step`` per param here, so every param is its own sub-group, nu
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, Form, Survey, TensorEntry, TrainState
+from llmtailor.checkpoint.index import ACCELERATE, TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
 from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
 from llmtailor.checkpoint.step_names import step_of
@@ -23,6 +22,7 @@ from llmtailor.containers.safetensors import SINGLE, read_weights
 from llmtailor.containers.trees import FileTrees
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, damaged, some
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.finish import Draft, usual_dtype
 from llmtailor.formats.plain.ask_transformers import ModelFacts, describe_model
 from llmtailor.formats.plain.names import Fitted, derived_names, fit, has_names, listed_names
 from llmtailor.formats.plain.optimizer import SavedOptimizer, read_optimizer
@@ -41,8 +41,7 @@ from llmtailor.loaders.files import (
 )
 from llmtailor.loaders.loader import CLIENTS
 from llmtailor.loaders.read import TrainerFiles, read_trainer_files
-from llmtailor.loaders.rng import find_lost_rng
-from llmtailor.loaders.scheduler import compare_scheduler, read_scheduler
+from llmtailor.loaders.scheduler import read_scheduler
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
@@ -69,8 +68,8 @@ def detects(root: Path) -> bool:
     return any((root / name).exists() for name in _PLAIN)
 
 
-def survey(root: Path, name: str, client: str | None = None) -> Survey:
-    """Index a checkpoint without DeepSpeed; no tensor byte is read except the 4 bytes of each ``step``.
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a checkpoint without DeepSpeed; no tensor byte is read except the 4 bytes of each ``step``.
 
     Raises UnsupportedCheckpoint for a PEFT run whose param groups don't list names.
     """
@@ -84,14 +83,17 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
         raise UnsupportedCheckpoint.at(name, what, fix)
     weights = attempt(lambda: _weights(root, name, optimizer, trainer), problems)
     attempt(lambda: _check_complete(trainer, weights, name), problems)
-    findings = [*trainer.findings, *_folder(root, trainer, name), *(optimizer.findings if optimizer else ())]
+    findings = [*_folder(root, trainer, name), *(optimizer.findings if optimizer else ())]
     index = None
     if optimizer is not None and weights and trainer.has_all_weights:
-        with_findings = replace(trainer, findings=tuple(findings))
-        index = attempt(lambda: _index(root, name, optimizer, with_findings, weights, problems), problems)
-    if index is None and (wrong := [finding.problem for finding in findings if finding.severity == ERROR]):
-        problems.add(SourceError(wrong))
-    return Survey(index, problems)
+        index = attempt(lambda: _index(root, name, optimizer, trainer, weights), problems)
+    if index is None:
+        found = (*trainer.findings, *findings)
+        if wrong := [finding.problem for finding in found if finding.severity == ERROR]:
+            problems.add(SourceError(wrong))
+        return Draft(problems)
+    index = replace(index, findings=(*findings, *index.findings))
+    return Draft(problems, index, trainer, lambda index: check_steps(index, trainer))
 
 
 def _weights(
@@ -133,11 +135,10 @@ def _index(
     optimizer: SavedOptimizer,
     trainer: TrainerFiles,
     stored: Mapping[State, TensorEntry],
-    problems: Problems,
 ) -> CheckpointIndex:
     """Return the index. Raises SourceError if optimizer, weights and model don't fit together."""
     where = PathIn(name, trainer.client.optimizer)
-    findings = list(trainer.findings)
+    findings: list[Finding] = []
     ties = listed_ties(root, name) if has_names(optimizer) and ADAPTER_CONFIG not in trainer.files else None
     model = _ask_model(root, name, optimizer, trainer, findings) if ties is None else None
     if has_names(optimizer):
@@ -149,7 +150,7 @@ def _index(
     known = fit(groups, optimizer, weights, model, listed_buffers(root, name), where)
     of_weights = {param: weights[weight].dtype for param, weight in known.weight_of.items()}
     tied = known.tied if ties is None else {name: of for name, of in ties.items() if of in known.params}
-    index = make_index(root, name, optimizer, trainer, groups, known.params, tied, of_weights)
+    index = make_index(root, name, optimizer, groups, known.params, tied, of_weights)
     findings += find_stateless(index, where)
     if not has_names(optimizer):
         findings += frozen_by_guess(known.params, where)
@@ -160,17 +161,13 @@ def _index(
         if all(param in known.weight_of for param in renamed):
             fix = "resume from a copy with the model's own names: llmtailor convert makes it"
         findings.append(Finding(name, what, fix, Code.WEIGHTS_NAMES, ERROR))
-    findings += attempt(lambda: [*check_steps(index, trainer)], problems) or ()
-    findings += compare_schedule(optimizer, trainer, name)
     world_size = _world_size(trainer.files)
-    findings += find_lost_rng({*trainer.files, *trainer.inside}, world_size, name, trainer.client)
-    dtypes = Counter(weight.dtype for weight in stored.values())
     return replace(
         index,
         world_size=world_size,
         global_step=index.global_step if trainer.global_step is None else trainer.global_step,
-        precision=max(("F32", "BF16", "F16"), key=lambda dtype: dtypes[dtype]),
-        held={**index.held, **dict(hold_weights(weights, known, world_size)), **trainer.weights},
+        precision=usual_dtype(weight.dtype for weight in stored.values()),
+        held={**index.held, **dict(hold_weights(weights, known, world_size))},
         findings=tuple(findings),
     )
 
@@ -194,17 +191,10 @@ def find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
         yield Finding(where, what, fix, Code.STATE_MISSING)
 
 
-def compare_schedule(optimizer: SavedOptimizer, trainer: TrainerFiles, name: str) -> list[Finding]:
-    """Return findings on a scheduler's state that does not fit the optimizer's groups."""
-    hyper, where = [group.hyper for group in optimizer.groups], PathIn(name, trainer.client.scheduler)
-    return compare_scheduler(trainer.scheduler, where, hyper, None) if trainer.scheduler else []
-
-
 def make_index(
     root: Path,
     name: str,
     optimizer: SavedOptimizer,
-    trainer: TrainerFiles,
     groups: Sequence[tuple[str, ...]],
     params: Mapping[str, Param],
     tied: Mapping[str, str],
@@ -242,9 +232,8 @@ def make_index(
         },
         groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
         sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
-        files=trainer.files,
-        client=trainer.client.name,
-        train=TrainState(optimizer.step_is_tensor, trees=trainer.trees),
+        files={},
+        train=TrainState(optimizer.step_is_tensor),
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Form, Survey, TensorEntry, TrainState, ZeroFacts
+from llmtailor.checkpoint.index import UNIVERSAL, CheckpointIndex, Form, TensorEntry, TrainState, ZeroFacts
 from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.fields import Tensor, as_dict, check_kind, get, read_step, read_tensor
@@ -37,23 +37,19 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.formats.zero.contradictions import Shards, find_contradictions
+from llmtailor.formats.finish import Draft
 from llmtailor.formats.zero.files import ShardFiles, count_models, model_name, read_tag, refuse_other_parallelism
 from llmtailor.formats.zero.ranks import fit_models, hold_untrained, is_dealt_out, read_models
 from llmtailor.formats.zero.read import (
     Grouping,
     check_folder,
-    check_global_step,
-    check_schedulers,
-    check_steps,
-    find_strays,
+    check_save,
     read_settings,
 )
 from llmtailor.formats.zero.shards import STATES, ModelShard, read_param_group, read_stage, section
 from llmtailor.formats.zero.tables import ZERO12
 from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.loaders.rng import find_lost_rng
 from llmtailor.loaders.stock_fields import check_fields, facts_of_rank
 from llmtailor.model.parts import Param
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, MASTER, State
@@ -142,22 +138,22 @@ class StoredParam:
     step_is_tensor: bool
 
 
-def survey(root: Path, name: str, client: str | None = None) -> Survey:
-    """Index a universal checkpoint; no tensor byte is read except those of each ``step``.
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a universal checkpoint; no tensor byte is read except those of each ``step``.
 
-    Raises UnsupportedCheckpoint for tensors of another parallelism than ZeRO's; the survey reports damage.
+    Raises UnsupportedCheckpoint for tensors of another parallelism than ZeRO's; the draft reports damage.
     """
     problems, trees = Problems(), FileTrees(root)
     tag = read_tag(root, name, LATEST_UNIVERSAL, _tags(root), problems)
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if tag is None:
-        return Survey(None, problems)
+        return Draft(problems)
     facts = dict(_files_in(root, f"{tag}/"))
     refuse_other_parallelism([path.rpartition("/")[2] for path in facts if path.count("/") == 1], PathIn(name, tag))
     path = f"{tag}/{FOLDER}/{GLOBAL_STATE}"
     known = attempt(lambda: read_global_state(trees, path, PathIn(name, path)), problems)
     if known is None:
-        return Survey(None, problems)
+        return Draft(problems)
     names = {path.rpartition("/")[2] for path in facts}
     count = count_models(names) if known.stage == 3 else 1
     model_paths = tuple(f"{tag}/{model_name(rank, known.stage)}" for rank in range(count))
@@ -167,7 +163,7 @@ def survey(root: Path, name: str, client: str | None = None) -> Survey:
         folder, _, file = path.rpartition("/")
         if file.endswith(".pt"):
             named.setdefault(f"{folder}/", []).append(file.removesuffix(".pt"))
-    return _Reader(root, name, trees, files, known, facts, trainer, problems, named).survey()
+    return _Reader(root, name, trees, files, known, facts, trainer, problems, named).read()
 
 
 def _files_in(root: Path, folder: str) -> Iterator[tuple[str, FileFact]]:
@@ -192,46 +188,35 @@ class _Reader:
     named: Mapping[str, list[str]]
     """Folder of a param -> the stems of its ``.pt`` files"""
 
-    def survey(self) -> Survey:
+    def read(self) -> Draft:
         found: list[Finding] = []
         model = read_models(self.trees, self.files, self.name, self.problems, found)
         model = fit_models(self.trees, self.files, model, self.name, self.problems)
         usual = next((shard for shard in model if shard is not None), None)
         if usual is None:
-            return Survey(None, self.problems)
+            return Draft(self.problems)
         attempt(lambda: self._check_count(usual), self.problems)
         if (have := len(usual.param_shapes)) != (owned := sum(len(ids) for ids, _ in self.known.groups)):
             what = f"the param groups own {owned} sub-groups, but the model states describe {have}"
             self.problems.add(damaged(self._in(GLOBAL_STATE), what, Code.FIELD_CONFLICT))
-            return Survey(None, self.problems)
+            return Draft(self.problems)
         stored = {
             param: self._read_param(param, shape) for shapes in usual.param_shapes for param, shape in shapes.items()
         }
         steps = [self._step(flat_id, shapes, stored) for flat_id, shapes in enumerate(usual.param_shapes)]
-        index, shards = self._index(usual, model, stored, steps)
-        attempt(lambda: check_steps(index, self.trainer.step_lags), self.problems)
-        attempt(lambda: self._check_order(shards.ds_config), self.problems)
-        findings = (
-            *self.trainer.findings,
-            *found,
-            *self.known.findings,
-            *self._findings(steps),
-            *find_contradictions(shards, self.name),
-            *find_strays(self.root, self.files, self.name),
-            *check_folder(index, self.files, self.trainer, {}),
-            *check_schedulers(
-                index,
-                self.trainer,
-                PathIn(self.name, self.files.model[0]),
-                usual.scheduler,
-                "scheduler" in shards.ds_config,
-            ),
-            *check_global_step(index, self.trainer),
-            *find_lost_rng(
-                {*self.trainer.files, *self.trainer.inside}, index.world_size, self.name, self.trainer.client
-            ),
-        )
-        return Survey(replace(index, findings=findings), self.problems)
+        config = usual.rest.get("ds_config")
+        config = config if isinstance(config, dict) else {}
+        is_bf16 = section(config, "bf16").get("enabled") is True
+        files = replace(self.files, is_bf16=is_bf16)
+        attempt(lambda: self._check_order(config), self.problems)
+        trainer, facts, scheduler = self.trainer, self.known.facts, usual.scheduler
+
+        def check(index: CheckpointIndex) -> Iterator[Finding]:
+            yield from check_folder(index, files, trainer, {})
+            yield from check_save(index, files, trainer, config, facts, scheduler, self.problems)
+
+        index = self._index(usual, model, stored, steps, config, is_bf16, found)
+        return Draft(self.problems, index, trainer, check)
 
     def _in(self, path: str) -> PathIn:
         return PathIn(self.name, f"{self.files.tag}/{FOLDER}/{path}")
@@ -322,12 +307,11 @@ class _Reader:
         model: Sequence[ModelShard | None],
         stored: Mapping[str, StoredParam],
         steps: Sequence[float],
-    ) -> tuple[CheckpointIndex, Shards]:
+        config: Mapping[str, Any],
+        is_bf16: bool,
+        found: Sequence[Finding],
+    ) -> CheckpointIndex:
         known, files = self.known, self.files
-        config = usual.rest.get("ds_config")
-        config = config if isinstance(config, dict) else {}
-        is_bf16 = section(config, "bf16").get("enabled") is True
-        files = replace(files, is_bf16=is_bf16)
         dealt = usual.world_size if is_dealt_out(config, known.stage, known.variant) else 1
         groups, sub_groups = Grouping(known.groups, usual.param_shapes, steps).order(dealt)
         params: dict[str, Param] = {}
@@ -353,7 +337,7 @@ class _Reader:
         step_is_tensor = are_tensors[0] if are_tensors else known.step_is_tensor
         version = known.rest.get("ds_version", usual.rest.get("ds_version"))
         rest = {"ds_config": config, "ds_version": version, "optimizer_state_dict": known.rest}
-        index = CheckpointIndex(
+        return CheckpointIndex(
             root=self.root,
             name=self.name,
             form=Form(UNIVERSAL, known.stage, known.variant),
@@ -362,20 +346,17 @@ class _Reader:
             precision="BF16" if is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
             params=params,
             tied={tied: name for tied, name in usual.tied.items() if name in params},
-            held={**held, **self.trainer.weights},
+            held=held,
             groups=groups,
             sub_groups=sub_groups,
             zero=ZeroFacts(files.tag, usual.skipped_steps, read_settings(config, is_bf16, known.variant)),
-            files={**self.trainer.files, **self.facts},
+            files=self.facts,
             unreadable=frozenset(unreadable),
-            client=self.trainer.client.name,
             train=TrainState(
                 step_is_tensor,
                 tuple(usual.rest["module"]),
-                self.trainer.trees,
-                (rest,),
-                tuple(None if shard is None else shard.rest for shard in model),
+                optim=(rest,),
+                model=tuple(None if shard is None else shard.rest for shard in model),
             ),
+            findings=(*found, *known.findings, *self._findings(steps)),
         )
-        is_composite = (self.root / MANIFEST).is_file()
-        return index, Shards(index, files, config, known.facts, is_composite, self.trainer.step_lags)

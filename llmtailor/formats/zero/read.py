@@ -18,7 +18,6 @@ from llmtailor.checkpoint.index import (
     LIGHTNING,
     CheckpointIndex,
     Form,
-    Survey,
     TrainState,
     ZeroFacts,
 )
@@ -28,6 +27,7 @@ from llmtailor.codes import Code
 from llmtailor.containers.trees import FileTrees, Trees
 from llmtailor.errors import PathIn, Problems, SourceError, attempt
 from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.finish import Draft
 from llmtailor.formats.lightning.tree import check_engine, is_lightnings
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.zero.contradictions import Shards, find_contradictions
@@ -37,7 +37,6 @@ from llmtailor.formats.zero.shards import section
 from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST, SCALER, TRAINER_STATE
 from llmtailor.loaders.loader import CLIENTS, is_tag_alone
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
-from llmtailor.loaders.rng import find_lost_rng
 from llmtailor.loaders.scheduler import SchedulerFacts, compare_scheduler
 
 _MIXED = "copy the whole tag folder again; its files come from different saves"
@@ -48,29 +47,29 @@ def detects(root: Path) -> bool:
     return (root / LATEST).exists() or any(root.glob("global_step*")) or is_tag_alone(root)
 
 
-def survey(root: Path, name: str, client: str | None = None) -> Survey:
-    """Index a checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
 
-    Raises SourceError or UnsupportedCheckpoint for any other folder; the survey reports damage.
+    Raises SourceError or UnsupportedCheckpoint for any other folder; the draft reports damage.
     """
     problems = Problems()
     files = survey_shard_files(root, name, problems)
-    return survey_shards(FileTrees(root), files, name, problems, client)
+    return read_shards(FileTrees(root), files, name, problems, client)
 
 
-def survey_shards(
+def read_shards(
     trees: Trees, files: ShardFiles | None, name: str, problems: Problems, client: str | None = None
-) -> Survey:
-    """Index shards, wherever they are; ``files`` is None if nothing is known of them."""
+) -> Draft:
+    """Read shards, wherever they are; ``files`` is None if nothing is known of them."""
     root = trees.root
     trainer = read_trainer_files(trees, name, problems, client, is_engines=True)
     if files is None:
-        return Survey(None, problems)
+        return Draft(problems)
     # before reading, so that no later change goes unnoticed; others are missing, or inside a rank shard
     facts = {path: fact for path in (*files.optim, *files.model) if (fact := file_fact(root / path))}
     ranks = read_ranks(trees, files, name, problems)
     if ranks is None:
-        return Survey(None, problems)
+        return Draft(problems)
     if client is None and trainer.client.name == DEEPSPEED and is_lightnings(ranks.some_model.rest):
         trainer = replace(trainer, client=CLIENTS[LIGHTNING])
     config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
@@ -85,10 +84,10 @@ def survey_shards(
         precision="BF16" if files.is_bf16 else "F16" if section(config, "fp16").get("enabled") is True else "F32",
         params=ranks.params,
         tied={tied: stored for tied, stored in model.tied.items() if stored in ranks.params},
-        held={**ranks.held, **trainer.weights},
+        held=ranks.held,
         groups=groups,
         sub_groups=sub_groups,
-        files={**trainer.files, **facts},
+        files=facts,
         zero=ZeroFacts(
             files.tag,
             model.skipped_steps,
@@ -96,30 +95,46 @@ def survey_shards(
             ranks.hold_module(),
         ),
         unreadable=ranks.unreadable,
-        client=trainer.client.name,
         train=TrainState(
             optim.step_is_tensor,
             tuple(model.rest["module"]),
-            trainer.trees,
-            tuple(None if shard is None else shard.rest for shard in ranks.optim),
-            tuple(None if shard is None else shard.rest for shard in ranks.model),
+            optim=tuple(None if shard is None else shard.rest for shard in ranks.optim),
+            model=tuple(None if shard is None else shard.rest for shard in ranks.model),
         ),
+        findings=(*ranks.findings, *_of_ranks(ranks, PathIn(name, files.tag))),
     )
+
+    def check(index: CheckpointIndex) -> Iterator[Finding]:
+        yield from check_folder(index, files, trainer, config)
+        if trainer.client.name == LIGHTNING:
+            yield from check_engine(model.rest, PathIn(name, files.model[0]))
+        yield from check_save(index, files, trainer, config, optim.facts, model.scheduler, problems)
+
+    return Draft(problems, index, trainer, check)
+
+
+def check_save(
+    index: CheckpointIndex,
+    files: ShardFiles,
+    trainer: TrainerFiles,
+    config: Mapping[str, Any],
+    facts: Mapping[str, object],
+    scheduler: SchedulerFacts | None,
+    problems: Problems,
+) -> Iterator[Finding]:
+    """Yield findings on files that are not of one save; Adam's steps of another save are added to the problems.
+
+    ``facts`` are those on the optimizer's file, ``scheduler`` is DeepSpeed's own.
+    """
     attempt(lambda: check_steps(index, trainer.step_lags), problems)
-    shards = Shards(index, files, config, optim.facts, (root / MANIFEST).is_file(), trainer.step_lags)
-    findings = (
-        *trainer.findings,
-        *ranks.findings,
-        *_of_ranks(ranks, PathIn(name, files.tag)),
-        *find_contradictions(shards, name),
-        *find_strays(root, files, name),
-        *check_folder(index, files, trainer, config),
-        *(check_engine(model.rest, PathIn(name, files.model[0])) if trainer.client.name == LIGHTNING else ()),
-        *check_schedulers(index, trainer, PathIn(name, files.model[0]), model.scheduler, "scheduler" in config),
-        *check_global_step(index, trainer),
-        *find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, name, trainer.client),
-    )
-    return Survey(replace(index, findings=findings), problems)
+    shards = Shards(index, files, config, facts, (index.root / MANIFEST).is_file(), trainer.step_lags)
+    yield from find_contradictions(shards, index.name)
+    yield from find_strays(index.root, files, index.name)
+    yield from check_schedulers(index, trainer, PathIn(index.name, files.model[0]), scheduler, "scheduler" in config)
+    if trainer.global_step not in (None, index.global_step):
+        what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
+        fix = "data order and step count would follow the former; copy the file of this save"
+        yield Finding(PathIn(index.name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,24 +270,15 @@ def check_folder(
 def check_schedulers(
     index: CheckpointIndex, trainer: TrainerFiles, inside: PathIn, engines: SchedulerFacts | None, is_set: bool
 ) -> Iterator[Finding]:
-    """Yield findings on the scheduler. The client keeps it in a file of its own, DeepSpeed in the model states."""
+    """Yield findings on DeepSpeed's own scheduler in the model states, and if the client's file is missing."""
     client = trainer.client
-    where, groups = PathIn(index.name, client.scheduler), [group.hyper for group in index.groups]
-    expected = index.global_step - index.zero.skipped_steps
-    if trainer.scheduler is not None:
-        yield from compare_scheduler(trainer.scheduler, where, groups, expected)
     if engines is not None:
-        yield from compare_scheduler(engines, inside, groups, expected)
+        groups = [group.hyper for group in index.groups]
+        yield from compare_scheduler(engines, inside, groups, index.global_step - index.zero.skipped_steps)
     elif is_set:
         what = "the run had a DeepSpeed scheduler, but the model states hold none"
         yield Finding(inside, what, "a resume fails; copy them again", Code.SCHEDULER_MISSING, ERROR)
     elif client.needs_scheduler and client.scheduler not in {*trainer.files, *trainer.inside}:
         fix = "a resume with a Trainer scheduler will fail; copy the file back"
+        where = PathIn(index.name, client.scheduler)
         yield Finding(where, "there is no scheduler state", fix, Code.SCHEDULER_MISSING, ERROR)
-
-
-def check_global_step(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
-    if trainer.global_step not in (None, index.global_step):
-        what = f"global_step is {trainer.global_step}, but DeepSpeed's is {index.global_step}"
-        fix = "data order and step count would follow the former; copy the file of this save"
-        yield Finding(PathIn(index.name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
