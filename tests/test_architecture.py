@@ -82,6 +82,52 @@ def test_rooms_import_only_what_they_may():
     assert not wrong
 
 
+SHARED = {"common", "deepspeed_common"}
+"""What formats share; a format imports no other one."""
+
+
+def folders_of_formats() -> dict[str, set[str]]:
+    """The folders in formats/, and which of them each imports."""
+    found: dict[str, set[str]] = {}
+    for path in modules():
+        if path.parts[0] == "formats" and len(path.parts) == 3:
+            parts = [module.split(".") for module in imports(path)]
+            folders = {names[2] for names in parts if names[:2] == ["llmtailor", "formats"] and len(names) > 2}
+            found.setdefault(path.parts[1], set()).update(folders)
+    return {folder: imported & found.keys() - {folder} for folder, imported in found.items()}
+
+
+def test_formats_know_each_other_only_through_what_they_share():
+    found = folders_of_formats()
+    assert found.keys() > SHARED
+    assert not {folder: others for folder, imported in found.items() if (others := imported - SHARED)}
+    assert found["common"] == set()  # so there is no circle
+
+
+def modules_in_circles(imported_by: dict[str, set[str]]) -> set[str]:
+    waiting = dict(imported_by)
+    while free := [name for name, imported in waiting.items() if not imported & waiting.keys()]:
+        for name in free:
+            del waiting[name]
+    return set(waiting)
+
+
+def test_no_modules_import_each_other():
+    names = {path: ".".join(path.with_suffix("").parts).removesuffix("__init__").rstrip(".") for path in modules()}
+    known = {f"llmtailor.{name}": name for name in names.values() if name}
+    found: dict[str, set[str]] = {}
+    for path, name in names.items():
+        tree = ast.parse((PACKAGE / path).read_text())
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        pairs = [(node.module, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
+        found[name] = {known[one] for pair in pairs for one in [pair[pair[1] in known]] if one in known} - {name}
+    assert not modules_in_circles(found)
+
+
+def test_a_circle_would_be_seen():
+    assert modules_in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+
+
 @pytest.mark.parametrize(
     ("path", "module"),
     [

@@ -34,7 +34,7 @@ from llmtailor.errors import (
     TargetError,
     UnsupportedCheckpoint,
 )
-from llmtailor.formats.dcp.roles import agree_on_buffers
+from llmtailor.formats.dcp.read import agree_on_buffers
 from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.registry import (
     choose_format,

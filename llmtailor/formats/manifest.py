@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtailor.checkpoint.index import LIGHTNING
 from llmtailor.checkpoint.lineage import THINNED, Past, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
+from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.errors import PathIn, SourceError
-from llmtailor.formats.lightning.stated import read_lightning
+from llmtailor.formats.common.lightning import is_lightnings
+from llmtailor.formats.deepspeed_common.files import model_name
 from llmtailor.formats.partial.manifest import read_manifest as read_partial_manifest
-from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
-from llmtailor.loaders.loader import is_partial
+from llmtailor.loaders.files import CKPT, MANIFEST, TRAINER_STATE, WHOLE_MODEL
+from llmtailor.loaders.loader import CLIENTS, is_partial
 from llmtailor.loaders.trainer_state import CALLBACKS, read_mark
 from llmtailor.model.parts import layer_of
 
@@ -116,3 +119,17 @@ def read_manifest(root: Path, name: str) -> ManifestFacts | None:
     except (KeyError, TypeError, ValueError) as error:
         fix = "copy the checkpoint again; without the file, nothing is compared with it"
         raise SourceError.at(where, f"the manifest is damaged ({error!r})", fix, Code.MANIFEST) from error
+
+
+def read_lightning(root: Path) -> Mapping[Any, Any] | None:
+    """Return the object tree of a checkpoint, or of its model states; None if it is not Lightning's.
+
+    Raises SourceError for a damaged file.
+    """
+    tag = CLIENTS[LIGHTNING].tag
+    places = [CKPT, f"{tag}/{WHOLE_MODEL}", f"{tag}/{model_name(0, 3)}"]
+    if root.is_file():
+        places = ["."] if root.suffix == ".ckpt" else []
+    path = next((path for path in places if (root / path).is_file()), None)
+    tree = read_torch_file(root, path, root.name).tree if path is not None else None
+    return tree if is_lightnings(tree) else None

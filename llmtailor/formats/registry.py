@@ -16,6 +16,7 @@ from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
 from llmtailor.errors import MismatchError, SourceError, damaged, printable
+from llmtailor.formats.common.ask_transformers import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
 from llmtailor.formats.finish import Reader, finish
@@ -25,7 +26,6 @@ from llmtailor.formats.lightning import write as lightning_writer
 from llmtailor.formats.partial import read as partial_reader
 from llmtailor.formats.plain import read as plain_reader
 from llmtailor.formats.plain import write as plain_writer
-from llmtailor.formats.plain.ask_transformers import describe_model
 from llmtailor.formats.universal import read as universal_reader
 from llmtailor.formats.universal import write as universal_writer
 from llmtailor.formats.zero import read as zero_reader

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llmtailor.checkpoint.index import ACCELERATE, LIGHTNING, TRAINER
-from llmtailor.formats.lightning.tree import OPTIMIZERS, STATE_DICT
+from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
 from llmtailor.loaders.files import OPTIMIZER, is_rng_file, rng_file
 from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.loaders.rng import ACCELERATE_KEYS

@@ -9,7 +9,7 @@ import torch
 
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.formats.partial.tensors import Entry
+from llmtailor.formats.partial.trees import Entry
 
 SOURCE = "live"
 """The name of the source in plans"""

@@ -32,8 +32,7 @@ from llmtailor.formats.partial.manifest import (
     manifest_json,
     read_manifest,
 )
-from llmtailor.formats.partial.tensors import lay_out_tensors, to_text
-from llmtailor.formats.partial.trees import encode, placeholder, stored
+from llmtailor.formats.partial.trees import encode, lay_out_tensors, placeholder, stored, to_text
 from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark

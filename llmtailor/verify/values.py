@@ -504,11 +504,7 @@ def read_everything(
         *_unread(index, reading),
         *sorted(about_sums, key=str),
         *(_digests(index, reading, manifest, lost) if manifest else ()),
-        *(
-            find_zeroed(index, reading.not_zero)
-            if index.form.has_masters and not (lost or index.form.is_partial)
-            else ()
-        ),
+        *(find_zeroed(index, reading.not_zero) if form.has_masters and not (lost or form.is_partial) else ()),
         *_not_compared(index, saved_as),
     )
     intact = {

@@ -17,9 +17,9 @@ from helpers.checkpoints import SMALL, make
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.plain.ask_transformers import ModelFacts
-from llmtailor.formats.plain.names import derived_names
-from llmtailor.formats.plain.optimizer import SavedGroup, SavedOptimizer
+from llmtailor.formats.common.ask_transformers import ModelFacts
+from llmtailor.formats.common.names import derived_names
+from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
 from llmtailor.formats.plain.read import detects
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import MASTER, State

@@ -19,9 +19,8 @@ from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.containers import torch_zip
 from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.formats.deepspeed_common.trees import RankFiles, ZeroTarget, make_shards
 from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
-from llmtailor.formats.zero.rank_files import RankFiles, make_shards
-from llmtailor.formats.zero.rank_trees import ZeroTarget
 from llmtailor.model.states import BUFFER, FROZEN, State
 from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint

@@ -16,7 +16,7 @@ from helpers.cases import mostly_long
 from helpers.checkpoints import make
 from helpers.commands import run_here
 from llmtailor.checkpoint import layout
-from llmtailor.formats.partial.tensors import PADDING
+from llmtailor.formats.partial.trees import PADDING
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.model.states import MASTER, State
 from llmtailor.runs import thin as service

@@ -5,7 +5,7 @@ Layouts, as seen with torch 2.13, accelerate 1.15 and transformers 5.23::
     fsdp    pytorch_model_fsdp_0/ and optimizer_0/ (DCP folders) beside the Trainer's scheduler.pt, rng_state_R.pth and
             trainer_state.json: accelerate with SHARDED_STATE_DICT, FSDP1 and FSDP2
             shard-R-model-1-of-1.safetensors instead of pytorch_model_fsdp_0/: transformers.distributed
-            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `whole`
+            pytorch_model_fsdp.bin and optimizer.bin instead of both: FULL_STATE_DICT, see `folder`
     dcp     one DCP folder with everything: {"model", "optim"} of a loop, torchtitan's step-N
 
 None of them has separate master weights: the sharded params are what the optimizer updates. FSDP2 with mixed precision
@@ -19,7 +19,7 @@ a trained one, a buffer if it holds integers, and else frozen, which is also rig
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from llmtailor.checkpoint.index import (
     TrainState,
 )
 from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
@@ -45,22 +46,122 @@ from llmtailor.containers.fields import FLOATING, Tensor, read_option, read_step
 from llmtailor.containers.pickle_nodes import SmallTensor
 from llmtailor.containers.trees import FileTrees
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
-from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.dcp.checks import compare_steps, find_rounded
-from llmtailor.formats.dcp.folder import MODEL_FILE, Folder, Stored, list_shards, read_folder, read_shards
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.common.read import listed_buffers, listed_ties
+from llmtailor.formats.dcp.folder import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Folder,
+    Stored,
+    list_shards,
+    read_folder,
+    read_model_file,
+    read_optimizer_file,
+    read_shards,
+)
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
-from llmtailor.formats.dcp.roles import with_buffers
-from llmtailor.formats.dcp.whole import OPTIMIZER_FILE, read_model_file, read_optimizer_file
 from llmtailor.formats.finish import Draft, usual_dtype
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.other_optimizers import refuse_others
-from llmtailor.formats.plain.read import listed_buffers, listed_ties
-from llmtailor.loaders.files import OPTIMIZER, SCHEDULER, is_rng_file
+from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.model.parts import Param
-from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State
+from llmtailor.model.states import BUFFER, EXP_AVG, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.listing import FileFact
 from llmtailor.storage.local import open_source
+
+_MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
+
+
+def compare_steps(
+    root: Path, name: str, trainer: TrainerFiles | None, optimizer: Optimizer, steps: Mapping[str, float]
+) -> Iterator[Finding]:
+    """Yield findings on Adam's steps of different saves; a composite may mix them.
+
+    ``step`` of each param is in the file of some rank. If the files have different ones, they are of different saves.
+    """
+    if (root / MANIFEST).is_file():
+        return
+    of_file: dict[str, set[float]] = {}
+    for param, step in steps.items():
+        if stored := optimizer.tensors.get(param, {}).get("step"):
+            path = next(iter(stored.held.place.cover(0, 1))).extent.path
+            of_file.setdefault(path, set()).add(step)
+    found = {frozenset(one) for one in of_file.values()}
+    if len(found) > 1 and not frozenset.intersection(*found):
+        told = ", ".join(f"{path}: {max(own):g}" for path, own in list(of_file.items())[:3])
+        what = f"the files of the ranks have different steps of Adam ({told})"
+        yield Finding(PathIn(name, next(iter(of_file))), what, _MIXED, Code.STEPS_DIFFER, ERROR)
+    newest = max(steps.values())
+    lags = trainer.step_lags if trainer else frozenset((0,))
+    newest += next((lag for lag in lags if trainer and newest + lag == trainer.global_step), 0)
+    usual = {newest - lag for lag in lags}
+    if lagging := [param for param, step in steps.items() if step < newest and step not in usual]:
+        what = f"Adam's step of {some(lagging)} is below {newest:g}"
+        yield Finding(name, what, "nothing, if it had no gradients in some steps", Code.STEPS_DIFFER, WARNING)
+    counted = trainer.scheduler.num_steps if trainer and trainer.scheduler else None
+    if trainer and counted is not None and counted != newest:
+        what = f"the schedule is at step {counted}, the optimizer's states are from step {newest:g}"
+        yield Finding(PathIn(name, trainer.client.scheduler), what, _MIXED, Code.STEPS_DIFFER, ERROR)
+    if trainer and trainer.global_step is not None and trainer.global_step != newest:
+        what = f"global_step is {trainer.global_step}, but the optimizer's states are from step {newest:g}"
+        is_sure = newest > trainer.global_step or step_of(root) == newest
+        fix = _MIXED if is_sure else "nothing, if the run was once resumed without its optimizer"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
+
+
+def find_rounded(index: CheckpointIndex) -> Iterator[Finding]:
+    """Yield a finding on weights with fewer bits than their moments: a resume with fp32 params loads them silently."""
+    rounded = [
+        state.param
+        for state, held in index.held.items()
+        if state.kind == MASTER
+        and (moment := index.held.get(State(state.param, EXP_AVG)))
+        and ITEMSIZE[held.dtype] < ITEMSIZE[moment.dtype]
+    ]
+    if rounded:
+        what = f"the weights of {some(rounded)} have fewer bits than their moments: they were rounded"
+        fix = "silent: fp32 params would start from rounded values; use a checkpoint that was not rounded"
+        yield Finding(index.name, what, fix, Code.WEIGHTS_DTYPE, WARNING)
+
+
+def agree_on_buffers(indexes: Sequence[CheckpointIndex]) -> tuple[CheckpointIndex, ...]:
+    """Return the indexes; a tensor of a DCP folder is a buffer, not a frozen param, if another source says so."""
+    buffers = {name for index in indexes for name, param in index.params.items() if param.role == "buffer"}
+    return tuple(with_buffers(index, buffers) for index in indexes)
+
+
+def with_buffers(index: CheckpointIndex, names: Collection[str]) -> CheckpointIndex:
+    """Return the index with these tensors as buffers, if they are assumed to be frozen params."""
+    found = {
+        name: param
+        for name, param in index.params.items()
+        if name in names and param.role == "frozen" and index.form.framework in (FSDP, DCP) and not _is_cut(index, name)
+    }
+    if not found:
+        return index
+    params = {name: replace(param, role="buffer") if name in found else param for name, param in index.params.items()}
+    held = {state: entry for state, entry in index.held.items() if state not in {State(n, FROZEN) for n in found}}
+    held |= {
+        State(name, BUFFER): _repeated(index.held[State(name, FROZEN)], index.world_size)
+        for name, param in found.items()
+        if param.numel
+    }
+    return replace(index, params=params, held=held)
+
+
+def _is_cut(index: CheckpointIndex, name: str) -> bool:
+    """Return whether a tensor is in several pieces: FSDP cuts params only."""
+    held = index.held[State(name, FROZEN)]
+    return len([*held.place.cover(0, held.numel)]) > 1
+
+
+def _repeated(held: TensorEntry, world_size: int) -> TensorEntry:
+    """Return the entry of a buffer of which all ranks resume with the same copy."""
+    (whole,) = held.place.cover(0, held.numel)
+    copies = Sliced((whole.extent,) * world_size, 0, held.numel, ITEMSIZE[held.dtype])
+    return TensorEntry(held.dtype, (world_size, *held.shape), copies)
+
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")

@@ -6,32 +6,33 @@ both names, as ``model.state_dict()`` has them.
 
 A loader asks for each option that its own param groups have, so options of torch's AdamW that the base lacks are added
 with their defaults. Keys that nobody asks for are ignored.
+
+As torch saves under FSDP2, a tensor is cut along dimension 0 into ``ceil(rows / ranks)`` rows per rank, so that the
+last ranks may have fewer rows or none; what all ranks have alike is saved once, spread over the ranks.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmtailor.checkpoint.index import DCP, FSDP, SHARDS, WHOLE, CheckpointIndex, DcpEntry, DcpStyle, TensorEntry
-from llmtailor.checkpoint.layout import FileLayout, Piece, Slot
+from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
-from llmtailor.containers.dcp import KeyPath
+from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, lay_out_metadata
 from llmtailor.containers.pickle_nodes import SmallTensor, as_tensor, make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
-from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.containers.torch_zip import lay_out_torch_blob, lay_out_torch_file
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
-from llmtailor.formats.dcp.build import Content, FolderBuilder, cut_rows
-from llmtailor.formats.dcp.folder import MODEL_FILE, SHARDING
+from llmtailor.formats.common.dcp_style import cut_rows
+from llmtailor.formats.common.write import check_masters, kinds_by_param, lay_out_master_weights, step_node
+from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
-from llmtailor.formats.dcp.whole import OPTIMIZER_FILE
-from llmtailor.formats.plain.write import check as check_masters
-from llmtailor.formats.plain.write import kinds_by_param, lay_out_master_weights, step_node
 from llmtailor.loaders.files import ADAPTER_CONFIG, ENGINE_FILES, SCALER, TRAINER_STATE, is_rng_file
 from llmtailor.loaders.write import (
     LR_SCHEDULER,
@@ -41,7 +42,79 @@ from llmtailor.loaders.write import (
     made_client_files,
     scheduler_tree,
 )
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
+
+Content = Callable[[int, int], tuple[Piece, ...]]
+"""What elements ``begin``..``end`` of a tensor consist of"""
+
+
+class FolderBuilder:
+    """A DCP folder being laid out; ``folder`` is relative to the checkpoint, ``""`` for its root."""
+
+    def __init__(self, folder: str, ranks: int):
+        self._prefix = f"{folder}/" if folder else ""
+        self._pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+        self._ends = [0] * ranks
+        self._next = 0
+        self._entries: dict[str, Entry] = {}
+
+    def add_tensor(self, path: KeyPath, dtype: str, shape: tuple[int, ...], content: Content, *, is_cut: bool) -> None:
+        """Add a tensor, cut along dimension 0 or whole on one rank."""
+        numel = math.prod(shape)
+        chunks = []
+        if not (is_cut and shape and numel):
+            tree = make_tensor(dtype, shape, content(0, numel) if numel else ())
+            chunks.append(Chunk((0,) * len(shape), shape, self._put(self._take_turn(), tree)))
+        else:
+            row = numel // shape[0]
+            for rank, (low, high) in enumerate(cut_rows(shape[0], len(self._ends))):
+                if low < high:
+                    sizes = (high - low, *shape[1:])
+                    blob = self._put(rank, make_tensor(dtype, sizes, content(low * row, high * row)))
+                    chunks.append(Chunk((low, *[0] * (len(shape) - 1)), sizes, blob))
+        self._entries[_key(path)] = Entry(path, dtype, shape, tuple(chunks))
+
+    def add_object(self, path: KeyPath, value: Any) -> None:
+        """Add a value that is not a tensor."""
+        blob = self._put(self._take_turn(), value)
+        self._entries[_key(path)] = Entry(path, chunks=(Chunk((), (), blob),))
+
+    def add_entry(self, entry: DcpEntry) -> None:
+        """Add a value of the base, its tensors cut as they are."""
+        if not entry.is_tensor:
+            self.add_object(entry.path, entry.content)
+            return
+        dtype, shape, boxes = entry.content
+        chunks = []
+        for offsets, sizes, extent in boxes:
+            whole = (Copy(extent),) if math.prod(sizes) * ITEMSIZE[dtype] else ()
+            chunks.append(Chunk(offsets, sizes, self._put(self._take_turn(), make_tensor(dtype, sizes, whole))))
+        self._entries[_key(entry.path)] = Entry(entry.path, dtype, shape, tuple(chunks))
+
+    def finish(self) -> list[FileLayout]:
+        """Return the layouts of the folder's files."""
+        files = [FileLayout(self._prefix + _file(rank), tuple(pieces)) for rank, pieces in enumerate(self._pieces)]
+        return [*files, lay_out_metadata(self._prefix + METADATA, self._entries)]
+
+    def _take_turn(self) -> int:
+        self._next += 1
+        return (self._next - 1) % len(self._ends)
+
+    def _put(self, rank: int, tree: Any) -> Blob:
+        start = self._ends[rank]
+        pieces = lay_out_torch_blob(_file(rank), tree, start)
+        self._pieces[rank] += pieces
+        self._ends[rank] = start + sum(piece.num_bytes for piece in pieces)
+        return Blob(_file(rank), start, self._ends[rank])
+
+
+def _file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _key(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
 
 _STYLES = {FSDP: DcpStyle("model", "optimizer"), DCP: DcpStyle("model", "optim")}
 """Of a base that has none of its own"""

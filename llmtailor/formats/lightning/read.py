@@ -22,13 +22,13 @@ from llmtailor.containers.pickle_nodes import as_tensor
 from llmtailor.containers.trees import FileTrees
 from llmtailor.errors import PathIn, Problems, attempt
 from llmtailor.findings import ERROR, Finding
+from llmtailor.formats.common import lightning
+from llmtailor.formats.common.ask_transformers import ModelFacts
+from llmtailor.formats.common.names import derived_names, fit, has_names, listed_names
+from llmtailor.formats.common.optimizer import parse_optimizer
+from llmtailor.formats.common.read import check_steps, find_stateless, frozen_by_guess, hold_weights, make_index
 from llmtailor.formats.finish import Draft, usual_dtype
-from llmtailor.formats.lightning import tree as lightning
 from llmtailor.formats.other_optimizers import naming_others
-from llmtailor.formats.plain.ask_transformers import ModelFacts
-from llmtailor.formats.plain.names import derived_names, fit, has_names, listed_names
-from llmtailor.formats.plain.optimizer import parse_optimizer
-from llmtailor.formats.plain.read import check_steps, find_stateless, frozen_by_guess, hold_weights, make_index
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import CLIENTS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files

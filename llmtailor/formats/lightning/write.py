@@ -10,14 +10,15 @@ from llmtailor.checkpoint.layout import FileLayout, Slot
 from llmtailor.containers.pickle_nodes import Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem
-from llmtailor.formats.lightning.tree import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
-from llmtailor.formats.plain.write import check as check
-from llmtailor.formats.plain.write import optimizer_tree
+from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
+from llmtailor.formats.common.write import check_masters, optimizer_tree
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files
 from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
 
 _KINDS = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}
+
+check = check_masters
 
 
 def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:

@@ -30,9 +30,13 @@ from llmtailor.containers.trees import Decoded, Opened
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
 from llmtailor.findings import Finding
-from llmtailor.formats.dcp.style import STYLE, read_style
+from llmtailor.formats.common.dcp_style import STYLE, read_style
+from llmtailor.formats.common.lightning import read_optimizer_tree, without_states
+from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
+from llmtailor.formats.common.read import make_index
+from llmtailor.formats.deepspeed_common.files import ShardFiles
+from llmtailor.formats.deepspeed_common.read import read_shards
 from llmtailor.formats.finish import Draft
-from llmtailor.formats.lightning.tree import read_optimizer_tree, without_states
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
     TREE,
@@ -42,12 +46,7 @@ from llmtailor.formats.partial.manifest import (
     frozen_name,
     read_manifest,
 )
-from llmtailor.formats.partial.tensors import PADDING
-from llmtailor.formats.partial.trees import decode
-from llmtailor.formats.plain.optimizer import parse_optimizer, read_optimizer
-from llmtailor.formats.plain.read import make_index
-from llmtailor.formats.zero.files import ShardFiles
-from llmtailor.formats.zero.read import read_shards
+from llmtailor.formats.partial.trees import PADDING, decode
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param

@@ -17,8 +17,10 @@ from llmtailor.checkpoint.optimizer import part_size
 from llmtailor.containers.fields import extent_of
 from llmtailor.containers.pickle_nodes import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
-from llmtailor.formats.dcp.build import cut_rows
-from llmtailor.formats.dcp.style import STYLE, style_tree
+from llmtailor.formats.common.dcp_style import STYLE, cut_rows, style_tree
+from llmtailor.formats.common.write import optimizer_tree
+from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
+from llmtailor.formats.deepspeed_common.trees import ZeroTarget, make_shards, slice_of
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
     TREE,
@@ -28,12 +30,16 @@ from llmtailor.formats.partial.manifest import (
     bundle_name,
     frozen_name,
 )
-from llmtailor.formats.partial.tensors import BundleLayout, Entry, lay_out_tensors, to_text
-from llmtailor.formats.partial.trees import Known, encode_nodes, placeholder, stored
-from llmtailor.formats.plain.write import optimizer_tree
-from llmtailor.formats.zero.files import describe_shards, optim_name
-from llmtailor.formats.zero.rank_files import make_shards
-from llmtailor.formats.zero.rank_trees import ZeroTarget, slice_of
+from llmtailor.formats.partial.trees import (
+    BundleLayout,
+    Entry,
+    Known,
+    encode_nodes,
+    lay_out_tensors,
+    placeholder,
+    stored,
+    to_text,
+)
 from llmtailor.loaders.files import (
     CARD,
     LATEST,

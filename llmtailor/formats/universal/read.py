@@ -37,17 +37,18 @@ from llmtailor.errors import (
     some,
 )
 from llmtailor.findings import WARNING, Finding
-from llmtailor.formats.finish import Draft
-from llmtailor.formats.zero.files import ShardFiles, count_models, model_name, read_tag, refuse_other_parallelism
-from llmtailor.formats.zero.ranks import fit_models, hold_untrained, is_dealt_out, read_models
-from llmtailor.formats.zero.read import (
-    Grouping,
-    check_folder,
-    check_save,
-    read_settings,
+from llmtailor.formats.deepspeed_common.files import (
+    ShardFiles,
+    count_models,
+    model_name,
+    read_tag,
+    refuse_other_parallelism,
 )
-from llmtailor.formats.zero.shards import STATES, ModelShard, read_param_group, read_stage, section
-from llmtailor.formats.zero.tables import ZERO12
+from llmtailor.formats.deepspeed_common.ranks import fit_models, hold_untrained, is_dealt_out, read_models
+from llmtailor.formats.deepspeed_common.read import Grouping, check_folder, check_save, read_settings
+from llmtailor.formats.deepspeed_common.shards import STATES, ModelShard, read_param_group, read_stage, section
+from llmtailor.formats.deepspeed_common.tables import ZERO12
+from llmtailor.formats.finish import Draft
 from llmtailor.loaders.files import LATEST, LATEST_UNIVERSAL, MANIFEST
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.stock_fields import check_fields, facts_of_rank

@@ -15,12 +15,20 @@ from llmtailor.checkpoint.optimizer import NAME_KEYS, OptimizerLayout
 from llmtailor.containers.pickle_nodes import Ordered, make_tensor
 from llmtailor.containers.torch_zip import lay_out_torch_file
 from llmtailor.errors import Problem, UnsupportedCheckpoint, some
+from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name
+from llmtailor.formats.deepspeed_common.trees import (
+    DS_VERSION,
+    RankFiles,
+    ZeroTarget,
+    clipping_node,
+    make_stage,
+    model_states,
+    scaling_nodes,
+    step_node,
+    unknown,
+)
+from llmtailor.formats.deepspeed_common.write import lay_out_engine
 from llmtailor.formats.universal.read import FOLDER, GLOBAL_STATE, NAME_OF, STEP
-from llmtailor.formats.zero.engine_state import DS_VERSION, clipping_node, make_stage, scaling_nodes, unknown
-from llmtailor.formats.zero.files import UNIVERSAL, model_name
-from llmtailor.formats.zero.rank_files import RankFiles, model_states
-from llmtailor.formats.zero.rank_trees import ZeroTarget, step_node
-from llmtailor.formats.zero.write import lay_out_engine
 from llmtailor.loaders.files import ENGINE_FILES, LATEST_UNIVERSAL
 from llmtailor.loaders.write import Wanted
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, State

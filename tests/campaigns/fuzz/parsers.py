@@ -24,8 +24,8 @@ from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
 from llmtailor.containers.torch_zip import read_torch_file
 from llmtailor.containers.unpickle import read_pickle
+from llmtailor.formats.common import ask_transformers as model
 from llmtailor.formats.manifest import read_part_steps
-from llmtailor.formats.plain import ask_transformers as model
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe

@@ -1,25 +1,100 @@
-"""The object trees of the files of one rank, of any ZeRO stage, with tensors bound to states.
+"""The files of all ranks, of any ZeRO stage: their object trees, with tensors bound to states.
 
 ZeRO-3 has a pair of files per rank, and every param cut on its own; ZeRO-1/2 have one vector per group, cut into equal
-partitions, and one model file. Tensors become plain tensors with their own storage; padding is zero.
+partitions, and one model file. Tensors become plain tensors with their own storage; padding is zero. On another number
+of ranks, rank r copies what is no state from the base's rank r modulo its world size. In a salvage, an unreadable
+rank's files are modelled on the first readable rank's: they differ only in states.
+
+The files of two ranks of ZeRO-3 differ in which slice of each param they hold, and in what the base keeps besides
+states, which is mostly the same for all ranks. So a rank's file has the pickle of the first rank with the same rest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
-from llmtailor.checkpoint.index import CheckpointIndex
-from llmtailor.checkpoint.layout import Bytes, Piece, Slot, Zeros
+from llmtailor.checkpoint.index import CheckpointIndex, TrainState
+from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
 from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
-from llmtailor.formats.zero.engine_state import clipping_node, make_stage, scaling_nodes, unknown
-from llmtailor.formats.zero.files import UNIVERSAL
+from llmtailor.containers.pickle_writer import write_pickle
+from llmtailor.containers.torch_zip import Content, TorchLayout, pickle_content
+from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+
+DS_VERSION = "0.19.8"
+_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+_MADE = frozenset(("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version"))
+
+
+def make_stage(stage: int) -> Call:
+    """Return DeepSpeed's object for a ZeRO stage."""
+    return Call(_STAGE, (stage,))
+
+
+def clipping_node(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``clip_grad`` of an ``optim_states``, if the base's or its config states it.
+
+    ZeRO-1/2 clip at the checkpoint's value; without one, at that of the run's own config (1.0 if that has none, too).
+    """
+    config = rest.get("ds_config")
+    clip_grad = config.get("gradient_clipping") if isinstance(config, dict) else None
+    stated = rest["optimizer_state_dict"].get("clip_grad", clip_grad if type(clip_grad) in (int, float) else None)
+    return {} if stated is None else {"clip_grad": stated}
+
+
+def unknown(outer: Mapping[str, Any], is_kept: bool) -> dict[str, Any]:
+    """Return what is not known of a base's ``optimizer_state_dict``, if it is kept."""
+    return {key: value for key, value in outer.items() if is_kept and key not in _MADE}
+
+
+def scaling_nodes(outer: Mapping[str, Any], is_needed: bool) -> dict[str, Any]:
+    """Return the loss scaler of an ``optim_states``, if the base's states it, or a resume can't do without.
+
+    If it is made, it is that of DeepSpeed for bf16 and fp32. BF16_Optimizer saves none.
+    """
+    if not is_needed and "loss_scaler" not in outer:
+        return {}
+    static = Call(_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
+    return {
+        "loss_scaler": outer.get("loss_scaler") or static,
+        "dynamic_loss_scale": outer.get("dynamic_loss_scale", False),
+        "overflow": outer.get("overflow", False),
+    }
+
+
+def new_engine(base: CheckpointIndex, stage: int, precision: str) -> TrainState:
+    """Return what DeepSpeed would have stored for a training that ran without it."""
+    config = {
+        "bf16": {"enabled": precision == "BF16"},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": stage},
+    }
+    optim = {"ds_config": config, "ds_version": DS_VERSION, "optimizer_state_dict": {}}
+    model = {
+        "module": Ordered((name, None) for name in (*base.params, *base.tied)),
+        "buffer_names": [param.name for param in base.params.values() if param.role == "buffer"],
+        "optimizer": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": base.zero.skipped_steps,
+        "global_steps": base.global_step,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": config,
+        "ds_version": DS_VERSION,
+    }
+    return TrainState(optim=(optim,), model=(model,))
+
 
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _PADDING = "ZeRO-1/2 padding and alignment"
@@ -260,3 +335,101 @@ def _mapping(target: ZeroTarget, one: SubGroup, rank: int) -> Ordered:
         (param, Call(_FRAGMENT, (), new=True, state={"numel": end - begin, "start": offset}, has_state=True))
         for param, begin, end, offset in target.vector(one).on_rank(target.numels(one), rank)
     )
+
+
+_MAX_FORMS = 32
+"""More than there are: the files of ranks on GPUs have up to 8 forms, one per GPU of a node, and rank 0's differ."""
+
+
+def optim_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+    """Return the tree of a rank's ``optim_states``, with the slices of rank ``cut_as``."""
+    return optim_tree(target, cut_as, rest_of(train.optim, rank))
+
+
+def model_states(target: ZeroTarget, train: TrainState, rank: int, cut_as: int) -> dict[str, Any]:
+    """Return the tree of a rank's ``model_states``, or of those of all, with the slices of rank ``cut_as``."""
+    rest = dict(rest_of(train.model, rank))
+    if "ds_config" in rest:
+        rest["ds_config"] = target.adapt_config(rest["ds_config"] or {})
+    tied = dict(target.base.tied) if rank == 0 else {}
+    return {**model_tree(target, cut_as, rest), "shared_params": tied}
+
+
+def make_shards(target: ZeroTarget, train: TrainState) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the rank, the path and the object tree of each shard file, with its tensors bound to states."""
+    for rank in range(target.layout.world_size):
+        name = optim_name(rank, target.precision == "BF16")
+        yield rank, f"{target.tag}/{name}", optim_states(target, train, rank, rank)
+    for rank in range(target.num_models):
+        name = model_name(rank, target.layout.stage)
+        yield rank, f"{target.tag}/{name}", model_states(target, train, rank, rank)
+
+
+def rest_of(trees: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any]:
+    """Return what a base keeps besides states for a rank: its own, or that of another rank."""
+    return trees[rank % len(trees)] or next(tree for tree in trees if tree is not None)
+
+
+_Rest = Mapping[str, Any]
+_TreeOf = Callable[[ZeroTarget, TrainState, int, int], dict[str, Any]]
+
+
+class RankFiles:
+    """The files of all ranks of one checkpoint."""
+
+    def __init__(self, target: ZeroTarget, train: TrainState):
+        self.target, self.train = target, train
+        self._numels = {name: param.numel for name, param in target.base.params.items()}
+        self._digests: dict[int, bytes] = {}
+        self._first: dict[tuple[_TreeOf, bytes], int] = {}
+        self._form = lru_cache(_MAX_FORMS)(self._make_form)
+
+    def optim(self, folder: str) -> Iterator[FileLayout]:
+        """Yield the layout of each rank's ``optim_states``, in a folder."""
+        for rank in range(self.target.layout.world_size):
+            path = f"{folder}/{optim_name(rank, self.target.precision == 'BF16')}"
+            yield TorchLayout(path, partial(self._content, path, rank, optim_states, self.train.optim))
+
+    def model(self, folder: str) -> Iterator[FileLayout]:
+        """Yield the layout of each ``model_states``, in a folder."""
+        for rank in range(self.target.num_models):
+            path = f"{folder}/{model_name(rank, self.target.layout.stage)}"
+            yield TorchLayout(path, partial(self._content, path, rank, model_states, self.train.model))
+
+    def _content(self, path: str, rank: int, tree_of: _TreeOf, rests: Sequence[_Rest | None]) -> Content:
+        if self.target.layout.stage < 3:
+            return pickle_content(path, tree_of(self.target, self.train, rank, rank))
+        like = self._first.setdefault((tree_of, self._digest(rest_of(rests, rank))), rank) if rank else 0
+        pickled, storages = self._form(tree_of, like)
+        return pickled, [self._of_rank(content, rank) if content else content for content in storages]
+
+    def _make_form(self, tree_of: _TreeOf, like: int) -> Content:
+        """Return the content of a rank's file, but with the slices of rank 0."""
+        return pickle_content(f"rank {like}", tree_of(self.target, self.train, like, 0))
+
+    def _of_rank(self, content: tuple[Piece, ...], rank: int) -> tuple[Piece, ...]:
+        """Return a storage with the slices of a rank instead of those of rank 0, which has no padding."""
+        pieces: list[Piece] = []
+        ranks = self.target.layout.world_size
+        for piece in content:
+            if not isinstance(piece, Slot):
+                pieces.append(piece)
+            elif piece.state.kind == BUFFER:
+                pieces.append(piece._replace(begin=rank * piece.end, end=(rank + 1) * piece.end))
+            else:
+                state, dtype, _, part = piece
+                numel = self._numels[state.param]
+                if (rank + 1) * part <= numel:  # which is so for most: a whole slice
+                    pieces.append(Slot(state, dtype, rank * part, (rank + 1) * part))
+                else:
+                    pieces += slice_of(state, dtype, numel, rank, ranks)
+        return tuple(pieces)
+
+    def _digest(self, rest: _Rest) -> bytes:
+        """Return what is equal for trees that are written alike."""
+        known = self._digests.get(id(rest))
+        if known is None:
+            data, storages = write_pickle(rest)
+            content = repr([storage.content for storage in storages])
+            known = self._digests[id(rest)] = hashlib.sha256(data + content.encode()).digest()
+        return known

@@ -16,8 +16,8 @@ from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.codes import Code
 from llmtailor.containers.fields import FLOATING
 from llmtailor.errors import COPY_CHECKPOINT, PathIn, Problem, SourceError, UnsupportedCheckpoint, some
-from llmtailor.formats.plain.ask_transformers import ModelFacts
-from llmtailor.formats.plain.optimizer import SavedOptimizer
+from llmtailor.formats.common.ask_transformers import ModelFacts
+from llmtailor.formats.common.optimizer import SavedOptimizer
 from llmtailor.model.parts import Param
 
 _OTHER_RUN = "use the optimizer.pt and the config.json of the same save"

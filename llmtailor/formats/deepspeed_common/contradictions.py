@@ -10,7 +10,7 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.zero.files import ShardFiles
+from llmtailor.formats.deepspeed_common.files import ShardFiles
 from llmtailor.loaders.stock_fields import decays_vectors_alone
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE
 

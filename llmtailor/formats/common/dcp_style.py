@@ -76,3 +76,9 @@ def _read_boxes(node: dict[str, Any], dtype: str, shape: tuple[int, ...], where:
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, sizes) or not len(shape) == len(offsets or ()):
             raise damaged(where, "a box does not fit its tensor", Code.FIELD_TYPE)
         yield offsets, sizes, tensor.extent
+
+
+def cut_rows(rows: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the rows of each rank, as FSDP2 cuts them (``torch.chunk``); the last ones may be empty."""
+    size = -(-rows // ranks)
+    return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(ranks)]

@@ -27,9 +27,16 @@ from llmtailor.containers.fields import Tensor
 from llmtailor.containers.trees import Trees
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, attempt, some
 from llmtailor.findings import Finding
-from llmtailor.formats.zero.all_ranks import AnyShard, read_all
-from llmtailor.formats.zero.files import ShardFiles, fit_world_size
-from llmtailor.formats.zero.shards import ModelShard, OptimShard, read_model_shard, read_optim_shard, section
+from llmtailor.formats.deepspeed_common.files import ShardFiles, fit_world_size
+from llmtailor.formats.deepspeed_common.shards import (
+    AnyShard,
+    ModelShard,
+    OptimShard,
+    read_all,
+    read_model_shard,
+    read_optim_shard,
+    section,
+)
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.model.parts import Param
 from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State

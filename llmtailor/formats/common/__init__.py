@@ -1,0 +1,1 @@
+"""What the formats of torch optimizers share: Trainer, accelerate, Lightning, FSDP, and partial checkpoints."""

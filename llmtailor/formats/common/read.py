@@ -1,0 +1,183 @@
+"""From a torch optimizer's state dict and the names of its params to a `CheckpointIndex`, whatever file it is in.
+
+There are no separate master weights: the weights are what the optimizer updates, so the same bytes are held under
+both kinds. Adam counts its ``step`` per param, so every param is its own sub-group, numbered through the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from llmtailor.checkpoint.index import TRAINER, CheckpointIndex, Form, TensorEntry, TrainState
+from llmtailor.checkpoint.optimizer import ParamGroup, SubGroup
+from llmtailor.checkpoint.placement import AllZero, Contiguous, Sliced
+from llmtailor.checkpoint.step_names import step_of
+from llmtailor.codes import Code
+from llmtailor.containers.fields import read_tied
+from llmtailor.containers.json import read_strict_json
+from llmtailor.containers.safetensors import read_weights
+from llmtailor.errors import PathIn, SourceError, damaged, some
+from llmtailor.findings import ERROR, WARNING, Finding
+from llmtailor.formats.common.names import Fitted
+from llmtailor.formats.common.optimizer import SavedOptimizer
+from llmtailor.loaders.files import (
+    MANIFEST,
+    TRAINER_STATE,
+)
+from llmtailor.loaders.read import TrainerFiles
+from llmtailor.loaders.scheduler import read_scheduler
+from llmtailor.model.parts import Param
+from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
+
+BUFFERS_KEY = "buffers"
+"""In the metadata of a composite's safetensors: the names of buffers among the tensors, separated by commas."""
+
+
+TIED_KEY = "tied"
+"""In the same, also if there are none: JSON, tied names and the names that their values are stored under"""
+
+
+def frozen_by_guess(params: Mapping[str, Param], where: str) -> Iterator[Finding]:
+    """Yield a finding on params without a state, if nothing but that says that they are frozen."""
+    if frozen := [param.name for param in params.values() if param.role == "frozen"]:
+        fix = "if they were trained, their states are lost: leave this checkpoint out"
+        what = f"it has no state of {some(frozen)}: assumed to be frozen"
+        yield Finding(where, what, fix, Code.STATE_MISSING)
+
+
+def find_stateless(index: CheckpointIndex, where: str) -> Iterator[Finding]:
+    """Yield a finding on params without a state, which an optimizer of torch gives a param with its first gradient."""
+    lacking = dict.fromkeys(state.param for state, held in index.held.items() if held.is_all_zero)
+    if lacking:
+        fix = "nothing, if it has had no gradient yet, as in an unused head; if it was trained, its moments are lost"
+        what = f"the optimizer has no state of {some(lacking)}: a resume starts from zero moments there"
+        if len(lacking) == len(index.steps()):
+            what, fix = "the optimizer has no states, as before its first step", "nothing, if it has made no step yet"
+        yield Finding(where, what, fix, Code.STATE_MISSING)
+
+
+def make_index(
+    root: Path,
+    name: str,
+    optimizer: SavedOptimizer,
+    groups: Sequence[tuple[str, ...]],
+    params: Mapping[str, Param],
+    tied: Mapping[str, str],
+    dtypes: Mapping[str, str],
+) -> CheckpointIndex:
+    """Return what is known from ``optimizer.pt`` and the names of its params: as if of one rank, in fp32.
+
+    ``dtypes`` are those of the weights, which the moments have that do not exist yet.
+    """
+    usual = max(dtypes.values(), key=[*dtypes.values()].count, default="F32")
+    owned = [
+        (at, param, number)
+        for at, (names, saved) in enumerate(zip(groups, optimizer.groups, strict=True))
+        for param, number in zip(names, saved.ids, strict=True)
+    ]
+    return CheckpointIndex(
+        root=root,
+        name=name,
+        form=Form(TRAINER),
+        world_size=1,
+        global_step=int(max(optimizer.steps.values())),
+        precision="F32",
+        params=params,
+        tied=tied,
+        held={
+            State(param, kind): TensorEntry(one.dtype, one.shape, Contiguous(one.extent, ITEMSIZE[one.dtype]))
+            for _, param, number in owned
+            for kind, one in optimizer.kinds[number].items()
+        }
+        | {
+            State(param, kind): TensorEntry(dtypes.get(param, usual), params[param].shape, AllZero())
+            for _, param, number in owned
+            if not optimizer.kinds[number]
+            for kind in optimizer.zeroed
+        },
+        groups=tuple(ParamGroup(names, saved.hyper) for names, saved in zip(groups, optimizer.groups, strict=True)),
+        sub_groups=tuple(SubGroup(at, (param,), optimizer.steps[number]) for at, param, number in owned),
+        files={},
+        train=TrainState(optimizer.step_is_tensor),
+    )
+
+
+def hold_weights(
+    weights: Mapping[str, TensorEntry], known: Fitted, world_size: int
+) -> Iterator[tuple[State, TensorEntry]]:
+    """Yield the states that the weights are: masters, frozen params and buffers."""
+    for name, weight_name in known.weight_of.items():
+        weight, role = weights[weight_name], known.params[name].role
+        if role != "buffer":
+            yield State(name, MASTER if role == "trainable" else FROZEN), weight
+            continue
+        for whole in weight.place.cover(0, weight.numel):  # one file for all ranks: every rank resumes with these
+            copies = Sliced((whole.extent,) * world_size, 0, weight.numel, ITEMSIZE[weight.dtype])
+            yield State(name, BUFFER), TensorEntry(weight.dtype, (world_size, *weight.shape), copies)
+
+
+def check_steps(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
+    """Yield findings on steps. Optimizer and schedule are saved and restored together; only a composite may mix steps.
+
+    A param without gradients makes no step, so its states may lag behind, but only with its whole module. One without a
+    state has made none. Raises SourceError if no state is of the schedule's step.
+    """
+    client, name = trainer.client, index.name
+    counted = trainer.scheduler.num_steps if trainer.scheduler is not None else None
+    lacking = {state.param for state, held in index.held.items() if held.is_all_zero}
+    of_step: dict[float, list[str]] = {}
+    for param, step in index.steps().items():
+        if param not in lacking:
+            of_step.setdefault(step, []).append(param)
+    if not client.counts_steps and (of_step or trainer.global_step is not None):
+        counted = index.global_step
+    elif not client.counts_steps:  # before the first step, no schedule has counted any
+        counted = read_scheduler(trainer.trees.get(client.scheduler)).num_steps
+    if counted is None or MANIFEST in trainer.files:
+        return
+    usual = {counted - lag for lag in trainer.step_lags}
+    where = PathIn(name, client.optimizer)
+    fix = f"copy {client.optimizer} and {client.scheduler} again; they come from different saves"
+    if not of_step:
+        if counted > 0:
+            what = f"the optimizer has no states, but the schedule is at step {counted}"
+            raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+    elif not usual.intersection(of_step):
+        what = f"the optimizer's states are from step {max(of_step):g}, but the schedule is at step {counted}"
+        raise SourceError.at(where, what, fix, Code.STEPS_DIFFER)
+    for step, params in of_step.items():
+        if step in usual:
+            continue
+        if step > counted or step == 0 or len(params) == 1:
+            what = f"Adam's step of {some(params)} is {step:g}, but the schedule is at step {counted}"
+            severity = WARNING if step < counted else ERROR
+            why = "nothing, if it had no gradients in these steps" if severity == WARNING else f"silent: {fix}"
+            yield Finding(where, what, why, Code.STEPS_DIFFER, severity)
+    if trainer.global_step not in (None, counted):
+        what = f"global_step is {trainer.global_step}, but optimizer and schedule are at step {counted}"
+        is_sure = counted > (trainer.global_step or 0) or step_of(index.root) == counted
+        fix = "nothing, if steps were skipped (fp16) or the run was once resumed without its optimizer"
+        if is_sure:
+            fix = "silent: data order and step count follow the former; copy the file of this save"
+        yield Finding(PathIn(name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR if is_sure else WARNING)
+
+
+def listed_ties(root: Path, name: str) -> dict[str, str] | None:
+    """Return the tied names that a composite's weight files list; None if a file was not written by llmtailor."""
+    found: dict[str, str] = {}
+    for file in read_weights(root, name):
+        if (text := file.metadata.get(TIED_KEY)) is None:
+            return None
+        where = PathIn(name, file.path)
+        try:
+            found |= read_tied(read_strict_json(text.encode()), where)
+        except (ValueError, RecursionError) as error:
+            raise damaged(where, f"its metadata {TIED_KEY} is not JSON ({error})") from error
+    return found
+
+
+def listed_buffers(root: Path, name: str) -> set[str]:
+    """Return the buffers that a composite's weight files list; others don't tell them from params."""
+    listed = (file.metadata.get(BUFFERS_KEY, "") for file in read_weights(root, name))
+    return {buffer for names in listed for buffer in names.split(",") if buffer}

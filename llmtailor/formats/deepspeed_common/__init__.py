@@ -1,0 +1,1 @@
+"""What ZeRO, universal checkpoints and partial checkpoints of DeepSpeed trainings share."""
