@@ -19,6 +19,9 @@ BUFFER = "buffer"
 """A persistent buffer as stored in the model_states: complete on every rank, and not always equal (running statistics
 of local batches differ). So the state joins all ranks, in order: shape [world size, ...]."""
 
+KIND_OF_ROLE = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}
+"""The role of a param -> the state whose values it has in training"""
+
 ITEMSIZE = {
     "F64": 8,
     "F32": 4,

@@ -33,7 +33,18 @@ from llmtailor.loaders.files import CONFIG
 from llmtailor.loaders.known_files import is_resumed_from
 from llmtailor.model.disk_names import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
-from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.states import (
+    BUFFER,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FROZEN,
+    ITEMSIZE,
+    KIND_OF_ROLE,
+    MASTER,
+    MODULE,
+    WEIGHT,
+    State,
+)
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import Intervals, crc32, part_digest
 from llmtailor.storage.local import Files
@@ -274,7 +285,7 @@ def _bundles(index: CheckpointIndex, saved_as: Mapping[str, tuple[SavedAs, ...]]
             moments.setdefault(state.param, []).append(Stream(state, held, checks))
     for param in index.params.values():
         streams = []
-        kind = {"buffer": BUFFER, "trainable": MASTER, "frozen": FROZEN}[param.role]
+        kind = KIND_OF_ROLE[param.role]
         original = State(param.name, kind)
         if original in index.held and kind == BUFFER:
             held = index.held[original]

@@ -42,7 +42,7 @@ from llmtailor.loaders.write import (
     made_client_files,
     scheduler_tree,
 )
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, State
+from llmtailor.model.states import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
 
 Content = Callable[[int, int], tuple[Piece, ...]]
 """What elements ``begin``..``end`` of a tensor consist of"""
@@ -182,8 +182,7 @@ def _check_base(base: CheckpointIndex) -> None:
     if ADAPTER_CONFIG in base.files:
         what = "it is a PEFT run, whose checkpoints lack the model below the adapter; FSDP saves the whole model"
         problems.append(Problem(base.name, what, "stay with the Trainer or DeepSpeed"))
-    kinds = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}
-    lost = [p.name for p in base.params.values() if p.numel and State(p.name, kinds[p.role]) not in base.held]
+    lost = [p.name for p in base.params.values() if p.numel and State(p.name, KIND_OF_ROLE[p.role]) not in base.held]
     if lost and not problems:
         what = f"it does not hold the values of {some(lost)} under the model's own names"
         problems.append(Problem(base.name, what, "use a base that was saved with them"))
@@ -207,7 +206,7 @@ class _Target:
         names = sorted((*base.params, *base.tied), key=lambda name: order.get(name, len(order)))
         for name in names:
             param = base.params[base.tied.get(name, name)]
-            kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
+            kind = KIND_OF_ROLE[param.role]
             state = State(param.name, kind)
             held = base.held.get(state)
             dtype = "F32" if kind != BUFFER and base.form.has_masters else held.live_dtype if held else "F32"

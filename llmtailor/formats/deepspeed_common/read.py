@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ def read_shards(
     if client is None and trainer.client.name == DEEPSPEED and is_lightnings(ranks.some_model.rest):
         trainer = replace(trainer, client=CLIENTS[LIGHTNING])
     config, optim, model = ranks.some_optim.ds_config, ranks.some_optim, ranks.some_model
-    cut = Grouping(optim.groups, model.param_shapes, optim.steps, optim.gaps)
-    groups, sub_groups = cut.order(model.world_size if is_dealt_out(config, optim.stage, optim.variant) else 1)
+    dealt = model.world_size if is_dealt_out(config, optim.stage, optim.variant) else 1
+    cut = (optim.groups, model.param_shapes, optim.steps, optim.gaps)
+    groups, sub_groups = order_groups(*cut, dealt_to=dealt)
     index = CheckpointIndex(
         root=root,
         name=name,
@@ -123,38 +124,32 @@ def check_save(
         yield Finding(PathIn(index.name, TRAINER_STATE), what, fix, Code.STEPS_DIFFER, ERROR)
 
 
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """What the files of ZeRO say about param groups and sub-groups."""
+def order_groups(
+    owned_by: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    steps: Sequence[float],
+    gaps: Sequence[tuple[int, ...]] = (),
+    *,
+    dealt_to: int,
+) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
+    """Return the param groups, in the optimizer's order, and the sub-groups.
 
-    groups: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
-    """For each param group: the sub-groups that it owns, and its hyperparameters"""
-    shapes: Sequence[Mapping[str, tuple[int, ...]]]
-    """Per sub-group: param -> shape"""
-    steps: Sequence[float]
-    """Per sub-group"""
-    gaps: Sequence[tuple[int, ...]] = ()
-    """Per sub-group and param: elements of alignment after it"""
-
-    def order(self, dealt_to: int) -> tuple[tuple[ParamGroup, ...], tuple[SubGroup, ...]]:
-        """Return the param groups, in the optimizer's order, and the sub-groups.
-
-        ``dealt_to`` is the number of ranks that ``round_robin_gradients`` has dealt out the params of a group to, which
-        is undone.
-        """
-        group_of = {flat_id: group for group, (owned, _) in enumerate(self.groups) for flat_id in owned}
-        gaps = self.gaps if any(any(row) for row in self.gaps) else ((),) * len(self.shapes)
-        cut = tuple(
-            SubGroup(group_of[flat_id], tuple(params), step, gap)
-            for flat_id, (params, step, gap) in enumerate(zip(self.shapes, self.steps, gaps, strict=True))
-        )
-        dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
-        orders = [tuple(name for _, name in sorted(numbered)) for numbered in dealt]
-        groups = [
-            ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper)
-            for owned, hyper in self.groups
-        ]
-        return tuple(groups), cut
+    ``owned_by`` has the sub-groups of each param group and its hyperparameters; ``shapes`` and ``steps`` are those of
+    each sub-group, ``gaps`` the elements of alignment after each of its params. ``dealt_to`` is the number of ranks
+    that ``round_robin_gradients`` has dealt out the params of a group to, which is undone.
+    """
+    group_of = {flat_id: group for group, (owned, _) in enumerate(owned_by) for flat_id in owned}
+    gaps = gaps if any(any(row) for row in gaps) else ((),) * len(shapes)
+    cut = tuple(
+        SubGroup(group_of[flat_id], tuple(params), step, gap)
+        for flat_id, (params, step, gap) in enumerate(zip(shapes, steps, gaps, strict=True))
+    )
+    dealt = (zip(round_robin(len(one.params), dealt_to), one.params, strict=True) for one in cut)
+    orders = [tuple(name for _, name in sorted(numbered)) for numbered in dealt]
+    groups = (
+        ParamGroup(tuple(name for flat_id in owned for name in orders[flat_id]), hyper) for owned, hyper in owned_by
+    )
+    return tuple(groups), cut
 
 
 def read_settings(config: Mapping[str, Any], is_bf16: bool, variant: str) -> ZeroSettings:

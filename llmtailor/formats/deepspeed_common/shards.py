@@ -36,7 +36,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.codes import Code
 from llmtailor.containers import fields
@@ -51,7 +51,7 @@ from llmtailor.formats.deepspeed_common.tables import MODEL, ZERO3, ZERO12
 from llmtailor.formats.other_optimizers import naming_others, refuse_others
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
-from llmtailor.loaders.stock_fields import ADAM_KINDS, check_fields, facts_of_rank
+from llmtailor.loaders.stock_fields import ADAM_KINDS, Table, check_fields, facts_of_rank
 from llmtailor.model.states import MASTER
 
 _EXTRA = "_extra_state"
@@ -138,6 +138,23 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class _Layout(NamedTuple):
+    """The keys under which an ``optim_states`` file has what all stages have."""
+
+    inner: str
+    masters: str
+    sub_group: str
+    """What messages call it"""
+    table: Table
+
+
+_LAYOUTS = {
+    True: _Layout("optimizer_state_dict", "fp32_flat_groups", "sub-group", ZERO3),
+    False: _Layout("base_optimizer_state", "single_partition_of_fp32_groups", "group", ZERO12),
+}
+"""Whether it is ZeRO-3 -> the keys"""
+
+
 def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3: bool) -> OptimShard:
     """Return the content of one ``optim_states`` file. Raises SourceError or UnsupportedCheckpoint."""
     tree = file.tree
@@ -145,9 +162,7 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
     outer = get(tree, "optimizer_state_dict", dict, where)
     if is_zero3:
         _check_zero3(outer, where)
-    inner_key = "optimizer_state_dict" if is_zero3 else "base_optimizer_state"
-    masters_key = "fp32_flat_groups" if is_zero3 else "single_partition_of_fp32_groups"
-    sub_group = "sub-group" if is_zero3 else "group"
+    inner_key, masters_key, sub_group, table = _LAYOUTS[is_zero3]
     masters = fields.read_masters(get(outer, masters_key, list, where), masters_key, where)
     inner = outer.get(inner_key)
     elastic = isinstance(inner, list) and not is_zero3
@@ -194,7 +209,6 @@ def read_optim_shard(file: Decoded, root: Path, path: str, where: str, is_zero3:
     counts = _counts(outer.get("partition_count"), "partition_count", where) if count is None else (count,)
     stage = 3 if is_zero3 else read_stage(outer, (1, 2), "with the layout of ZeRO-1 and ZeRO-2", where)
     all_gaps = tuple(_counts(entry, "param_alignment_paddings", where) for entry in gaps)
-    table = ZERO3 if is_zero3 else ZERO12
     alike = {
         "zero_stage": stage,
         "Adam's step": tuple(steps),

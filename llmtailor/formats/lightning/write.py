@@ -14,9 +14,7 @@ from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DIC
 from llmtailor.formats.common.write import check_masters, optimizer_tree
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.write import Wanted, lay_out_trainer_files
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
-
-_KINDS = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}
+from llmtailor.model.states import KIND_OF_ROLE, State
 
 check = check_masters
 
@@ -36,7 +34,7 @@ def _state_dict(base: CheckpointIndex, names: Mapping[str, Any]) -> Ordered:
     """Return the weights in the order of the base's, bound to states. Tied names share their tensors."""
     made: dict[str, Any] = {}
     for param in base.params.values():
-        state = State(param.name, _KINDS[param.role])
+        state = State(param.name, KIND_OF_ROLE[param.role])
         dtype = base.held[state].live_dtype
         made[param.name] = make_tensor(dtype, param.shape, (Slot(state, dtype, 0, param.numel),) if param.numel else ())
     content = {name: made.get(base.tied.get(name, name), node) for name, node in names.items()}

@@ -55,7 +55,7 @@ from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
 from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.states import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
 
 
 @dataclass(slots=True)
@@ -248,8 +248,7 @@ def _live_dtype(index: CheckpointIndex, param: Param) -> str:
     """Return a param's dtype in training: under ZeRO the weights', of which the optimizer has fp32 copies."""
     if param.role == "trainable" and index.form.stage:
         return index.precision
-    kind = {"trainable": MASTER, "frozen": FROZEN, "buffer": BUFFER}[param.role]
-    return index.held[State(param.name, kind)].dtype
+    return index.held[State(param.name, KIND_OF_ROLE[param.role])].dtype
 
 
 def _is_carried(path: str, index: CheckpointIndex) -> bool:

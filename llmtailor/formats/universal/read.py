@@ -45,7 +45,7 @@ from llmtailor.formats.deepspeed_common.files import (
     refuse_other_parallelism,
 )
 from llmtailor.formats.deepspeed_common.ranks import fit_models, hold_untrained, is_dealt_out, read_models
-from llmtailor.formats.deepspeed_common.read import Grouping, check_folder, check_save, read_settings
+from llmtailor.formats.deepspeed_common.read import check_folder, check_save, order_groups, read_settings
 from llmtailor.formats.deepspeed_common.shards import STATES, ModelShard, read_param_group, read_stage, section
 from llmtailor.formats.deepspeed_common.tables import ZERO12
 from llmtailor.formats.finish import Draft
@@ -314,7 +314,7 @@ class _Reader:
     ) -> CheckpointIndex:
         known, files = self.known, self.files
         dealt = usual.world_size if is_dealt_out(config, known.stage, known.variant) else 1
-        groups, sub_groups = Grouping(known.groups, usual.param_shapes, steps).order(dealt)
+        groups, sub_groups = order_groups(known.groups, usual.param_shapes, steps, dealt_to=dealt)
         params: dict[str, Param] = {}
         held: dict[State, TensorEntry] = {}
         unreadable = {path for path, shard in zip(files.model, model, strict=True) if shard is None}
