@@ -269,8 +269,21 @@ def plan_merge(
         free_bytes=free_bytes(out),
         notices=tuple(_notices(recipe, indexes, base, choice, special)),
     )
-    found = (recipe, out, options, indexes, base, structure, target, steps, plan, report, family, client, replaces)
-    return Composition(*found)
+    return Composition(
+        recipe=recipe,
+        out=out,
+        options=options,
+        indexes=indexes,
+        base=base,
+        structure=structure,
+        target=target,
+        steps=steps,
+        plan=plan,
+        report=report,
+        family=family,
+        client=client,
+        replaces=replaces,
+    )
 
 
 def _needed_bytes(plan: Plan, out: Path, options: Options) -> int:
@@ -385,5 +398,12 @@ def explain_recipe(config: Path, folder: Path | None, *, allow_split: bool = Fal
     reference = indexes[base]
     structure = with_experts(find_structure(reference), reference)
     choice = resolve(recipe, structure, reference.root, set(reference.params), allow_split=allow_split)
-    found = (choice.source_of, reference.root, choice.structure, folder, choice.weights_of, choice.moments_of)
-    return write_normal_form(recipe, *found)
+    return write_normal_form(
+        recipe,
+        choice.source_of,
+        reference.root,
+        choice.structure,
+        folder,
+        weights_of=choice.weights_of,
+        moments_of=choice.moments_of,
+    )

@@ -65,11 +65,10 @@ from llmtailor.runs.prune import (
     plan_weights,
 )
 from llmtailor.runs.scan import describe_checkpoint
-from llmtailor.storage.checksums import crc_of_zeros
+from llmtailor.storage.checksums import crc_of_range, crc_of_zeros
 from llmtailor.storage.listing import FileFact, added_since
 from llmtailor.storage.local import Files, fsync_folder, replace_folder, write_durably
 from llmtailor.timing import Stopwatch
-from llmtailor.verify.values import crc_of_range
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int], None]

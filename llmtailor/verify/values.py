@@ -46,7 +46,7 @@ from llmtailor.model.states import (
     State,
 )
 from llmtailor.storage.casts import cast
-from llmtailor.storage.checksums import Intervals, crc32, part_digest
+from llmtailor.storage.checksums import Intervals, crc32, crc_of_range, part_digest
 from llmtailor.storage.local import Files
 from llmtailor.verify.structure import Elements, Spans, elements_in, held_of, join, lost_elements
 
@@ -448,20 +448,6 @@ def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]
         for stream in bundle.streams
     ]
     return [part for part in parts if part[1] < part[2]]
-
-
-def crc_of_range(
-    files: Files, path: str, start: int, stop: int, on_progress: Callable[[int], None], crc: int = 0
-) -> int:
-    """Return the CRC-32 of bytes of a file, continuing from ``crc``. Raises OSError."""
-    buffer = memoryview(bytearray(min(stop - start, 1 << 20)))
-    while start < stop:
-        room = buffer[: stop - start]
-        files.read_into(path, start, room)
-        crc = crc32(room, crc)
-        on_progress(len(room))
-        start += len(room)
-    return crc
 
 
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
