@@ -1,4 +1,10 @@
-"""Removes what a run no longer needs: partial checkpoints that no step uses, and unfinished or abandoned folders."""
+"""Removes what a run no longer needs: partial checkpoints that no step uses, and unfinished or abandoned folders.
+
+What partial checkpoints are needed for is decided here, without reading a file. The Trainer (``save_total_limit``) and
+users delete full checkpoints. Steps are therefore counted twice: those that can be composed from all existing
+checkpoints, and those that partial checkpoints alone can compose. A step needs its own partial checkpoint and those
+that this one builds on.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,14 @@ from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
 from llmtailor.runs.newest import check_newest
 from llmtailor.runs.scan import Scan, scan_run
+
+logger = logging.getLogger(__name__)
+BUG = "this is a bug in llmtailor: please report it; nothing was removed"
+_WHY = {
+    Kind.UNFINISHED: "unfinished save",
+    Kind.ABANDONED: "abandoned attempt",
+    Kind.STAGING: "left by an interrupted merge",
+}
 
 
 def deletable(saves: Sequence[RunCheckpoint], ledger: Ledger, keep: int) -> list[int]:
@@ -116,7 +130,7 @@ def _check_same(
     changed = [step for step in promised if used(before, step) != used(after, step)]
     if changed:
         what = f"step {', '.join(map(str, changed))} would not be composed as before"
-        raise VerificationError.at("gc", what, "this is a bug in llmtailor: please report it; nothing was removed")
+        raise VerificationError.at("gc", what, BUG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +173,6 @@ def _age(checkpoints: Sequence[RunCheckpoint], step: int, parts: Sequence[str]) 
     masters = {**sources, **newer_masters(usable_at(checkpoints, step), sources)}
     are_newer = oldest and all((masters[part].master_step_of(part) or 0) > step - most for part in oldest)
     return Age(most, oldest, ONLY_MOMENTS if are_newer else None)
-
-
-logger = logging.getLogger(__name__)
-_WHY = {
-    Kind.UNFINISHED: "unfinished save",
-    Kind.ABANDONED: "abandoned attempt",
-    Kind.STAGING: "left by an interrupted merge",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ from llmtailor.runs.folder import (
     files_in,
     freed_bytes,
 )
-from llmtailor.runs.gc import StepAge, compare_ages
+from llmtailor.runs.gc import BUG, StepAge, compare_ages
 from llmtailor.runs.newest import check_newest
 from llmtailor.runs.scan import Scan, scan_run
 
@@ -90,7 +90,6 @@ UNBOUNDED = 1 << 30
 Thinned = tuple[RunCheckpoint, Mapping[int, float]]
 """A partial checkpoint that was or will be made from a full one, and its losses as in `FullFacts`"""
 STAYS, PARTIAL, WEIGHTS = "stays", "partial", "weights only"
-BUG = "this is a bug in llmtailor: please report it; nothing was removed"
 
 
 def compared(one: CheckpointIndex) -> list[State]:

@@ -53,8 +53,8 @@ from llmtailor.runs.folder import (
     remove_replaced,
     staged,
 )
+from llmtailor.runs.gc import BUG
 from llmtailor.runs.prune import (
-    BUG,
     WEIGHTS,
     Conversion,
     PruneAction,

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _OF_THE_BASE = (TRAINER_STATE, SCALER, *(one.scheduler for one in CLIENTS.values() if one.scheduler))
 _OF_THE_SCHEDULER = (Code.SCHEDULER_MISSING, Code.SCHEDULER_LENGTH, Code.SCHEDULER_RATE, Code.SCHEDULER_STEP)
 _FIRST_MODEL_STATES = re.compile(r".*/zero_pp_rank_0_mp_rank_\d+_model_states\.pt")
+_FATAL, _UNFIT, _DROPPED, _WEIGHTS = "states can't be identified", "no base", "file left out", "weights lost"
+Cuts = tuple[tuple[int, int, int], ...]
+"""Elements ``begin``..``end`` and the holder they come from, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,6 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
     )
 
 
-_FATAL, _UNFIT, _DROPPED, _WEIGHTS = "states can't be identified", "no base", "file left out", "weights lost"
-
-
 def _sort(findings: Iterable[Finding], index: CheckpointIndex, is_deep: bool = False) -> dict[str, list[Finding]]:
     """Return the damage of a checkpoint by its consequence for a salvage."""
     found: dict[str, list[Finding]] = defaultdict(list)
@@ -166,10 +166,6 @@ def _trusting_checksums(index: CheckpointIndex, found: Deep) -> dict[State, Runs
         return all(is_right(fragment.extent) for begin, end in runs for fragment in place.cover(begin, end))
 
     return {state: runs for state, runs in found.states.items() if not is_trusted(state, runs)}
-
-
-Cuts = tuple[tuple[int, int, int], ...]
-"""Elements ``begin``..``end`` and the holder they come from, in order."""
 
 
 @dataclass(frozen=True, slots=True)

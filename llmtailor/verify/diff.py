@@ -1,4 +1,8 @@
-"""Compares two checkpoints: every state that both hold is streamed, in parallel and in flat memory."""
+"""Compares two checkpoints: in what a training continues from, and in the values of their states.
+
+Every state that both hold is streamed, in parallel and in flat memory. Sums are in fp64 and added up in a fixed order,
+so a comparison repeats to the last digit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +37,15 @@ from llmtailor.model.roles import place_of
 from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 from llmtailor.storage.casts import FLOATING, cast, widen
 from llmtailor.storage.local import Files, open_source, read_source
+from llmtailor.verify.values import BLOCK_ELEMENTS, CHUNK_ELEMENTS, bits_of
 
 _ABSENT = "absent"
 _MAX_BYTES, _CHUNK_BYTES = 256 << 20, 1 << 20
 _SHOWN = 40
 """Characters of a value that are shown"""
+KINDS = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
+"""The kinds of states of a usual training; others follow these in tables"""
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +265,6 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-BLOCK_ELEMENTS = 1 << 16
-"""Elements that are compared at once, so that intermediate results stay in the processor's cache"""
-_UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
     """How elements of B differ from those of A. Sums run over the elements that are finite in both."""
@@ -337,8 +340,7 @@ def _rounded(data: memoryview, own: str, dtype: str) -> memoryview | bytes:
 
 
 def _compare_block(a: memoryview | bytes, b: memoryview | bytes, dtype: str) -> Change:
-    kind = _UNSIGNED[ITEMSIZE[dtype]]
-    bits_a, bits_b = np.frombuffer(a, kind), np.frombuffer(b, kind)
+    bits_a, bits_b = bits_of(a, dtype), bits_of(b, dtype)
     changed = int(np.count_nonzero(bits_a != bits_b))
     is_equal = not changed
     if dtype not in FLOATING:
@@ -365,12 +367,6 @@ def _compare_block(a: memoryview | bytes, b: memoryview | bytes, dtype: str) -> 
 def _dot(one: npt.NDArray[np.float64], two: npt.NDArray[np.float64]) -> float:
     """Return the sum of products. Unlike BLAS, it does not depend on the number of threads."""
     return float(np.einsum("i,i->", one, two))
-
-
-CHUNK_ELEMENTS = 1 << 20
-KINDS = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
-"""The kinds of states of a usual training; others follow these in tables"""
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)

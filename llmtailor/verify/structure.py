@@ -32,7 +32,9 @@ _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"
 _OTHER_MODEL = f"{_NOT_READ}; they may belong to another model"
 _COPY_AGAIN = "copy the composite again, or merge again"
-_ON_PURPOSE = "none needed if you changed it yourself"
+ON_PURPOSE = "none needed if you changed it yourself"
+Spans = dict[State, Runs]
+Elements = tuple[State, tuple[int, int]]
 
 
 def check_index(index: CheckpointIndex) -> list[Finding]:
@@ -68,11 +70,11 @@ def check_manifest(index: CheckpointIndex, manifest: ManifestFacts) -> Iterator[
     others = [path for path in index.files if path.endswith(".safetensors") and path not in manifest.files]
     for path, (num_bytes, _) in manifest.files.items():
         place, fact = PathIn(index.name, path), index.files.get(path)
-        severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, _ON_PURPOSE)
+        severity, fix = (ERROR, _COPY_AGAIN) if is_resumed_from(path, index) else (WARNING, ON_PURPOSE)
         is_same = fact is not None and fact.num_bytes == num_bytes
         if others and is_weight_file(path) and not is_same and index.has_weight_files:  # an index has all weights
             what = f"the weights are no longer in the files that were written, but in {some(others)}"
-            yield Finding(place, what, _ON_PURPOSE, Code.MANIFEST, WARNING)
+            yield Finding(place, what, ON_PURPOSE, Code.MANIFEST, WARNING)
         elif fact is None:
             yield Finding(place, "the file was written but is now missing", fix, Code.FILE_MISSING, severity)
         elif fact.num_bytes != num_bytes:
@@ -149,10 +151,6 @@ def _config(index: CheckpointIndex) -> Iterator[Finding]:
     if is_whole and client_of(index).saves_model and not index.files.keys() & {CONFIG, ADAPTER_CONFIG}:
         fix = "a resume does not need it, but from_pretrained does: copy it back"
         yield Finding(index.name, "config.json is missing", fix, Code.CONFIG_MISSING, NOTE)
-
-
-Spans = dict[State, Runs]
-Elements = tuple[State, tuple[int, int]]
 
 
 def elements_in(index: CheckpointIndex, is_meant: Callable[[Extent], bool]) -> Iterator[Elements]:

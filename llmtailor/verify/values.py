@@ -48,7 +48,7 @@ from llmtailor.model.states import (
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import Intervals, crc32, crc_of_range, part_digest
 from llmtailor.storage.local import Files
-from llmtailor.verify.structure import Elements, Spans, elements_in, held_of, join, lost_elements
+from llmtailor.verify.structure import ON_PURPOSE, Elements, Spans, elements_in, held_of, join, lost_elements
 
 NOT_FINITE, NOT_A_NUMBER, NEGATIVE, DIFFERS, SPLIT = "not finite", "not a number", "negative", "differs", "split"
 _CALLED = {MODULE: "the module's weight", FROZEN: "the frozen value", MASTER: "the master"}
@@ -61,6 +61,24 @@ _SAID: Final[dict[str, tuple[str, str, Code, str]]] = {
     SPLIT: ("is not the rounded master, as requested", "a resume uses the masters", Code.SPLIT_WEIGHTS, WARNING),
 }
 _SAID[NOT_A_NUMBER] = _SAID[NOT_FINITE]
+BLOCK_ELEMENTS = 1 << 16
+"""Elements that are checked at once, so that intermediate results stay in the processor's cache"""
+_UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_EXPONENT: Final[dict[str, int]] = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
+"""The exponent bits, all set in infinities and NaNs"""
+Mask = npt.NDArray[np.bool_]
+Bytes = bytes | bytearray | memoryview
+_TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
+    NOT_FINITE: lambda bits, sign, special: (bits & special) == special,
+    NOT_A_NUMBER: lambda bits, sign, special: (bits & ~sign) > special,
+    NEGATIVE: lambda bits, sign, special: bits > sign,
+}
+CHUNK_ELEMENTS = 1 << 20
+_WORTH_ANNOUNCING = 1 << 18
+_Run = tuple[int, int]
+_NON_NEGATIVE = {EXP_AVG_SQ, "max_exp_avg_sq"}
+_OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(slots=True)
@@ -143,25 +161,9 @@ def _coordinates(element: int, shape: tuple[int, ...]) -> str:
     return str(list(reversed(found)))
 
 
-BLOCK_ELEMENTS = 1 << 16
-_UNSIGNED: Final[dict[int, str]] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-_EXPONENT: Final[dict[str, int]] = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
-"""The exponent bits, all set in infinities and NaNs"""
-
-Mask = npt.NDArray[np.bool_]
-Bytes = bytes | bytearray | memoryview
-
-
 def any_bit(data: Bytes) -> bool:
     """Return whether any bit is set; none is in zeros."""
     return bool(np.frombuffer(data, np.uint8).any())
-
-
-_TESTS: Final[dict[str, Callable[[Any, Any, Any], Mask]]] = {
-    NOT_FINITE: lambda bits, sign, special: (bits & special) == special,
-    NOT_A_NUMBER: lambda bits, sign, special: (bits & ~sign) > special,
-    NEGATIVE: lambda bits, sign, special: bits > sign,
-}
 
 
 def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
@@ -171,7 +173,7 @@ def find(problem: str, data: Bytes, dtype: str) -> Mask | None:
     """
     if dtype not in _EXPONENT:
         return None
-    bits, test = _bits(data, dtype), _TESTS[problem]
+    bits, test = bits_of(data, dtype), _TESTS[problem]
     sign, special = bits.dtype.type(1 << (8 * ITEMSIZE[dtype] - 1)), bits.dtype.type(_EXPONENT[dtype])
     return _blockwise(len(bits), lambda block: test(bits[block], sign, special))
 
@@ -183,7 +185,7 @@ def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precisi
     there were none, from the original itself. Either is accepted. Other dtypes than floating-point are compared if
     they are the same.
     """
-    have, source = _bits(copy, copy_dtype), memoryview(original)
+    have, source = bits_of(copy, copy_dtype), memoryview(original)
     castable = dtype in _EXPONENT and copy_dtype in _EXPONENT
     if not castable and dtype != copy_dtype:
         return None
@@ -192,12 +194,12 @@ def differing(original: Bytes, dtype: str, copy: Bytes, copy_dtype: str, precisi
     def check(block: slice) -> Mask:
         part = source[block.start * itemsize : block.stop * itemsize]
         if not castable:
-            plain: Mask = have[block] != _bits(part, dtype)
+            plain: Mask = have[block] != bits_of(part, dtype)
             return plain
-        wrong: Mask = have[block] != _bits(cast(part, dtype, copy_dtype), copy_dtype)
+        wrong: Mask = have[block] != bits_of(cast(part, dtype, copy_dtype), copy_dtype)
         if precision != copy_dtype and wrong.any():
             rounded_twice = cast(cast(part, dtype, precision), precision, copy_dtype)
-            wrong &= have[block] != _bits(rounded_twice, copy_dtype)
+            wrong &= have[block] != bits_of(rounded_twice, copy_dtype)
         return wrong
 
     return _blockwise(len(have), check)
@@ -214,16 +216,9 @@ def _blockwise(numel: int, check: Callable[[slice], Mask]) -> Mask | None:
     return found
 
 
-def _bits(data: Bytes, dtype: str) -> npt.NDArray[Any]:
+def bits_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
+    """Return elements as unsigned integers of their size."""
     return np.frombuffer(data, _UNSIGNED[ITEMSIZE[dtype]])
-
-
-CHUNK_ELEMENTS = 1 << 20
-_WORTH_ANNOUNCING = 1 << 18
-
-_Run = tuple[int, int]
-_NON_NEGATIVE = {EXP_AVG_SQ, "max_exp_avg_sq"}
-_OF_THE_MODEL = {WEIGHT, MASTER, FROZEN, BUFFER, MODULE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,9 +445,6 @@ def _parts(bundle: Bundle, begin: int, end: int) -> list[tuple[Stream, int, int]
     return [part for part in parts if part[1] < part[2]]
 
 
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-
-
 @dataclass(frozen=True, slots=True)
 class Deep:
     """The results of reading every byte."""
@@ -556,7 +548,7 @@ def _wrong_sum(index: CheckpointIndex, path: str, record: Record, inside: Collec
         names = some(sorted({f"{state.kind} of {state.param}" for state in inside}))
         what = f"{record.name} does not match its checksum in the file{f'; it holds {names}' if names else ''}"
         return Finding(where, what, COPY_OR_ANOTHER, Code.CHECKSUM, severity)
-    fix = "none needed if you changed it yourself" if severity == WARNING else COPY_OR_ANOTHER
+    fix = ON_PURPOSE if severity == WARNING else COPY_OR_ANOTHER
     what = f"the file is not the one that the {'save' if index.form.is_partial else 'merge'} wrote"
     return Finding(where, what, fix, Code.MANIFEST, severity)
 

@@ -50,6 +50,13 @@ NOT_RESUMABLE = "not resumable"
 INTACT = "partial, intact"
 INTACT_WITH_WARNINGS = "partial, intact with warnings"
 DAMAGED = "partial, damaged"
+_READ = {SCALER, TRAINER_STATE, CONFIG, MANIFEST}
+"""Files that the index has already decoded"""
+_FIX = "a resume does not read it; copy it again if you need it"
+_NOT_LOOKED_INTO = (Code.COMPRESSED, Code.LEGACY, Code.STATE_LAYOUT)
+"""Read by torch; its content is unknown here."""
+_MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +178,6 @@ def _what_it_holds(holding: Holding, index: CheckpointIndex, is_intact: bool) ->
     return f"holds {parts}; for a resumable checkpoint: {merge}"
 
 
-_READ = {SCALER, TRAINER_STATE, CONFIG, MANIFEST}
-"""Files that the index has already decoded"""
-_FIX = "a resume does not read it; copy it again if you need it"
-
-
 def check_file(root: Path, path: str, where: str) -> None:
     """Check that a JSON or torch file can be read. Raises SourceError, OSError, ValueError or RecursionError."""
     if path.endswith(".json"):
@@ -216,12 +218,6 @@ def check_partial(index: CheckpointIndex) -> Iterator[Finding]:
             yield Finding(where, what, "do not use this checkpoint; its save is damaged", Code.MANIFEST, ERROR)
     fix = "rename the folder: merge --run, salvage and thin rely on its name"
     yield from check_step(index, step_in_name(index.root.name), fix)
-
-
-_NOT_LOOKED_INTO = (Code.COMPRESSED, Code.LEGACY, Code.STATE_LAYOUT)
-"""Read by torch; its content is unknown here."""
-_MISSING = (Code.FILE_MISSING, Code.SCHEDULER_MISSING, Code.RNG_MISSING)
-logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(
