@@ -76,8 +76,8 @@ def pytest_collection_finish() -> None:
     """Leave the libraries and the tests out of garbage collections, which trainings ask for all the time."""
     gc.freeze()
     gc.enable()
-    if background := sys.modules.get("llmtailor.saving.background"):
-        background.MIN_HOST_BUFFER = MIN_HOST_BUFFER  # type: ignore[attr-defined]
+    if save := sys.modules.get("llmtailor.saving.save"):
+        save.LEAST_BUFFER = MIN_HOST_BUFFER  # type: ignore[attr-defined]
 
 
 def names_in(value: object) -> Iterator[str]:

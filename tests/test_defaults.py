@@ -41,7 +41,7 @@ def test_those_of_options():
     assert found == {**chosen, **named, ("thin", "keep_full_last"): "1"}
 
 
-@pytest.mark.parametrize("file", ["saving/trainer_callback.py", "integrations/lightning.py"])
+@pytest.mark.parametrize("file", ["saving/callbacks.py", "integrations/lightning.py"])
 def test_those_of_the_callbacks(file):
     """``save_steps`` of Lightning is its own, because there are no training arguments."""
     tree = ast.parse((ROOT / "llmtailor" / file).read_text(encoding="utf-8"))

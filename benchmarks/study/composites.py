@@ -14,11 +14,9 @@ from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.model.parts import ModelStructure, Piece
 from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
-from llmtailor.saving.drift import Drift, change_of
-from llmtailor.saving.model import TrainedModel, find_trained_parts
-from llmtailor.saving.plain import PlainTraining
-from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import Fragment
+from llmtailor.saving.model import Drift, TrainedModel, change_of, find_trained_parts
+from llmtailor.saving.torch_training import PlainTraining
+from llmtailor.saving.training import Fragment, Ranks
 from study.train import State, Training
 
 

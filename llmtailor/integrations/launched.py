@@ -10,7 +10,7 @@ from __future__ import annotations
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from llmtailor.integrations.report_to import NamedSaving
-from llmtailor.saving.trainer_callback import PartialSaving
+from llmtailor.saving.callbacks import PartialSaving
 
 
 class LaunchedSaving(NamedSaving):

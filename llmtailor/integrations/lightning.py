@@ -25,10 +25,10 @@ from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.newest import compose_newest
-from llmtailor.saving.beside import OfLightning
-from llmtailor.saving.loop import make_saver
+from llmtailor.saving.api import make_saver
+from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import Arguments, SavingArguments, from_environment
-from llmtailor.saving.pending import SaveFailed
+from llmtailor.saving.save import SaveFailed
 from llmtailor.saving.saver import PartialSaver
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class PartialSaving(Callback):  # type: ignore[misc]
             engine=strategy.deepspeed_engine if is_deepspeed else None,
             model=None if is_deepspeed else pl_module,
             optimizer=None if is_deepspeed else trainer.optimizers[0],
-            beside=OfLightning(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
+            beside=LightningClient(lambda: trainer._checkpoint_connector.dump_checkpoint(weights_only=False)),
             scaler=None,  # Lightning saves it
             tokenizer=None,
             policy=self.policy,

@@ -10,7 +10,7 @@ import sys
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from llmtailor.saving.trainer_callback import PartialSaving
+from llmtailor.saving.callbacks import PartialSaving
 
 
 class NamedSaving(PartialSaving):

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from llmtailor.policies import RoundRobin as RoundRobin
     from llmtailor.policies import Situation as Situation
     from llmtailor.policies import make_policy as make_policy
-    from llmtailor.saving.loop import saver_for as saver_for
+    from llmtailor.saving.api import saver_for as saver_for
+    from llmtailor.saving.callbacks import PartialSaving as PartialSaving
+    from llmtailor.saving.callbacks import attach as attach
     from llmtailor.saving.options import SavingOptions as SavingOptions
-    from llmtailor.saving.pending import PendingSave as PendingSave
-    from llmtailor.saving.pending import SaveFailed as SaveFailed
-    from llmtailor.saving.report import SaveReport as SaveReport
     from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
+    from llmtailor.saving.save import PendingSave as PendingSave
+    from llmtailor.saving.save import SaveFailed as SaveFailed
+    from llmtailor.saving.save import SaveReport as SaveReport
     from llmtailor.saving.saver import PartialSaver as PartialSaver
-    from llmtailor.saving.trainer_callback import PartialSaving as PartialSaving
-    from llmtailor.saving.trainer_callback import attach as attach
 
 _PUBLIC = {
     "Adaptive": "llmtailor.policies",
@@ -36,18 +36,18 @@ _PUBLIC = {
     "MomentsInTurn": "llmtailor.policies",
     "Parity": "llmtailor.policies",
     "PartialSaver": "llmtailor.saving.saver",
-    "PartialSaving": "llmtailor.saving.trainer_callback",
+    "PartialSaving": "llmtailor.saving.callbacks",
     "Policy": "llmtailor.policies",
     "RoundRobin": "llmtailor.policies",
-    "PendingSave": "llmtailor.saving.pending",
-    "SaveFailed": "llmtailor.saving.pending",
+    "PendingSave": "llmtailor.saving.save",
+    "SaveFailed": "llmtailor.saving.save",
     "SavingOptions": "llmtailor.saving.options",
-    "SaveReport": "llmtailor.saving.report",
+    "SaveReport": "llmtailor.saving.save",
     "Situation": "llmtailor.policies",
-    "attach": "llmtailor.saving.trainer_callback",
+    "attach": "llmtailor.saving.callbacks",
     "make_policy": "llmtailor.policies",
     "newest_checkpoint": "llmtailor.saving.restart",
-    "saver_for": "llmtailor.saving.loop",
+    "saver_for": "llmtailor.saving.api",
 }
 __all__ = [*_PUBLIC]
 

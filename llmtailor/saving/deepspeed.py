@@ -22,8 +22,17 @@ from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.optimizers import is_elementwise, unsupported
-from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import Fixed, Fragment, FrozenFile, Kept, Left, describe, persistent_buffers, tied_names
+from llmtailor.saving.training import (
+    Constant,
+    Fragment,
+    FrozenFile,
+    Omitted,
+    Ranks,
+    StoredElsewhere,
+    describe,
+    persistent_buffers,
+    tied_names,
+)
 
 _WHERE = "DeepSpeed"
 _ELEMENTWISE = "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state"
@@ -67,7 +76,7 @@ class ZeroTraining:
 
     may_skip = True
 
-    def look_again(self) -> bool:
+    def refresh_params(self) -> bool:
         return False  # DeepSpeed's flat tensors are laid out once
 
     def has_stepped(self) -> bool:
@@ -224,14 +233,15 @@ class ZeroTraining:
         frozen = {name: fact for name, fact in self.params.items() if fact.role == "frozen"}
         fragments, shapes = None, None
         if self.stage >= 2 and self.has_frozen:  # as DeepSpeed does; ZeRO-1 stores them in `module` only
-            fragments = Fixed(OrderedDict((name, Kept(self._frozen_name(), name)) for name in frozen))
-            shapes = Fixed(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
+            fragments = Constant(OrderedDict((name, StoredElsewhere(self._frozen_name(), name)) for name in frozen))
+            shapes = Constant(OrderedDict((name, torch.Size(fact.shape)) for name, fact in frozen.items()))
         again = [name for name, stored in self.tied.items() if stored in self._buffers]
         return {
-            "module": Fixed(self._module()),
+            "module": Constant(self._module()),
             "buffer_names": [*dict.fromkeys((*engine._get_buffer_names(), *self._buffers, *again))],
             "param_shapes": [
-                Fixed(OrderedDict((name, torch.Size(shape)) for name, shape in group.items())) for group in self._shapes
+                Constant(OrderedDict((name, torch.Size(shape)) for name, shape in group.items()))
+                for group in self._shapes
             ],
             "frozen_param_shapes": shapes,
             # DeepSpeed passes over a module that is registered a second time; its state dict has it by both names
@@ -255,11 +265,13 @@ class ZeroTraining:
             if fact is None and stored not in self._buffers:  # PEFT leaves out what is frozen
                 continue
             if stored in self._buffers:
-                module[name] = Kept(bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{stored}")
+                module[name] = StoredElsewhere(
+                    bundle_name(self.ranks.rank, self.ranks.world_size), f"{BUFFER}/{stored}"
+                )
             elif self.stage < 3 and fact is not None and fact.role == "frozen":
-                module[name] = Kept(self._frozen_name(), stored)
+                module[name] = StoredElsewhere(self._frozen_name(), stored)
             else:
-                module[name] = Left(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
+                module[name] = Omitted(tensor.dtype, (0,) if self.stage == 3 else tuple(tensor.shape))
         if hasattr(state, "_metadata"):
             module._metadata = state._metadata  # type: ignore[attr-defined]
         return module
@@ -292,7 +304,7 @@ def _inner(saved: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
 
 
 def _left(value: Any) -> Any:
-    return Left(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
+    return Omitted(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
 
 
 def _dtype(engine: Any) -> torch.dtype:

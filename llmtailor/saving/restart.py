@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtailor.checkpoint.lineage import Ledger, Past, lost_parts
+from llmtailor.containers.json import read_json
+from llmtailor.errors import SourceError, TargetError
+from llmtailor.formats.manifest import stated_attempt
+from llmtailor.formats.partial.manifest import read_manifest
+from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
+from llmtailor.loaders.trainer_state import read_mark
 from llmtailor.ranks.board import await_messages
 from llmtailor.ranks.codec import as_error, from_json, to_json
+from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.newest import compose_newest, continues
-from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.save import abandon_after
+from llmtailor.saving.training import Ranks, Training
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -50,7 +60,7 @@ def newest_checkpoint(output_dir: str | Path, also: Sequence[str | Path] = ()) -
     return Path(found) if found is not None else None
 
 
-def resume_by_itself(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
+def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
     """Make ``trainer.train()`` go on from the newest state of its ``output_dir``.
 
     A callback comes too late for that: when `on_train_begin` runs, the Trainer has decided where the data begins. So
@@ -85,3 +95,102 @@ def _first_of_all(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
     if "error" in message:
         raise from_json(message["error"])
     return message["result"]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The start of an attempt."""
+
+    ledger: Ledger
+    """Ledger of the new attempt before its first save; without a record to continue, it holds only the past"""
+    before: Path | None
+    """The partial checkpoint at this step; None if there is none to continue"""
+
+
+def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
+    """Return the content of the ``trainer_state.json`` of a checkpoint; empty if there is no such file."""
+    if resumed_from is None or isinstance(resumed_from, Mapping):
+        return resumed_from
+    path = Path(resumed_from) / TRAINER_STATE
+    return read_json(path, str(path)) if path.is_file() else {}
+
+
+def resume(
+    folder: RunFolder,
+    training: Training,
+    parts: Collection[str],
+    step: int,
+    lineage: str,
+    trainer_state: Mapping[str, Any] | None,
+    is_retry: bool,
+) -> Resumed:
+    """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
+
+    ``parts`` are those that it saves. ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint
+    resumed from; None means the run's newest checkpoint at that step. With ``is_retry``, what is there is of earlier
+    attempts of the same training. Raises TargetError if training starts from
+    scratch where another run has saved, SourceError for a damaged record of attempts, StorageError.
+    """
+    if swept := folder.sweep():
+        logger.warning("removed %s: these saves did not finish", ", ".join(swept))
+    if step == 0 and not is_retry and (there := folder.complete()):
+        what = f"another run has saved here, up to step {max(there)}"
+        fix = (
+            'resume from it (llmtailor merge --run, or attach with on_restart="compose"), use another output_dir for '
+            "this run, or move the folder elsewhere"
+        )
+        raise TargetError.at(folder.partial, what, fix)
+    resumed = _find(folder, training, parts, step, lineage, trainer_state)
+    folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))
+    _set_aside(folder, step, resumed.before)
+    abandon_after(folder.partial, step)
+    return resumed
+
+
+def _find(
+    folder: RunFolder,
+    training: Training,
+    parts: Collection[str],
+    step: int,
+    lineage: str,
+    trainer_state: Mapping[str, Any] | None,
+) -> Resumed:
+    path = folder.at(step)
+    stated = read_mark(trainer_state, step) if trainer_state is not None else None
+    if step not in folder.complete() or not _is_same_save(path, step, trainer_state):
+        if trainer_state is None:
+            stated = stated_attempt(folder.run / f"checkpoint-{step}")
+        history = {**stated.history, stated.lineage: step} if stated else {}
+        return Resumed(Ledger(lineage, history), None)
+    manifest = read_manifest(path, path.name)
+    ledger = Ledger.from_json(manifest.ledger, path.name)
+    resumed = ledger.resumed(lineage, step)
+    if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
+        logger.warning("%s has another model or other trained params; the next save is complete", path.name)
+        return Resumed(Ledger(lineage, resumed.history), path)
+    return Resumed(resumed.divided(parts, lost_parts(ledger, folder.saves())), path)
+
+
+def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:
+    """Return whether the partial checkpoint at the step belongs to the attempt that was resumed from."""
+    if trainer_state is None:
+        return True
+    try:
+        saved = read_json(path / TRAINER_STATE, f"{path.name}/{TRAINER_STATE}")
+    except SourceError:
+        return False
+    return read_mark(saved, step) == read_mark(trainer_state, step)
+
+
+def _set_aside(folder: RunFolder, step: int, before: Path | None) -> None:
+    """Move abandoned partial checkpoints and composites aside; warn about the Trainer's full ones."""
+    saves = [path for number, path in folder.complete().items() if number > step or (number == step and path != before)]
+    full = [path for number, path in folder.full().items() if number > step]
+    composites = [path for path in full if (path / MANIFEST).is_file() and not path.is_symlink()]
+    folder.set_aside([*saves, *composites])
+    how = f"resuming at step {step}" if step else "starting again from scratch"
+    if moved := [path.name for path in (*saves, *composites)]:
+        logger.warning("%s: moved abandoned checkpoints aside: %s", how, ", ".join(moved))
+    if left := [path.name for path in full if path not in composites]:
+        what = "belong to an abandoned attempt; llmtailor skips them, resume_from_checkpoint=True does not"
+        logger.warning("%s: %s %s", how, ", ".join(left), what)

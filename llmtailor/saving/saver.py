@@ -13,6 +13,7 @@ with a warning; training continues, and the record of older saves stays valid.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,28 +25,256 @@ from typing import Any
 import torch
 
 from llmtailor.checkpoint.lineage import Ledger, Past
-from llmtailor.errors import UnsupportedCheckpoint
-from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy, restore_state, state_of
+from llmtailor.errors import StorageError, TailorError, Unanswered, UnsupportedCheckpoint
+from llmtailor.formats.partial.manifest import Manifest
+from llmtailor.policies import (
+    DEFAULT_POLICY,
+    Choice,
+    Policy,
+    Situation,
+    choose,
+    make_policy,
+    restore_state,
+    setbacks,
+    state_of,
+)
 from llmtailor.ranks.codec import as_error
-from llmtailor.runs.folder import RunFolder
-from llmtailor.saving import ending
-from llmtailor.saving.background import open_background
-from llmtailor.saving.beside import Beside
-from llmtailor.saving.contents import Contents
-from llmtailor.saving.drift import Change, Drift, Samples, Sums, change_of
-from llmtailor.saving.levels import catch_up, open_levels
-from llmtailor.saving.model import find_trained_parts, limit_for, weigh
+from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
+from llmtailor.runs.gc import deletable
+from llmtailor.runs.newest import prove_step
+from llmtailor.saving import shutdown
+from llmtailor.saving.client_state import ClientState
+from llmtailor.saving.model import (
+    Change,
+    Drift,
+    Samples,
+    Sums,
+    TrainedModel,
+    change_of,
+    find_trained_parts,
+    limit_for,
+    weigh,
+)
 from llmtailor.saving.optimizers import FIX
 from llmtailor.saving.options import SavingOptions
-from llmtailor.saving.pending import PendingSave, SaveFailed, Work, check_chosen, save_now
-from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.record import RunRecord
-from llmtailor.saving.report import SaveReport
-from llmtailor.saving.resuming import resume, trainer_state_of
-from llmtailor.saving.training import Training
-from llmtailor.saving.writing import CarriedFiles, SaveId, check_trees, lay_out_share, sample_frozen
+from llmtailor.saving.restart import resume, trainer_state_of
+from llmtailor.saving.save import (
+    PendingSave,
+    SaveFailed,
+    SaveReport,
+    Work,
+    append,
+    check_chosen,
+    open_background,
+    save_now,
+)
+from llmtailor.saving.snapshot import DTYPES
+from llmtailor.saving.tiers import Finished, TierCopier, catch_up, open_tiers
+from llmtailor.saving.training import Ranks, Training
+from llmtailor.saving.writing import (
+    CarriedFiles,
+    Publication,
+    SaveId,
+    check_trees,
+    files_of,
+    lay_out_share,
+    sample_frozen,
+)
 
 logger = logging.getLogger("llmtailor.saving")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Chooses and collects on each rank, without exchanging anything."""
+
+    training: Training
+    policy: Policy
+    max_staleness: int
+    beside: ClientState
+    carried: CarriedFiles
+    ranks: Ranks
+
+    def choose(self, model: TrainedModel, ledger: Ledger, step: int, change: Change) -> Choice:
+        """Return the parts that the save at a step holds, with the reasons."""
+        if not ledger.held_by:
+            return Choice(dict.fromkeys(model.parts, "complete base"), frozenset())
+        situation = Situation(
+            step=step,
+            save=ledger.saves,
+            structure=model.structure,
+            parts=model.parts,
+            num_bytes=model.num_bytes,
+            last=ledger.last,
+            drift=change.drift if self.policy.needs_drift else None,
+            expected_loss=change.expected_loss if self.policy.needs_drift else None,
+        )
+        choice = choose(self.policy, situation, self.max_staleness)
+        for problem in choice.problems if self.ranks.is_first else ():
+            logger.warning("%s", problem)
+        return choice
+
+    def trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        """Return the object trees of all stock files that this rank would write."""
+        return self.beside.trees(self.training.trees(), self.ranks, rng)
+
+    def publication(
+        self,
+        model: TrainedModel,
+        save: SaveId,
+        choice: Choice,
+        before: Ledger,
+        ledger: Ledger,
+        change: Change,
+        write_state: Callable[[Path], None] | None,
+    ) -> Publication | None:
+        """Return what rank 0 adds, None on the others; ``write_state`` writes ``trainer_state.json`` into a folder.
+
+        ``before`` and ``ledger`` are the ledgers before and after this save.
+        """
+        if not self.ranks.is_first:
+            return None
+        # of stale moments alone there is no estimate
+        setback = {} if choice.masters else _setback(before, save.step, change.expected_loss)
+        training, pieces = self.training, model.structure.pieces
+        names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
+        manifest = Manifest(
+            step=save.step,
+            save_id=save.save_id,
+            stage=training.stage,
+            world_size=self.ranks.world_size,
+            precision=DTYPES[training.precision],
+            tag=training.tag,
+            parts=choice.parts,
+            params_of={part: [name for name in names if name not in pieces] for part, names in names_of.items()},
+            params=training.params,
+            tied=training.tied,
+            saved_as=model.saved_as,
+            bundles=(),
+            shards=training.shards(),
+            ledger=ledger.to_json(),
+            setback={part: steps for part, steps in setback.items() if part not in choice.parts},
+            pieces_of={
+                part: {one.param: (one.begin, one.end) for name in names if (one := pieces.get(name))}
+                for part, names in names_of.items()
+            },
+            masters=choice.masters,
+        )
+        files = {**self.beside.files(), **(files_of(write_state) if write_state is not None else {})}
+        attempt = Past(save.step, ledger.lineage, ledger.history)
+        policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
+        return Publication(manifest, attempt, policy, dict(model.num_bytes), files, self.carried.contents())
+
+
+def _setback(ledger: Ledger, step: int, expected_loss: Mapping[str, float]) -> dict[str, float]:
+    """Return by how many steps training falls back with the last save of each part; ``ledger`` is that before the save.
+
+    A resumed training has changed only since it was resumed.
+    """
+    resumed = max(ledger.history.values(), default=0)
+    return setbacks(expected_loss, {part: step - max(held, resumed) for part, held in ledger.steps.items()})
+
+
+class RunRecord:
+    """Writes on rank 0 only; every rank makes the calls. With a second level, lines and deletions follow the copies.
+
+    Args:
+        keep_composable: see `SavingOptions`.
+        carried: files in a partial checkpoint that the user's objects have written.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: Ranks, keep_composable: int | None, carried: CarriedFiles) -> None:
+        self.copier: TierCopier | None = None
+        self.is_begun = False
+        """Whether the attempt is recorded"""
+        self._folder = folder
+        self._ranks = ranks
+        self.keep_composable = keep_composable
+        self._carried = carried
+        self.is_proven = False
+        """Whether a save of this process was found to be composable, or was reported not to be"""
+        self._proof: threading.Thread | None = None
+
+    def begin(self, past: Past) -> None:
+        """Record the attempt of a loop that did not call `PartialSaver.start`."""
+        if not self.is_begun:
+            self._folder.record_attempt(past)
+        self.is_begun = True
+
+    def log(self, line: Mapping[str, object]) -> None:
+        """Add a line to the run's log."""
+        if self.copier is not None:
+            self.copier.add(line)
+        else:
+            self.append(line)
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line now."""
+        if self._ranks.is_first:
+            append(self._folder.partial, line)
+
+    def published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
+        """Log a save, and delete what is no longer needed; copy it first if there is a second level."""
+        line, retire = report.to_json(), partial(self._complete, ledger, save.step)
+        if self.copier is not None:
+            self.copier.add(Finished(save.step, save.save_id, began, line, retire))
+        elif self._ranks.is_first:
+            self.append(line)
+            retire()
+
+    def close(self) -> None:
+        """Wait for the proof, if it is under way."""
+        if self._proof is not None:
+            self._proof.join()
+
+    def _complete(self, ledger: Ledger, step: int) -> list[int]:
+        """Prove the first save to be composable, in a thread of its own, and do what `_retire` does."""
+        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
+            self._proof = threading.Thread(target=self._prove, args=(step,), name="llmtailor-proof", daemon=True)
+            self._proof.start()
+        return self._retire(ledger)
+
+    def _prove(self, step: int) -> None:
+        """Plan a composite, and say so if that fails. Training continues: what is saved may be of use all the same."""
+        there = self._folder.complete().keys()
+        try:
+            prove_step(self._folder.run, step)
+        except (OSError, StorageError, Unanswered) as error:
+            logger.info("whether step %d can be composed is not known: %s", step, error)
+        except Exception as error:
+            if there - self._folder.complete().keys():  # deleted meanwhile; the next save is looked at
+                return
+            logger.error(
+                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training continues and "
+                "saves; keep full checkpoints, too, until this is solved",
+                step,
+                error,
+                exc_info=None if isinstance(error, TailorError) else error,
+            )
+            self.append({"step": step, "not_composable": str(error)})
+        self.is_proven = True
+
+    def _retire(self, ledger: Ledger) -> list[int]:
+        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
+        if self.keep_composable is None:
+            return []
+        folder, made, deleted = self._folder, [*self._carried.contents()], []
+        try:
+            saves = [
+                save for save in folder.saves() if save.step <= (ledger.step or 0)
+            ]  # later ones are not copied yet
+            for step in deletable(saves, ledger, self.keep_composable):
+                if holds_unknown(folder.at(step), made):
+                    logger.warning("%s is kept: it holds files that no save wrote", folder.at(step).name)
+                else:
+                    remove_partial(folder.at(step))
+                    deleted.append(step)
+            folder.remove_abandoned(made)
+        except OSError as error:
+            logger.warning("old partial checkpoints could not be deleted: %s", error)
+        return deleted
+
+
 _MOST_SKIPPED = 100
 """Steps that an fp16 training may skip at its beginning, until the scale of the loss fits"""
 
@@ -99,7 +328,7 @@ class PartialSaver:
         training: Training,
         policy: str | Mapping[str, object] | Policy = DEFAULT_POLICY,
         *,
-        beside: Beside,
+        beside: ClientState,
         carried: Iterable[object] = (),
         options: SavingOptions | None = None,
         is_tested: bool = False,
@@ -132,12 +361,12 @@ class PartialSaver:
         self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
         board = self.ranks.board()
         if self.options.staging_dir is not None or self.options.mirror is not None:
-            self.record.copier = open_levels(
+            self.record.copier = open_tiers(
                 self.folder, self.first, self.options, self.ranks, board, self.record.append
             )
         self._background = open_background(training, self.options, self.ranks, board)
         if self._background is not None:
-            ending.finish_at_end(self, self._finish_until)
+            shutdown.finish_at_end(self, self._finish_until)
 
     def start(
         self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None, *, is_retry: bool = False
@@ -250,7 +479,7 @@ class PartialSaver:
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
-        ending.release(self)
+        shutdown.release(self)
         if self.record.copier is not None:
             self.record.copier.close(self.options.write_timeout)
             self.record.copier = None
@@ -297,7 +526,7 @@ class PartialSaver:
         if self._pending is not None:
             is_stuck = self._pending[0].is_stuck
             previous = "is stuck: its disk accepts nothing" if is_stuck else "is still being written"
-        has_changed, has_state = self.training.look_again(), self._look_for_state()
+        has_changed, has_state = self.training.refresh_params(), self._look_for_state()
         sums = self.drift.measure(self.training) if has_state and not has_changed else {}
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
 

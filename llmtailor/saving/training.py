@@ -6,14 +6,17 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.saving.live import DTYPES
+from llmtailor.ranks.board import OwnStore, StoreBoard
+from llmtailor.ranks.team import Team
+from llmtailor.saving.snapshot import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredElsewhere:
     """A tensor in a tree that is saved as a tensor of the named file: a buffer or frozen param."""
 
     file: str
@@ -36,7 +39,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Omitted:
     """A tensor in a tree that is not saved there: its elements are in fragments or can be derived from them."""
 
     dtype: torch.dtype
@@ -44,7 +47,7 @@ class Left:
 
 
 @dataclass(slots=True)
-class Fixed:
+class Constant:
     """A value in a tree that is the same at every save, without tensors."""
 
     value: Any
@@ -98,7 +101,7 @@ class Training(Protocol):
         """Whether a step of the training may leave out the optimizer's: fp16 training does, if gradients overflow."""
         ...
 
-    def look_again(self) -> bool:
+    def refresh_params(self) -> bool:
         """Return whether the set of trained params has changed since the last call; ``params`` has the new one."""
         ...
 
@@ -207,3 +210,42 @@ def dominant(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """Return the most frequent of the dtypes that weights are trained in."""
     known = (torch.float32, torch.bfloat16, torch.float16)
     return max(known, key=dtypes.count)
+
+
+_T = TypeVar("_T")
+
+
+class Ranks(Team):
+    """This process and the others; without torch.distributed it is the only one."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    @classmethod
+    def here(cls) -> Ranks:
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls(0, 1)
+
+    def gather(self, mine: _T) -> list[_T]:
+        if self.world_size == 1:
+            return [mine]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, mine)
+        return values
+
+    def from_first(self, value: _T) -> _T:
+        if self.world_size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]  # type: ignore[no-any-return]
+
+    def board(self) -> StoreBoard:
+        """Return a new board for the threads of all ranks."""
+        if self.world_size == 1:
+            return StoreBoard(OwnStore())
+        store = dist.distributed_c10d._get_default_store()  # rank 0 serves it as long as it exists
+        # a connection of its own: training may block on the other one
+        own = store.clone() if hasattr(store, "clone") else store
+        return StoreBoard(dist.PrefixStore("llmtailor", own), store)  # type: ignore[attr-defined]

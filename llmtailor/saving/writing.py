@@ -39,11 +39,18 @@ from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
-from llmtailor.saving.live import ANY_STEP, DTYPES, SOURCE, LiveTensors, bytes_of
 from llmtailor.saving.model import is_adapted
-from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.snapshot import CHANGE_EARLIER, CHANGED, storage_of
-from llmtailor.saving.training import Fixed, FrozenFile, Kept, Left, Training
+from llmtailor.saving.snapshot import (
+    ANY_STEP,
+    CHANGE_EARLIER,
+    CHANGED,
+    DTYPES,
+    SOURCE,
+    LiveTensors,
+    bytes_of,
+    storage_of,
+)
+from llmtailor.saving.training import Constant, FrozenFile, Omitted, Ranks, StoredElsewhere, Training
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_folder, replace_durably
 
@@ -262,11 +269,11 @@ class _Special:
             key = f"tree/{len(self.bundle.entries)}"
             self.bundle.entries.append(self.live.entry(key, value.detach().clone()))
             return stored(self.bundle.path, key)
-        if isinstance(value, Kept):
+        if isinstance(value, StoredElsewhere):
             return stored(value.file, value.key)
-        if isinstance(value, Left):
+        if isinstance(value, Omitted):
             return placeholder(DTYPES[value.dtype], value.shape)
-        if isinstance(value, Fixed):
+        if isinstance(value, Constant):
             value.json = value.json or encode(value.value, self)
             return dict(value.json)
         if isinstance(value, torch.Size):

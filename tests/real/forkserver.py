@@ -46,10 +46,10 @@ def warm_up() -> None:
     import torch
     import transformers
 
-    from llmtailor.saving import background
+    from llmtailor.saving import save
     from real.models import CONFIGS, build
 
-    background.MIN_HOST_BUFFER = MIN_HOST_BUFFER
+    save.LEAST_BUFFER = MIN_HOST_BUFFER
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute; gloo will do
     assert peft.LoraConfig and transformers.Trainer and transformers.default_data_collator
     for name in LATE:

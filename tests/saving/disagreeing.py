@@ -11,7 +11,7 @@ from typing import Any
 from llmtailor.codes import Code
 from llmtailor.errors import PathIn, TailorError, UnsafePickle, UsageError
 from llmtailor.saving import PartialSaving, newest_checkpoint
-from llmtailor.saving.ranks import Ranks
+from llmtailor.saving.training import Ranks
 from partial.alone import Alone
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from llmtailor.engine import streams
-from llmtailor.saving import ending
+from llmtailor.saving import shutdown
 from saving.loop import Loop
 
 write_all = streams.write_all
@@ -42,7 +42,7 @@ def end(how: str, run: Path) -> None:
 
 def die(run: Path) -> None:
     """Two ranks, of which one dies in the middle of a write."""
-    ending.GRACE_S = 1.0
+    shutdown.GRACE_S = 1.0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -27,10 +27,9 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
 from llmtailor.engine import streams  # noqa: E402
 from llmtailor.errors import StorageError, UsageError  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, ending, pending, saver, writing  # noqa: E402
-from llmtailor.saving.live import ANY_STEP, LiveTensors  # noqa: E402
-from llmtailor.saving.plain import PlainTraining  # noqa: E402
-from llmtailor.saving.snapshot import Arena, Snapshot, StepBarrier, storage_of  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions, saver, shutdown, writing  # noqa: E402
+from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of  # noqa: E402
+from llmtailor.saving.torch_training import PlainTraining  # noqa: E402
 from llmtailor.saving.writing import Share, lay_out_tensors, write_share  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
 from saving.loop import Disk, Loop  # noqa: E402
@@ -164,7 +163,7 @@ def test_a_save_that_hangs_at_the_end_is_given_up(disk, loop, caplog):
 
 def test_a_save_that_the_end_of_the_process_cuts_off_says_so(disk, loop, caplog, monkeypatch):
     """Nothing is wrong with the disk."""
-    monkeypatch.setattr(pending, "_LAST_S", 0.1)
+    monkeypatch.setattr("llmtailor.saving.save._LAST_S", 0.1)
     run = loop(policy="full", host_buffer=SMALLEST, hidden=256)
     run.train()
     disk.hang()
@@ -340,7 +339,7 @@ def test_everything_is_durable_before_the_manifest_names_it(tmp_path, monkeypatc
 
 
 def test_a_policy_that_is_not_deterministic_is_found_out():
-    from llmtailor.saving.pending import check_chosen
+    from llmtailor.saving.save import check_chosen
 
     check_chosen([["norm"], ["norm"]])
     with pytest.raises(UsageError, match="rank 1: not the same choice of parts by the policy as on rank 0"):
@@ -486,7 +485,7 @@ def test_options_out_of_range_are_refused(wrong):
 
 
 def test_signals_and_hooks_are_given_back(loop, monkeypatch):
-    monkeypatch.setattr(ending, "_open", {})  # an earlier test may have left a saver open
+    monkeypatch.setattr(shutdown, "_open", {})  # an earlier test may have left a saver open
     earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         hooks = len(_global_optimizer_pre_hooks)
@@ -501,7 +500,7 @@ def test_signals_and_hooks_are_given_back(loop, monkeypatch):
 
 
 def test_a_handler_of_the_users_stays(loop, monkeypatch):
-    monkeypatch.setattr(ending, "_open", {})
+    monkeypatch.setattr(shutdown, "_open", {})
     own = lambda number, frame: None  # noqa: E731
     earlier = signal.signal(signal.SIGTERM, own)
     try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.saving.cadence import Appointment, Cadence, Costs, Stopclock
+from llmtailor.saving.callbacks import Cadence, Costs, SaveDecision, StepTimer
 
 seconds = st.floats(1e-3, 1e3)
 
@@ -26,14 +26,14 @@ def test_saving_costs_no_more_than_its_share(costs, overhead):
 
 def test_nothing_is_due_while_a_save_is_in_progress():
     costs = Costs(1.0, 0.1, 2.0)
-    assert Appointment.at(30, 10, costs, 0.02, is_busy=True) == Appointment(False, 31)
-    early = Appointment.at(11, 10, costs, 0.02, is_busy=False)
+    assert SaveDecision.at(30, 10, costs, 0.02, is_busy=True) == SaveDecision(False, 31)
+    early = SaveDecision.at(11, 10, costs, 0.02, is_busy=False)
     assert (early.is_due, early.again) == (False, 15)
-    assert Appointment.at(15, 10, costs, 0.02, is_busy=False).is_due
+    assert SaveDecision.at(15, 10, costs, 0.02, is_busy=False).is_due
 
 
 def test_what_saves_slow_down_counts():
-    clock = Stopclock()
+    clock = StepTimer()
     assert clock.costs(0.5, 1.0) is None
     now = 0.0
     for length, is_busy in [(1, False)] * 5 + [(3, True)] * 4:

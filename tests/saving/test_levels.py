@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
-from llmtailor.saving import levels, targets  # noqa: E402
+from llmtailor.saving import tiers  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 
@@ -23,7 +23,7 @@ fsspec = pytest.importorskip("fsspec")
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(levels, "_PAUSE_S", (0.05, 0.2))
+    monkeypatch.setattr(tiers, "_PAUSE_S", (0.05, 0.2))
     made = []
 
     def start(step=0, **options):
@@ -72,14 +72,14 @@ def test_saves_are_on_the_node_first_and_then_shared(make, tmp_path):
 
 def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monkeypatch, caplog):
     run = make()
-    put, is_away = targets.SharedFolder.put, True
+    put, is_away = tiers.SharedFolder.put, True
 
     def put_if_there(*args):
         if is_away:
             raise OSError(116, "Stale file handle")
         put(*args)
 
-    monkeypatch.setattr(targets.SharedFolder, "put", put_if_there)
+    monkeypatch.setattr(tiers.SharedFolder, "put", put_if_there)
     for _ in range(3):
         run.train()
         run.save().wait(60)
@@ -98,7 +98,7 @@ def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monk
     run.save().wait(60)
     until(lambda: names(tmp_path / "run"))
     with monkeypatch.context() as away:
-        away.setattr(targets.SharedFolder, "put", lambda *_: 1 / 0)
+        away.setattr(tiers.SharedFolder, "put", lambda *_: 1 / 0)
         run.train()
         run.save().wait(60)
         run.saver.close()
@@ -120,7 +120,7 @@ def test_a_lost_node_costs_only_what_was_not_copied(make, tmp_path, monkeypatch)
         run.train()
         run.save().wait(60)
     until(lambda: len(names(tmp_path / "run")) == 2)
-    monkeypatch.setattr(targets.SharedFolder, "put", lambda *_: 1 / 0)
+    monkeypatch.setattr(tiers.SharedFolder, "put", lambda *_: 1 / 0)
     run.train()
     run.save().wait(60)
     run.saver.close()
@@ -168,13 +168,13 @@ def test_what_is_saved_last_is_copied_before_the_end(make, tmp_path):
 
 
 def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypatch, caplog):
-    run, put = make(), targets.SharedFolder.put
-    monkeypatch.setattr(targets.SharedFolder, "put", lambda *_: 1 / 0)
+    run, put = make(), tiers.SharedFolder.put
+    monkeypatch.setattr(tiers.SharedFolder, "put", lambda *_: 1 / 0)
     for _ in range(2):
         run.train()
         run.save().wait(60)
     shutil.rmtree(tmp_path / "node/partial/step-00000001")
-    monkeypatch.setattr(targets.SharedFolder, "put", put)
+    monkeypatch.setattr(tiers.SharedFolder, "put", put)
     run.saver.close()
     assert "step 1 was not copied: somebody has removed it" in caplog.text
     assert names(tmp_path / "run") == ["step-00000002"]
@@ -183,8 +183,8 @@ def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypa
 def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
     """Every copy is read back."""
     run = make()
-    crcs, crc_of = [True], targets.crc_of
-    monkeypatch.setattr(targets, "crc_of", lambda file: crc_of(file) ^ (crcs.pop() if crcs else 0))
+    crcs, crc_of = [True], tiers.crc_of
+    monkeypatch.setattr(tiers, "crc_of", lambda file: crc_of(file) ^ (crcs.pop() if crcs else 0))
     run.train()
     run.save().wait(60)
     until(lambda: names(tmp_path / "run"))
@@ -218,7 +218,7 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
     fs, root = fsspec.core.url_to_fs(url)
     order = []
     for name in ("put_file", "pipe_file"):
-        call = getattr(targets.Mirror("memory://x").fs, name)
+        call = getattr(tiers.Mirror("memory://x").fs, name)
         monkeypatch.setattr(
             type(fs), name, lambda self, a, b, call=call, **more: (order.append((a, b)), call(a, b, **more))[1]
         )

@@ -11,10 +11,10 @@ import torch
 
 from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.policies import DEFAULT_POLICY, Policy
-from llmtailor.saving.beside import Beside, OfAccelerate, OfTrainer
+from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.options import SavingArguments, SavingOptions
-from llmtailor.saving.plain import PlainTraining, unwrap
 from llmtailor.saving.saver import PartialSaver
+from llmtailor.saving.torch_training import PlainTraining, unwrap
 from llmtailor.saving.training import HasState, Pretrained, Training
 from llmtailor.saving.writing import owners_of
 
@@ -85,7 +85,7 @@ def saver_for(
         raise UsageError.at("saver_for", what, fix)
     if engine is not None and scheduler is engine.lr_scheduler:
         scheduler = None  # DeepSpeed saves its own scheduler in the model states
-    beside = OfTrainer(scheduler) if accelerator is None else OfAccelerate(accelerator, scheduler)
+    beside = TrainerClient(scheduler) if accelerator is None else AccelerateClient(accelerator, scheduler)
     how = SavingOptions(**options)
     return make_saver(output_dir, engine, model, optimizer, beside, scaler, tokenizer, policy, how)
 
@@ -95,7 +95,7 @@ def make_saver(
     engine: DeepSpeedEngine | None,
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    beside: Beside,
+    beside: ClientState,
     scaler: HasState | None,
     tokenizer: Pretrained | None,
     policy: str | Mapping[str, object] | Policy,
@@ -112,7 +112,7 @@ def make_saver(
         assert model is not None and optimizer is not None, "without an engine"
         kind = PlainTraining
         if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor
-            from llmtailor.saving.sharded import ShardedTraining as kind
+            from llmtailor.saving.torch_training import ShardedTraining as kind
         training = kind(unwrap(model), optimizer, scaler)
     carried = owners_of(training.model, tokenizer)
     return PartialSaver(

@@ -12,10 +12,15 @@ callback, before which neither model nor optimizer changes, and gets the random 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,27 +29,185 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problems, TailorError, UsageError
+from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.team import check_same
-from llmtailor.saving.beside import OfTrainer
-from llmtailor.saving.cadence import FIRST, Appointment, Stopclock
-from llmtailor.saving.loop import make_saver
+from llmtailor.runs.folder import RunFolder
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, make_saver
+from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.options import Arguments, SavingArguments, from_environment
-from llmtailor.saving.pending import SaveFailed
-from llmtailor.saving.plain import unwrap
-from llmtailor.saving.restart import resume_by_itself
+from llmtailor.saving.optimizers import unsupported, unsupported_name
+from llmtailor.saving.options import WHERE, Arguments, SavingArguments, from_environment
+from llmtailor.saving.restart import resume_automatically
+from llmtailor.saving.save import SaveFailed, SaveReport
 from llmtailor.saving.saver import PartialSaver
-from llmtailor.saving.trainer_checks import check_arguments, find_trainer, tell, tell_how_to_resume
+from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("llmtailor.saving")
+
+
+def find_trainer(callback: TrainerCallback) -> Trainer:
+    """Return the Trainer that calls a callback.
+
+    A callback gets model, optimizer and scheduler, but neither the DeepSpeed engine nor the Trainer; both are needed to
+    write what the Trainer would. The Trainer is the ``self`` of the function that runs the callbacks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and any(one is callback for one in found.callback_handler.callbacks):
+            return found
+        frame = frame.f_back
+    what, fix = "it was not called by a Trainer of transformers", "for another loop, use saver_for"
+    raise UsageError.at("PartialSaving", what, fix)
+
+
+def check_arguments(trainer: Trainer, others: Sequence[TrainerCallback]) -> None:
+    """Check that nothing of a Trainer contradicts partial checkpoints; ``others`` are its other savers.
+
+    Raises UsageError or UnsupportedCheckpoint.
+    """
+    args, problems = trainer.args, []
+    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
+        what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
+        problems.append(Problem(WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
+    if others:
+        problems.append(Problem(WHERE, "the Trainer has a saver already", "add one of them only"))
+    if problems:
+        raise UsageError(problems)
+    if problem := _refusal(trainer):
+        raise UnsupportedCheckpoint(problem)
+    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
+        raise UnsupportedCheckpoint.at(WHERE, FSDP1, FSDP1_FIX)
+
+
+def _refusal(trainer: Trainer) -> Problem | None:
+    """Return why the optimizer can't be saved in parts, if that is known before training."""
+    made, given = trainer.optimizer, trainer.optimizer_cls_and_kwargs
+    if made is not None:
+        return unsupported(type(made), made.param_groups)
+    if given is not None:
+        return unsupported(given[0])
+    return None if trainer.is_deepspeed_enabled else unsupported_name(str(trainer.args.optim.value))
+
+
+def tell(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:
+    """Say what the saver is going to do, in one line; on the first rank."""
+    if args.process_index != 0:
+        return
+    if overhead is not None:
+        when = f"as often as {overhead:.2%} of the time allows"
+    elif save_steps is None and args.save_strategy == SaveStrategy.EPOCH:
+        when = "every epoch"
+    elif (every := save_steps or args.save_steps) >= 1:
+        when = f"every {every:g} steps"
+    else:
+        when = f"every {every:.0%} of the training"
+    full = ", in place of full ones" if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) else ""
+    limit = "; save_total_limit has nothing to count, keep_composable limits them" if args.save_total_limit else ""
+    where = RunFolder(Path(args.output_dir)).partial
+    logger.warning("partial checkpoints go to %s %s%s, by the policy %s%s", where, when, full, policy.name, limit)
+    if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
+        logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")
+
+
+def tell_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
+    """Say what makes a full checkpoint; on the first rank."""
+    if newest is not None and args.process_index == 0:
+        logger.warning("for a full checkpoint of step %d: llmtailor merge --run %s", newest.step, args.output_dir)
+
+
+FIRST = 10
+"""The step of the first save: before it, there is nothing to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a training has measured."""
+
+    step_s: float
+    """Seconds of a step while nothing is saved"""
+    save_s: float
+    """Seconds that a save adds to the training"""
+    write_s: float
+    """Seconds until a save is complete"""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDecision:
+    """What to do at a step of a training that saves as often as an overhead allows."""
+
+    is_due: bool
+    again: int
+    """The next step to ask at, if no save is due"""
+    cadence: Cadence | None = None
+    """None for the first save"""
+
+    @classmethod
+    def at(cls, step: int, saved: int, costs: Costs | None, overhead: float, *, is_busy: bool) -> SaveDecision:
+        """Decide at a step; ``saved`` is the step of the last save, ``is_busy`` whether it is still in progress."""
+        if is_busy or costs is None:
+            return cls(False, step + 1)
+        cadence = Cadence.of(costs, overhead)
+        due = saved + cadence.save_steps
+        return cls(step >= due, max(due, step + 1), cadence)
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """The steps between two saves."""
+
+    save_steps: int
+    lost_s: float
+    """Seconds of work that a failure costs on average: half of the steps between two saves, and those during which the
+    newest save was not complete"""
+
+    @classmethod
+    def of(cls, costs: Costs, overhead: float) -> Cadence:
+        """Return the shortest cadence at which saving takes at most ``overhead`` of the time.
+
+        It is never shorter than the time to write a save.
+        """
+        step_s = max(costs.step_s, 1e-9)
+        save_steps = max(1, math.ceil(max(costs.save_s / overhead, costs.write_s) / step_s))
+        return cls(save_steps, save_steps * step_s / 2 + costs.write_s)
+
+
+class StepTimer:
+    """Measures the steps of a training, apart for those during which a save was in progress."""
+
+    def __init__(self) -> None:
+        self._idle: list[float] = []
+        self._busy: list[float] = []
+        self._last: float | None = None
+
+    def step(self, now: float, *, is_busy: bool) -> None:
+        """Record the end of a step at a time in seconds; ``is_busy`` if a save was in progress."""
+        if self._last is not None:
+            (self._busy if is_busy else self._idle).append(now - self._last)
+        self._last = now
+
+    def saved(self) -> None:
+        """Forget the steps during the save before. The next step is left out: it may have waited for the save."""
+        self._idle, self._busy, self._last = self._idle[-FIRST:], [], None
+
+    def costs(self, save_s: float, write_s: float) -> Costs | None:
+        """Return what saves cost; None before any step was measured.
+
+        ``save_s`` is the time for which the last save stopped training. What slower steps during saves add to it is
+        the difference of the medians of both kinds of steps.
+        """
+        if not self._idle and not self._busy:
+            return None
+        step_s = median(self._idle or self._busy)
+        slower = max(0.0, median(self._busy) - step_s) * len(self._busy) if self._busy and self._idle else 0.0
+        return Costs(step_s, save_s + slower, write_s)
 
 
 def attach(
@@ -128,8 +291,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self.trainer: Trainer = None
         """None until the Trainer exists"""
         self._is_checked = False
-        self._clock = Stopclock()
-        self._appointment = FIRST
+        self._clock = StepTimer()
+        self._next_decision = FIRST
         self._batch_size = 0
         """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
@@ -142,7 +305,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             # a staging folder of one node among several does not hold whole saves
             is_one_node = trainer.args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             staging = self.options.staging_dir
-            resume_by_itself(trainer, [staging] if staging is not None and is_one_node else [])
+            resume_automatically(trainer, [staging] if staging is not None and is_one_node else [])
         self.trainer = trainer
 
     def _check(self) -> None:
@@ -168,7 +331,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         # after it ran out of memory, the Trainer begins again within `train`; nothing else shows that
         is_retry = args.auto_find_batch_size and trainer._train_batch_size < self._batch_size
-        self._batch_size, self._clock, self._appointment = trainer._train_batch_size, Stopclock(), FIRST
+        self._batch_size, self._clock, self._next_decision = trainer._train_batch_size, StepTimer(), FIRST
         if self.saver is not None:  # from a training that ended with an error
             self.saver.close()
         self._pending_rng, self._is_last = None, False
@@ -181,7 +344,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
             engine=engine,
             model=trainer.model,
             optimizer=trainer.optimizer,
-            beside=OfTrainer(scheduler),
+            beside=TrainerClient(scheduler),
             scaler=getattr(trainer.accelerator, "scaler", None),
             tokenizer=trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None),
             policy=self.policy,
@@ -298,16 +461,16 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         saver, overhead = self.saver, self.overhead
         assert saver is not None and overhead is not None
         self._clock.step(time.monotonic(), is_busy=saver.is_busy)
-        if step < self._appointment or self._saved_step == step:
+        if step < self._next_decision or self._saved_step == step:
             return False
         newest = saver.newest
         costs = self._clock.costs(newest.stall_s, newest.publish_s) if newest is not None else None
         if newest is None and not saver.is_busy:
-            mine = Appointment(True, step + 1)  # the first, or all before it have failed
+            mine = SaveDecision(True, step + 1)  # the first, or all before it have failed
         else:
-            mine = Appointment.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
+            mine = SaveDecision.at(step, self._saved_step, costs, overhead, is_busy=saver.is_busy)
         decided = saver.ranks.from_first(mine)
-        self._appointment = decided.again
+        self._next_decision = decided.again
         if decided.is_due and (cadence := decided.cadence) is not None:
             what = (
                 "step %d: saving every %d steps keeps to an overhead of %g; a failure costs %.3g s of work on average"

@@ -11,14 +11,18 @@ with those of the training. The messages of a save, by key::
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import torch
 
 from llmtailor.errors import Problem, StorageError, TailorError, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
@@ -26,10 +30,111 @@ from llmtailor.ranks.board import Pulse, StoreBoard, await_messages, turns
 from llmtailor.ranks.codec import as_error, from_json, merged, to_json
 from llmtailor.ranks.team import check_same
 from llmtailor.runs.folder import RunFolder, remove_partial
-from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.report import SaveReport
-from llmtailor.saving.snapshot import STUCK, Snapshot
+from llmtailor.runs.save_log import ABANDONED_LOG, LOG
+from llmtailor.saving.options import SavingOptions
+from llmtailor.saving.snapshot import ANY_STEP, STUCK, Arena, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import Publication, SaveId, Share, publish, write_share
+from llmtailor.storage.local import replace_durably
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A finished save."""
+
+    step: int
+    parts: Mapping[str, str]
+    """Saved part -> reason"""
+    num_bytes: int
+    """Size of all ranks' files, in bytes. Frozen params count even if they are hard links to an earlier save."""
+    stall_s: float
+    """Seconds for which the save stopped training: in `PartialSaver.save` and before the next optimizer steps. This and
+    the following times are those of the slowest rank."""
+    drift: Mapping[str, float]
+    """Part -> relative change since its own last save, measured before this one"""
+    expected_loss: Mapping[str, float]
+    """Part -> estimated rise of the loss with its own last save, measured before this one; see `policies.Situation`"""
+    steps_behind: Mapping[str, int]
+    """Part -> optimizer steps since its newest save, after this one"""
+    path: Path
+    """The partial checkpoint"""
+    copy_s: float = 0.0
+    """Seconds from the start of the save until its states were copied to host memory; 0 without background saves"""
+    write_s: float = 0.0
+    """Seconds until its files were durable"""
+    publish_s: float = 0.0
+    """Seconds until the partial checkpoint was complete"""
+    buffer_bytes: int = 0
+    """The most host memory that the copies occupied at once on one rank, in bytes"""
+    masters: Collection[str] = ()
+    """Further parts, of which it holds the masters without the moments"""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the save as a line of ``saves.jsonl``."""
+        return {
+            "step": self.step,
+            "parts": dict(self.parts),
+            **({"masters": [*self.masters]} if self.masters else {}),
+            "num_bytes": self.num_bytes,
+            "stall_s": round(self.stall_s, 6),
+            "copy_s": round(self.copy_s, 6),
+            "write_s": round(self.write_s, 6),
+            "publish_s": round(self.publish_s, 6),
+            "buffer_bytes": self.buffer_bytes,
+            "drift": dict(self.drift),
+            "expected_loss": dict(self.expected_loss),
+            "steps_behind": dict(self.steps_behind),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values for the Trainer's logger."""
+        return {
+            "checkpoint/bytes": self.num_bytes,
+            "checkpoint/step": self.step,
+            "checkpoint/stall_s": self.stall_s,
+            "checkpoint/copy_s": self.copy_s,
+            "checkpoint/write_s": self.write_s,
+            "checkpoint/publish_s": self.publish_s,
+            "checkpoint/buffer_bytes": self.buffer_bytes,
+            "checkpoint/stalest_part_steps": max(self.steps_behind.values(), default=0),
+        }
+
+
+def append(folder: Path, line: Mapping[str, Any]) -> None:
+    """Append a line to the log; ignore errors."""
+    with suppress(OSError), (folder / LOG).open("ab+") as file:
+        if file.tell() and not _ends_a_line(file):  # a kill truncated the last one
+            file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def abandon_after(folder: Path, step: int) -> None:
+    """Move the lines of later saves to `ABANDONED_LOG`: the run resumes at ``step``. A truncated line is dropped."""
+    with suppress(OSError, StorageError):
+        lines = (folder / LOG).read_bytes().splitlines()
+        steps = [_step_of(line) for line in lines]
+        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        later = [line for line, at in zip(lines, steps, strict=True) if at is not None and at > step]
+        if len(kept) < len(lines):
+            with (folder / ABANDONED_LOG).open("ab") as file:
+                file.write(b"".join(line + b"\n" for line in later))
+            replace_durably(folder / LOG, b"".join(line + b"\n" for line in kept))
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of the log, None if it is not valid."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if type(step) is int else None
+
 
 logger = logging.getLogger("llmtailor.saving")
 _LAST_S = 5.0
@@ -362,3 +467,95 @@ class BackgroundSave(PendingSave):
                 "publish_s": time.monotonic() - self._began,
             }
         }
+
+
+LEAST_BUFFER = 64 << 20
+"""Less would make the copying wait for the disk without need."""
+
+
+class Background:
+    """Saves of a training in the background, one at a time. All ranks make one.
+
+    Raises UsageError if that is not possible, on every rank, with the reason.
+    """
+
+    def __init__(self, training: Training, options: SavingOptions, ranks: Ranks, board: StoreBoard) -> None:
+        self._training = training
+        self._options = options
+        self._ranks = ranks
+        self._board = board
+        made: list[Arena] = []
+        ranks.together(lambda: made.append(self._allocate()))
+        (self._arena,) = made
+        self._barrier = StepBarrier()
+        self._masters: frozenset[int] = frozenset()
+        """Storages of the masters, as of a save that had others than known before"""
+
+    def _allocate(self) -> Arena:
+        if why := self._training.writes_unseen():
+            raise UsageError.at("background", why, "set background=False to silence this")
+        masters = [one.tensor for one in self._training.masters()]
+        given = self._options.host_buffer
+        num_bytes = auto_bytes(masters, self._options.moments) if given == "auto" else given
+        try:
+            return Arena(num_bytes, pinned=any(master.is_cuda for master in masters))
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
+            what = f"there is no host memory of {num_bytes:,} bytes: {error}"
+            raise UsageError.at("host_buffer", what, "give fewer bytes") from error
+
+    def start(self, work: Work, began: float) -> BackgroundSave:
+        """Start a save; the next step of the optimizer waits for what is not copied yet."""
+        snapshot, share, timeout = None, work.share, self._options.write_timeout
+        if share is not None:
+            snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
+            if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
+                self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
+            self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
+        return BackgroundSave(self._ranks, self._board, work, snapshot, began, timeout)
+
+    def settle(self) -> None:
+        """Wait until everything is copied."""
+        self._barrier.settle()
+
+    def settle_frozen(self) -> None:
+        """Wait until the frozen params of the save are copied."""
+        self._barrier.settle_frozen()
+
+    def close(self) -> None:
+        self._barrier.remove()
+
+
+def open_background(training: Training, options: SavingOptions, ranks: Ranks, board: StoreBoard) -> Background | None:
+    """Return what saves in the background need; None, with a line in the log, if they are off or not possible."""
+    try:
+        return Background(training, options, ranks, board) if options.background else None
+    except UsageError as error:
+        logger.warning("saves stop training until they are complete: %s", error)
+        return None
+
+
+def auto_bytes(masters: Iterable[torch.Tensor], moments: str | None) -> int:
+    """Return the size of a rank's host buffer in bytes: its masters and two moments, if there is enough memory."""
+    per_element = 4 + 2 * (2 if moments == "bf16" else 4)
+    states = sum(master.numel() for master in masters) * per_element
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    return max(LEAST_BUFFER, min(states, available_bytes() // 4 // ranks))
+
+
+def available_bytes() -> int:
+    """Return the memory that this process and the others of its container can still get, in bytes."""
+    amounts = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            amounts.append(int(line.split()[1]) << 10)
+    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit and used and limit[0].isdecimal():
+        amounts.append(max(0, int(limit[0]) - int(used[0])))
+    return min(amounts)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -12,8 +12,7 @@ from llmtailor.formats.common.lightning import OPTIMIZERS, STATE_DICT
 from llmtailor.loaders.files import OPTIMIZER, is_rng_file, rng_file
 from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.loaders.rng import ACCELERATE_KEYS
-from llmtailor.saving.ranks import Ranks
-from llmtailor.saving.training import HasState, rng_tree
+from llmtailor.saving.training import HasState, Ranks, rng_tree
 from llmtailor.saving.writing import files_of
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ _MODEL_STATES = "model_states.pt"
 _GPU_STATES = "torch_cuda_manual_seed"
 
 
-class Beside(Protocol):
+class ClientState(Protocol):
     """Everything that belongs to a client."""
 
     @property
@@ -42,7 +41,7 @@ class Beside(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OfTrainer:
+class TrainerClient:
     """For the Trainer, and for loops that load the files themselves."""
 
     scheduler: HasState | None = None
@@ -64,7 +63,7 @@ class OfTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class OfAccelerate:
+class AccelerateClient:
     """For ``Accelerator.load_state`` of accelerate 1.15."""
 
     accelerator: Accelerator
@@ -100,7 +99,7 @@ class OfAccelerate:
 
 
 @dataclass(frozen=True, slots=True)
-class OfLightning:
+class LightningClient:
     """For Lightning: ``dump`` returns what its Trainer saves, with or without model and optimizer."""
 
     dump: Callable[[], Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""A training without DeepSpeed: one process, or DDP, where every rank holds everything."""
+"""A training without DeepSpeed: one process, DDP, where every rank holds everything, or FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llmtailor.balance import deal
+from llmtailor.checkpoint.index import FSDP
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
-from llmtailor.errors import UnsupportedCheckpoint
+from llmtailor.errors import Problem, UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
 from llmtailor.model.disk_names import on_disk
 from llmtailor.model.parts import Param
-from llmtailor.model.states import MASTER
+from llmtailor.model.states import FROZEN, MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.optimizers import FIX, is_elementwise, unsupported
-from llmtailor.saving.ranks import Ranks
 from llmtailor.saving.snapshot import not_compiled
 from llmtailor.saving.training import (
     Fragment,
     FrozenFile,
     HasState,
-    Left,
+    Omitted,
+    Ranks,
     describe,
     dominant,
     persistent_buffers,
@@ -56,15 +60,15 @@ class PlainTraining:
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
         self._live: dict[str, torch.nn.Parameter] = {}
-        """The params by name, as of the last `look_again`"""
+        """The params by name, as of the last `refresh_params`"""
         self._groups: list[list[str]] = []
         self.tied: Mapping[str, str] = {}
-        self.look_again()
+        self.refresh_params()
         self.precision = dominant([param.dtype for param in self.model.parameters()])
         self._num_steps = 0
         self.optimizer.register_step_post_hook(not_compiled(self._count))
 
-    def look_again(self) -> bool:
+    def refresh_params(self) -> bool:
         self._live = dict(self.model.named_parameters())
         names = {param: name for name, param in self._live.items()}
         groups = [[names.get(param) for param in group["params"]] for group in self.optimizer.param_groups]
@@ -192,7 +196,7 @@ class PlainTraining:
         return {
             "state": {
                 number: {
-                    kind: value if kind == "step" else Left(value.dtype, tuple(value.shape))
+                    kind: value if kind == "step" else Omitted(value.dtype, tuple(value.shape))
                     for kind, value in state.items()
                 }
                 for number, state in states.items()
@@ -233,3 +237,66 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     while hasattr(optimizer, "accelerator_state"):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
+
+
+_FSDP = "FSDP"
+
+
+class ShardedTraining(PlainTraining):
+    """A training under FSDP2: every rank saves its own rows of each param.
+
+    A param is a DTensor that is cut along dimension 0, so the elements of a rank are contiguous. In a hybrid mesh
+    (HSDP), which also has replicas, the first replica saves. Verified with torch 2.13.
+
+    Raises UnsupportedCheckpoint, with every reason, for what it can't save.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: HasState | None = None
+    ) -> None:
+        problems = []
+        for name, param in model.named_parameters():
+            cuts = [one for one in param.placements if one != Replicate()] if isinstance(param, DTensor) else []
+            if len(cuts) > 1 or any(not (type(one) is Shard and one.dim == 0) for one in cuts):
+                what = f"{name} is sharded as {param.placements}"  # type: ignore[attr-defined]
+                problems.append(Problem(_FSDP, what, "shard along dimension 0 of one mesh dimension"))
+        if problems:
+            raise UnsupportedCheckpoint(problems)
+        super().__init__(model, optimizer, scaler)
+
+    def refresh_params(self) -> bool:
+        # after a forward without backward, the model has unsharded params in their place
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().refresh_params()
+
+    def shards(self) -> Mapping[str, Any]:
+        return {"framework": FSDP}  # which a composite takes the form of
+
+    def frozen(self) -> FrozenFile | None:
+        names = self._frozen_names()
+        if not any(isinstance(self._live[name], DTensor) for name in names):
+            return super().frozen()
+        begin = dict(self._mine(names))
+        tensors = {f"{FROZEN}/{name}": self._elements(self._live[name]) for name in begin}
+        return FrozenFile(frozen_name(self.ranks.rank, self.ranks.world_size), tensors, begin)
+
+    def _mine(self, params: Collection[str]) -> Iterator[tuple[str, int]]:
+        live = {name: self._live[name] for name in params}
+        whole = {name: live[name].numel() for name in sorted(live) if not isinstance(live[name], DTensor)}
+        shared = {*deal(whole, self.ranks.world_size)[self.ranks.rank]}
+        for name, param in live.items():
+            if not isinstance(param, DTensor):
+                if name in shared:
+                    yield name, 0
+                continue
+            mesh = param.device_mesh
+            shape, offset = compute_local_shape_and_global_offset(param.shape, mesh, param.placements)
+            place = zip(param.placements, mesh.get_coordinate() or (), strict=True)
+            is_first_replica = all(at == 0 for how, at in place if how == Replicate())
+            if is_first_replica and torch.Size(shape).numel():
+                yield name, offset[0] * torch.Size(param.shape[1:]).numel() if shape else 0
+
+    def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super()._elements(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
