@@ -20,16 +20,14 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities import rank_zero_only
 
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.runs.newest import compose_newest
-from llmtailor.saving.api import make_saver
+from llmtailor.saving.api import SaverCallback, make_saver
 from llmtailor.saving.client_state import LightningClient
-from llmtailor.saving.options import Arguments, SavingArguments, from_environment
-from llmtailor.saving.save import SaveFailed
-from llmtailor.saving.saver import PartialSaver
+from llmtailor.saving.options import SavingArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +36,7 @@ logger = logging.getLogger("llmtailor.saving")
 _WHERE = "PartialSaving"
 
 
-class PartialSaving(Callback):  # type: ignore[misc]
+class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     """Saves partial checkpoints of a training with Lightning, with what Lightning itself saves: the progress of its
     loops, schedulers, states of callbacks and of the data module, hyperparameters.
 
@@ -63,17 +61,14 @@ class PartialSaving(Callback):  # type: ignore[misc]
         output_dir: str | Path | None = None,
         **options: Unpack[SavingArguments],
     ) -> None:
-        given = {"policy": policy, "save_steps": save_steps}
-        chosen = {**from_environment(os.environ), **{key: value for key, value in given.items() if value is not None}}
-        found = Arguments.of({**chosen, **options})
-        if found.overhead is not None or found.on_restart == "compose":
+        super().__init__(options, policy=policy, save_steps=save_steps)
+        if self.overhead is not None or self.on_restart == "compose":
             what = "save_steps=auto and on_restart=compose are for the Trainer of transformers"
             fix = "give save_steps a number; to go on after a restart, pass newest_checkpoint() as ckpt_path"
             raise UsageError.at(_WHERE, what, fix)
-        self.policy, self.save_steps, self.options = found.policy, found.save_steps or 500, found.options
+        self.save_steps = self.save_steps or 500
         self.output_dir = output_dir
-        self.saver: PartialSaver | None = None
-        self._step = self._saved_step = -1
+        self._step = -1
         self._mark: dict[str, Any] = {}
         """The attempt of the last training, after its saver was closed"""
         self._loaded: Mapping[str, Any] = {}
@@ -119,14 +114,11 @@ class PartialSaving(Callback):  # type: ignore[misc]
         if self.saver is None:
             return
         self.saver.has_state()  # refuses an optimizer now, not at the first save
+        assert self.save_steps, "as in __init__"
         if step == self._saved_step or step % self.save_steps:
             return
         self._saved_step = step
-        try:
-            self.saver.save(step)
-        except SaveFailed as error:
-            cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
-            logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)
+        self._save(step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(trainer)

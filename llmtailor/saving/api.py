@@ -1,18 +1,21 @@
-"""For training loops without a Trainer: a saver for a DeepSpeed engine, or for a torch model and its optimizer."""
+"""Makes savers: for a DeepSpeed engine, or for a torch model and its optimizer; and what callbacks do with one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
-from llmtailor.saving.options import SavingArguments, SavingOptions
+from llmtailor.saving.options import Arguments, SavingArguments, SavingOptions, from_environment
+from llmtailor.saving.save import PendingSave, SaveFailed
 from llmtailor.saving.saver import PartialSaver
 from llmtailor.saving.torch_training import PlainTraining, unwrap
 from llmtailor.saving.training import HasState, Pretrained, Training
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from typing_extensions import Unpack
 
+logger = logging.getLogger("llmtailor.saving")
 FSDP1 = "the flat tensors of FSDP version 1 can't be saved in parts"
 FSDP1_FIX = "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP"
 
@@ -118,6 +122,39 @@ def make_saver(
     return PartialSaver(
         output_dir, training, policy, beside=beside, carried=carried, options=options, is_tested=is_tested
     )
+
+
+class SaverCallback:
+    """The base of the callbacks of all trainers.
+
+    An argument that is None takes the environment variable of its name. Raises UsageError for arguments and variables
+    that make no sense.
+    """
+
+    def __init__(self, options: Mapping[str, Any], **given: Any) -> None:
+        named = {key: value for key, value in given.items() if value is not None}
+        found = Arguments.of({**from_environment(os.environ), **named, **options})
+        self.policy, self.save_steps, self.overhead = found.policy, found.save_steps, found.overhead
+        self.on_restart, self.options = found.on_restart, found.options
+        self.saver: PartialSaver | None = None
+        self._saved_step = -1
+
+    def _save(
+        self,
+        step: int,
+        write_state: Callable[[Path], None] | None = None,
+        rng: Mapping[str, object] | None = None,
+        *,
+        is_last: bool = False,
+    ) -> PendingSave | None:
+        """Return what `PartialSaver.save` does; None, with a warning, if the save fails."""
+        assert self.saver is not None
+        try:
+            return self.saver.save(step, write_state, rng, is_last=is_last)
+        except SaveFailed as error:
+            cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
+            logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)
+            return None
 
 
 @dataclass(frozen=True, slots=True)

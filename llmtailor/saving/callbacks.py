@@ -35,14 +35,13 @@ from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
 from llmtailor.ranks.team import check_same
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving.api import FSDP1, FSDP1_FIX, make_saver
+from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
 from llmtailor.saving.optimizers import unsupported, unsupported_name
-from llmtailor.saving.options import WHERE, Arguments, SavingArguments, from_environment
+from llmtailor.saving.options import WHERE, SavingArguments
 from llmtailor.saving.restart import resume_automatically
-from llmtailor.saving.save import SaveFailed, SaveReport
-from llmtailor.saving.saver import PartialSaver
+from llmtailor.saving.save import SaveReport
 from llmtailor.saving.torch_training import unwrap
 from llmtailor.saving.training import rng_tree
 
@@ -249,7 +248,7 @@ def attach(
     return callback
 
 
-class PartialSaving(TrainerCallback):  # type: ignore[misc]
+class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
     """A callback that makes a Trainer save partial checkpoints instead of full ones::
 
         Trainer(..., callbacks=[PartialSaving(save_steps=50)])
@@ -281,13 +280,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         on_restart: Literal["refuse", "compose"] | None = None,
         **options: Unpack[SavingArguments],
     ) -> None:
-        given = {"policy": policy, "save_steps": save_steps, "overhead": overhead, "on_restart": on_restart}
-        chosen = {**from_environment(os.environ), **{key: value for key, value in given.items() if value is not None}}
-        chosen |= options
-        found = Arguments.of(chosen)
-        self.policy, self.save_steps, self.overhead = found.policy, found.save_steps, found.overhead
-        self.on_restart, self.options = found.on_restart, found.options
-        self.saver: PartialSaver | None = None
+        super().__init__(options, policy=policy, save_steps=save_steps, overhead=overhead, on_restart=on_restart)
         self.trainer: Trainer = None
         """None until the Trainer exists"""
         self._is_checked = False
@@ -296,7 +289,6 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         self._batch_size = 0
         """Of the training that began last"""
         self._pending_rng: dict[str, Any] | None = None
-        self._saved_step = -1
         self._is_last = False
 
     def _bind(self, trainer: Trainer) -> None:
@@ -313,8 +305,8 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         if self._is_checked:
             return
         check_arguments(self.trainer, [one for one in _savers_of(self.trainer) if one is not self])
-        told = self.options
-        check_before_training(unwrap(self.trainer.model), self.policy, told.max_staleness, told.experts)
+        options = self.options
+        check_before_training(unwrap(self.trainer.model), self.policy, options.max_staleness, options.experts)
         tell(self.trainer.args, self.policy, self.save_steps, self.overhead)
         self._is_checked = True
 
@@ -492,13 +484,7 @@ class PartialSaving(TrainerCallback):  # type: ignore[misc]
         if step == self._saved_step or self.saver is None:
             return
         trainer.store_flos()
-        try:
-            save = self.saver.save(step, self._write_state, rng, is_last=is_last or self._is_last)
-        except SaveFailed as error:
-            cause = None if isinstance(error.__cause__, TailorError) else error.__cause__
-            logger.warning("the save at step %d failed; training continues without it: %s", step, error, exc_info=cause)
-            save = None
-        if save is not None:
+        if self._save(step, self._write_state, rng, is_last=is_last or self._is_last) is not None:
             self._saved_step = step
             self._clock.saved()
         self._log()

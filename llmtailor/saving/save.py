@@ -262,8 +262,8 @@ class PendingSave:
         """Whether it is in progress, but nothing has moved for too long."""
         return False
 
-    def give_up(self, why: Problem = STUCK) -> None:
-        """End the save soon, without publishing it."""
+    def give_up(self, why: Problem | None = None) -> None:
+        """End the save soon, without publishing it; ``why`` is reported. None: its disk is stuck."""
 
     def wait_unless_stuck(self) -> bool:
         """Wait until the save is done, but not for a disk that accepts nothing. Return whether it is done."""
@@ -339,10 +339,10 @@ class BackgroundSave(PendingSave):
         progress = max(self._progress, self._snapshot.progress if self._snapshot is not None else 0.0)
         return not self.is_done and time.monotonic() - progress > self._timeout
 
-    def give_up(self, why: Problem = STUCK) -> None:
-        self._given_up = self._given_up or why
+    def give_up(self, why: Problem | None = None) -> None:
+        self._given_up = self._given_up or why or STUCK
         if self._snapshot is not None:
-            self._snapshot.give_up(why)
+            self._snapshot.give_up(self._given_up)
 
     def _key(self, name: object) -> str:
         return f"{self._work.save.save_id}/{name}"
