@@ -17,7 +17,6 @@ from types import TracebackType
 
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
-from llmtailor.storage.checksums import crc32
 from llmtailor.storage.listing import list_files
 from llmtailor.storage.local import read_source
 from llmtailor.storage.stand_in import UPLOADING, Remote, stand_in_of
@@ -99,18 +98,14 @@ class Upload:
         Raises StorageError if the store refuses, or returns something else than bytes of this CRC-32, and Interrupted.
         """
         self._stop.check()
+
+        def on_read(num_bytes: int) -> None:
+            self._stop.check()
+            self._on_progress(num_bytes)
+
         with self._faults():
-            num_bytes = path.stat().st_size
-            self._remote.put(self._inside + name, path)
+            self._remote.put(self._inside + name, path, crc, on_read)
             path.unlink()
-            found = 0
-            for data in self._remote.stream(self._inside + name, 0, num_bytes):
-                self._stop.check()
-                found = crc32(data, found)
-                self._on_progress(len(data))
-        if found != crc:
-            what = "what the store returns differs from what was uploaded"
-            raise StorageError.at(f"{self._remote.url}/{self._inside}{name}", what, "run the same command again")
 
     def show(self) -> None:
         """Make the stand-in's files those that were uploaded, without the marker."""

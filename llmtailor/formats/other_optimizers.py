@@ -1,18 +1,21 @@
-"""Optimizers whose checkpoints can't be judged, recognized by what they keep. Pure.
+"""Optimizers other than Adam, recognized by what they keep: in files, or in a training before their first step. Pure.
 
 The rule: a state that some params have and others lack is damage. What no param has tells another optimizer, which may
 be healthy, so it is refused once, by its likely name. Seen in torch 2.13, transformers 5.23, bitsandbytes 0.50, torchao
 0.18, schedulefree 1.4.1, grokadamw 0.1.2, galore_torch 1.0, apollo_torch 1.0.3, came_pytorch 0.1.3, adam-mini 1.1.1,
-torch-optimi 0.3.3.
+torch-optimi 0.3.3, lomo-optim 0.1.
+
+In a training, an optimizer that is not named here is judged by its states after the first step: `Training.has_state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.errors import AnotherOptimizer, ObjectKeys, UnsafePickle, some
+from llmtailor.errors import AnotherOptimizer, ObjectKeys, Problem, UnsafePickle, some
 from llmtailor.loaders.stock_fields import has_adams_options, keeps_as_adam
 
 _RULE = (
@@ -25,7 +28,8 @@ BITSANDBYTES = "__bnb_optimizer_quant_state__"
 """bitsandbytes nests its tensors under this key of a param's state in files, not in memory."""
 
 _LOW_BIT = "a low-bit optimizer of torchao"
-_BY_PACKAGE = {"torchao": _LOW_BIT, "galore_torch": "GaLore", "apollo_torch": "APOLLO"}
+_PROJECTING = {"galore_torch": "GaLore", "apollo_torch": "APOLLO"}
+_BY_PACKAGE = {"torchao": _LOW_BIT, **_PROJECTING}
 """Package of a class that a pickle names -> optimizer"""
 _BESIDE = {
     *(("torch.serialization", "_get_layout"), ("torch.storage", "UntypedStorage")),
@@ -113,3 +117,55 @@ def flattened(state: Mapping[Any, Any]) -> dict[Any, Any]:
     inner = state.get(BITSANDBYTES)
     outer = {kind: value for kind, value in state.items() if kind != BITSANDBYTES}
     return {**outer, **inner} if isinstance(inner, dict) else dict(state)
+
+
+UNSAVED_FIX = "use AdamW, for example optim=adamw_torch, or another optimizer with elementwise state"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of optimizer that can't be saved in parts."""
+
+    what: str
+    """What it is, and why"""
+    classes: tuple[str, ...] = ()
+    """Names of its classes, in lower case"""
+    packages: tuple[str, ...] = ()
+    """Packages whose optimizers are all of this kind"""
+    group_key: str = ""
+    """A key that only its param groups have"""
+    optim: tuple[str, ...] = ()
+    """How its names in the Trainer's ``optim`` begin"""
+
+
+_PROJECTED = "GaLore and APOLLO can't be saved in parts: their states are projections, with objects that make them"
+_KINDS = (
+    _Kind(
+        "it is a placeholder: the optimizers of the layers make their steps during the backward pass",
+        ("layerwisedummyoptimizer",),
+    ),
+    _Kind(
+        "LOMO makes its steps during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")
+    ),
+    _Kind("GrokAdamW keeps its states in its param groups", ("grokadamw",), ("grokadamw",), "", ("grokadamw",)),
+    _Kind(_PROJECTED, (), tuple(_PROJECTING), "update_proj_gap", ("galore_", "apollo_")),
+)
+
+
+def unsupported(kind: type, groups: Collection[Mapping[str, Any]] = ()) -> Problem | None:
+    """Return why an optimizer of a class can't be saved in parts; None if that is not known before its first step.
+
+    ``groups`` are its param groups, if it has been made.
+    """
+    package, name = kind.__module__.partition(".")[0], kind.__name__
+    for one in _KINDS:
+        has_key = one.group_key and any(one.group_key in group for group in groups)
+        if package in one.packages or name.lower() in one.classes or has_key:
+            return Problem(f"the optimizer {name}", one.what, UNSAVED_FIX)
+    return None
+
+
+def unsupported_name(optim: str) -> Problem | None:
+    """Return the same for ``optim`` of the Trainer's arguments, before the optimizer exists."""
+    found = next((one.what for one in _KINDS if one.optim and optim.startswith(one.optim)), None)
+    return Problem(f"the optimizer {optim}", found, UNSAVED_FIX) if found is not None else None

@@ -30,6 +30,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.checkpoint.lineage import Past
 from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
@@ -38,7 +39,6 @@ from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
 from llmtailor.saving.client_state import TrainerClient
 from llmtailor.saving.model import check_before_training
-from llmtailor.saving.optimizers import unsupported, unsupported_name
 from llmtailor.saving.options import WHERE, SavingArguments
 from llmtailor.saving.restart import resume_automatically
 from llmtailor.saving.save import SaveReport

@@ -16,12 +16,12 @@ import torch
 from llmtailor.checkpoint.index import DEEPSPEED
 from llmtailor.checkpoint.optimizer import lay_out_vector, part_size
 from llmtailor.errors import Problem, UnsupportedCheckpoint
+from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import CLIENTS, Client
 from llmtailor.model.states import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
-from llmtailor.saving.optimizers import is_elementwise, unsupported
 from llmtailor.saving.training import (
     Constant,
     Fragment,
@@ -30,6 +30,7 @@ from llmtailor.saving.training import (
     Ranks,
     StoredElsewhere,
     describe,
+    is_elementwise,
     persistent_buffers,
     tied_names,
 )

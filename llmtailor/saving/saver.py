@@ -26,6 +26,7 @@ import torch
 
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import StorageError, TailorError, Unanswered, UnsupportedCheckpoint
+from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import Manifest
 from llmtailor.policies import (
     DEFAULT_POLICY,
@@ -55,7 +56,6 @@ from llmtailor.saving.model import (
     limit_for,
     weigh,
 )
-from llmtailor.saving.optimizers import FIX
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
@@ -662,8 +662,8 @@ class PartialSaver:
             return True
         where = "the optimizer" + "".join(f" {type(one).__name__}" for one in training.optimizers())
         if training.has_stepped():
-            raise UnsupportedCheckpoint.at(where, "it has made a step but has no moments", FIX)
+            raise UnsupportedCheckpoint.at(where, "it has made a step but has no moments", UNSAVED_FIX)
         if num_missing > 0:
             what = "training makes steps, but not by calling its step(), so nothing is known of its states"
-            raise UnsupportedCheckpoint.at(where, what, FIX)
+            raise UnsupportedCheckpoint.at(where, what, UNSAVED_FIX)
         return False

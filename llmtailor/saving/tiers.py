@@ -33,6 +33,7 @@ from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.training import Ranks
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import fsync_folder, replace_durably
+from llmtailor.storage.remote import RemoteFolder
 
 CHUNK_BYTES = 8 << 20
 
@@ -83,7 +84,8 @@ class SharedFolder:
         (result,) = execute(plan, folder, Context(inline=True))
         with beside.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            check(beside, fact, result.crc, crc_of(file))
+            if not result.crc == crc_of(file) == fact.crc32:
+                raise StorageError.at(beside, "the copy differs from what was saved", "check both disks")
         beside.rename(folder / source.name)
 
     def complete(self, step: int, manifest: bytes) -> None:
@@ -101,36 +103,28 @@ class Mirror:
     """A folder of any file system that fsspec knows, by its URL."""
 
     def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-            self.fs, self.root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            fix = "pip install fsspec and the package that it names for this kind of URL, such as s3fs"
-            raise UsageError.at("mirror", f"{url!r} can't be used: {error}", fix) from error
+        self._remote = RemoteFolder(f"{url.rstrip('/')}/partial", Path())
 
     def has(self, step: int) -> bool:
-        return bool(self.fs.exists(f"{self._at(step)}/{PARTIAL_MANIFEST}"))
+        return self._remote.exists(_in_mirror(step, PARTIAL_MANIFEST))
 
     def begin(self, step: int) -> None:
-        self.fs.makedirs(self._at(step), exist_ok=True)
+        self._remote.make_folder(_in_mirror(step))
 
     def put(self, step: int, source: Path, fact: BundleFact) -> None:
-        path = f"{self._at(step)}/{source.name}"
-        self.fs.put_file(str(source), path)
-        with self.fs.open(path, "rb") as file:
-            check(path, fact, crc_of(file))
+        self._remote.put(_in_mirror(step, source.name), source, fact.crc32)
 
     def complete(self, step: int, manifest: bytes) -> None:
-        self.fs.pipe_file(f"{self._at(step)}/{PARTIAL_MANIFEST}", manifest)
+        self._remote.put_bytes(_in_mirror(step, PARTIAL_MANIFEST), manifest)
 
     def remove(self, step: int) -> None:
-        if self.fs.exists(path := f"{self._at(step)}/{PARTIAL_MANIFEST}"):
-            self.fs.rm_file(path)
-            self.fs.rm(self._at(step), recursive=True)
+        if self.has(step):
+            self._remote.remove([_in_mirror(step, PARTIAL_MANIFEST)])
+            self._remote.remove_folder(_in_mirror(step))
 
-    def _at(self, step: int) -> str:
-        return f"{self.root}/partial/{RunFolder(Path()).at(step).name}"
+
+def _in_mirror(step: int, *names: str) -> str:
+    return "/".join((RunFolder(Path()).at(step).name, *names))
 
 
 def crc_of(file: Any) -> int:
@@ -138,12 +132,6 @@ def crc_of(file: Any) -> int:
     while data := file.read(CHUNK_BYTES):
         crc = crc32(data, crc)
     return crc
-
-
-def check(where: object, fact: BundleFact, *crcs: int) -> None:
-    """Raise StorageError unless all checksums are those of the file."""
-    if any(crc != fact.crc32 for crc in crcs):
-        raise StorageError.at(where, "the copy differs from what was saved", "check both disks")
 
 
 logger = logging.getLogger("llmtailor.saving")

@@ -14,6 +14,7 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.index import FSDP
 from llmtailor.checkpoint.optimizer import SAVED_NAMES
 from llmtailor.errors import Problem, UnsupportedCheckpoint
+from llmtailor.formats.other_optimizers import UNSAVED_FIX, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
@@ -21,7 +22,6 @@ from llmtailor.model.disk_names import on_disk
 from llmtailor.model.parts import Param
 from llmtailor.model.states import FROZEN, MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
-from llmtailor.saving.optimizers import FIX, is_elementwise, unsupported
 from llmtailor.saving.snapshot import not_compiled
 from llmtailor.saving.training import (
     Fragment,
@@ -31,6 +31,7 @@ from llmtailor.saving.training import (
     Ranks,
     describe,
     dominant,
+    is_elementwise,
     persistent_buffers,
     tied_names,
 )
@@ -55,7 +56,7 @@ class PlainTraining:
         if problem := unsupported(type(self.optimizer), getattr(self.optimizer, "param_groups", ())):
             raise UnsupportedCheckpoint(problem)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UnsupportedCheckpoint.at(self._where, "it is not one of torch's kind", FIX)
+            raise UnsupportedCheckpoint.at(self._where, "it is not one of torch's kind", UNSAVED_FIX)
         self.scaler = scaler
         self.ranks = Ranks.here()
         self.params: Mapping[str, ParamFact] = {}
@@ -180,12 +181,14 @@ class PlainTraining:
             if kind == "step":
                 continue
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-                raise UnsupportedCheckpoint.at(self._where, f"its state {kind} of {name} has another shape", FIX)
+                raise UnsupportedCheckpoint.at(
+                    self._where, f"its state {kind} of {name} has another shape", UNSAVED_FIX
+                )
             if not is_elementwise(value):
                 what = f"its state {kind} of {name} is quantized, or another form of tensor ({type(value).__name__})"
-                raise UnsupportedCheckpoint.at(self._where, what, FIX)
+                raise UnsupportedCheckpoint.at(self._where, what, UNSAVED_FIX)
         if state.keys() <= {"step"} or "step" not in state:
-            raise UnsupportedCheckpoint.at(self._where, f"it has no moments or no step of {name}", FIX)
+            raise UnsupportedCheckpoint.at(self._where, f"it has no moments or no step of {name}", UNSAVED_FIX)
         return state
 
     def _optimizer_tree(self) -> dict[str, Any]:

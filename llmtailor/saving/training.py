@@ -179,6 +179,16 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     return DTYPES[tensor.dtype]
 
 
+def is_elementwise(value: Any) -> bool:
+    """Return whether a state is a tensor whose elements are what it stores.
+
+    A quantized state, such as torchao's, is a tensor subclass with codes and scales inside, which claims the param's
+    shape and dtype.
+    """
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return type(local) in (torch.Tensor, torch.nn.Parameter)
+
+
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a model's state dict, each by its first name there."""
     tied = tied_names(model)

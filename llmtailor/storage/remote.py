@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmtailor.errors import StorageError, UsageError
+from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import EndsEarly
 from llmtailor.storage.stand_in import locate, see, stand_ins
 
@@ -73,7 +74,7 @@ class Object:
 class RemoteFolder:
     """A folder of a store, or a checkpoint that is one file, and its stand-in. Implements `stand_in.Remote`.
 
-    The name of the one file is empty.
+    The name of the one file is empty. ``root``, where the stand-in is, is not used before files are listed.
     """
 
     def __init__(self, url: str, root: Path) -> None:
@@ -188,13 +189,36 @@ class RemoteFolder:
             self._is_fast = is_same
         return self._fast if self._is_fast else self._fs
 
-    def put(self, name: str, source: Path) -> None:
-        """Upload a local file. Raises OSError, StorageError."""
+    def put(self, name: str, source: Path, crc: int, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Upload a local file, and read it back. Raises OSError, StorageError.
+
+        ``crc`` is its CRC-32; ``on_read`` is called with numbers of bytes.
+        """
         self._try(f"write {name}", lambda: self._fs.put_file(str(source), self._at(name)))
+        found = 0
+        for data in self.stream(name, 0, source.stat().st_size):
+            found = crc32(data, found)
+            on_read(len(data))
+        if found != crc:
+            what = "what the store returns differs from what was uploaded"
+            raise StorageError.at(f"{self.url}/{name}", what, "run the same command again")
 
     def put_bytes(self, name: str, data: bytes) -> None:
         """Write a small object. Raises OSError, StorageError."""
         self._try(f"write {name}", lambda: self._fs.pipe_file(self._at(name), data))
+
+    def exists(self, name: str) -> bool:
+        """Return whether the store has a file now, without a listing. Raises OSError, StorageError."""
+        return bool(self._try(f"look for {name}", lambda: self._fs.exists(self._at(name))))
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder, where a store has such. Raises OSError, StorageError."""
+        self._try(f"make {name}", lambda: self._fs.makedirs(self._at(name), exist_ok=True))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder with all that is in it. Raises OSError, StorageError."""
+        with suppress(FileNotFoundError):
+            self._try(f"remove {name}", lambda: self._fs.rm(self._at(name), recursive=True))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are gone already don't matter. Raises OSError, StorageError."""

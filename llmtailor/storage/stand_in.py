@@ -5,7 +5,7 @@ Empty unless a URL was opened; see `storage.remote`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -33,8 +33,11 @@ class Remote(Protocol):
         """Yield bytes of a file in order, with some of them ahead."""
         ...
 
-    def put(self, name: str, source: Path) -> None:
-        """Write a local file to the store."""
+    def put(self, name: str, source: Path, crc: int, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Write a local file to the store, and read it back; ``on_read`` is called with numbers of bytes.
+
+        Raises StorageError if the store returns something else than bytes of this CRC-32.
+        """
         ...
 
     def put_bytes(self, name: str, data: bytes) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.errors import UsageError  # noqa: E402
 from llmtailor.saving import tiers  # noqa: E402
+from llmtailor.storage import remote  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
 from saving.loop import Loop  # noqa: E402
 
@@ -218,7 +219,7 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
     fs, root = fsspec.core.url_to_fs(url)
     order = []
     for name in ("put_file", "pipe_file"):
-        call = getattr(tiers.Mirror("memory://x").fs, name)
+        call = getattr(fs, name)
         monkeypatch.setattr(
             type(fs), name, lambda self, a, b, call=call, **more: (order.append((a, b)), call(a, b, **more))[1]
         )
@@ -238,6 +239,26 @@ def test_a_mirror_gets_the_manifest_last(make, tmp_path, monkeypatch):
         folder = end[0].rpartition("/")[0]
         later = order[order.index(end) + 1 :]
         assert not any(folder in str(place[1]) for place in later)
+
+
+def test_a_request_of_a_mirror_is_repeated_at_once(make, monkeypatch, caplog):
+    """As one of an upload: a store that answers the second time delays nothing."""
+    fs, root = fsspec.core.url_to_fs(url := "memory://bucket/again")
+    put_file, faults = fs.put_file, [OSError("slow down")]
+
+    def put(self, *args, **more):
+        if faults:
+            raise faults.pop()
+        return put_file(*args, **more)
+
+    monkeypatch.setattr(type(fs), "put_file", put)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    run = make(policy="full", mirror=url)
+    run.train()
+    run.save().wait(60)
+    run.saver.close()
+    assert not faults and fs.exists(f"{root}/partial/step-00000001/manifest.json")
+    assert "can't be copied" not in caplog.text
 
 
 def test_a_mirror_that_cannot_be_used_is_refused(tmp_path):
