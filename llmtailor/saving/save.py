@@ -16,25 +16,30 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from llmtailor.errors import Problem, StorageError, TailorError, UsageError
+from llmtailor.checkpoint.lineage import Ledger, Past
+from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
 from llmtailor.ranks.board import Pulse, StoreBoard, await_messages, turns
 from llmtailor.ranks.codec import as_error, from_json, merged, to_json
 from llmtailor.ranks.team import check_same
-from llmtailor.runs.folder import RunFolder, remove_partial
+from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
+from llmtailor.runs.gc import deletable
+from llmtailor.runs.newest import prove_step
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import ANY_STEP, STUCK, Arena, Snapshot, StepBarrier, storage_of
+from llmtailor.saving.tiers import Finished, TierCopier
 from llmtailor.saving.training import Ranks, Training
-from llmtailor.saving.writing import Publication, SaveId, Share, publish, write_share
+from llmtailor.saving.writing import CarriedFiles, Publication, SaveId, Share, publish, write_share
 from llmtailor.storage.local import replace_durably
 
 
@@ -150,72 +155,175 @@ class SaveFailed(StorageError):
     """A save failed; nothing of it remains, and training can continue."""
 
 
+class RunRecord:
+    """Writes on rank 0 only; every rank makes the calls. With a second level, lines and deletions follow the copies.
+
+    Args:
+        keep_composable: see `SavingOptions`.
+        carried: files in a partial checkpoint that the user's objects have written.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: Ranks, keep_composable: int | None, carried: CarriedFiles) -> None:
+        self.copier: TierCopier | None = None
+        self.is_begun = False
+        """Whether the attempt is recorded"""
+        self._folder = folder
+        self._ranks = ranks
+        self.keep_composable = keep_composable
+        self._carried = carried
+        self.is_proven = False
+        """Whether a save of this process was found to be composable, or was reported not to be"""
+        self._proof: threading.Thread | None = None
+
+    @property
+    def elsewhere(self) -> Collection[str]:
+        """The tensor files on disks of other nodes"""
+        return self.copier.elsewhere if self.copier is not None else ()
+
+    def begin(self, past: Past) -> None:
+        """Record the attempt of a loop that did not call `PartialSaver.start`."""
+        if not self.is_begun:
+            self._folder.record_attempt(past)
+        self.is_begun = True
+
+    def log(self, line: Mapping[str, object]) -> None:
+        """Add a line to the run's log."""
+        if self.copier is not None:
+            self.copier.add(line)
+        else:
+            self.append(line)
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line now."""
+        if self._ranks.is_first:
+            append(self._folder.partial, line)
+
+    def published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
+        """Log a save, and delete what is no longer needed; copy it first if there is a second level."""
+        line, retire = report.to_json(), partial(self._complete, ledger, save.step)
+        if self.copier is not None:
+            self.copier.add(Finished(save.step, save.save_id, began, line, retire))
+        elif self._ranks.is_first:
+            self.append(line)
+            retire()
+
+    def close(self) -> None:
+        """Wait for the proof, if it is under way."""
+        if self._proof is not None:
+            self._proof.join()
+
+    def _complete(self, ledger: Ledger, step: int) -> list[int]:
+        """Prove the first save to be composable, in a thread of its own, and do what `_retire` does."""
+        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
+            self._proof = threading.Thread(target=self._prove, args=(step,), name="llmtailor-proof", daemon=True)
+            self._proof.start()
+        return self._retire(ledger)
+
+    def _prove(self, step: int) -> None:
+        """Plan a composite, and say so if that fails. Training continues: what is saved may be of use all the same."""
+        there = self._folder.complete().keys()
+        try:
+            prove_step(self._folder.run, step)
+        except (OSError, StorageError, Unanswered) as error:
+            logger.info("whether step %d can be composed is not known: %s", step, error)
+        except Exception as error:
+            if there - self._folder.complete().keys():  # deleted meanwhile; the next save is looked at
+                return
+            logger.error(
+                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training continues and "
+                "saves; keep full checkpoints, too, until this is solved",
+                step,
+                error,
+                exc_info=None if isinstance(error, TailorError) else error,
+            )
+            self.append({"step": step, "not_composable": str(error)})
+        self.is_proven = True
+
+    def _retire(self, ledger: Ledger) -> list[int]:
+        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
+        if self.keep_composable is None:
+            return []
+        folder, made, deleted = self._folder, [*self._carried.contents()], []
+        try:
+            saves = [
+                save for save in folder.saves() if save.step <= (ledger.step or 0)
+            ]  # later ones are not copied yet
+            for step in deletable(saves, ledger, self.keep_composable):
+                if holds_unknown(folder.at(step), made):
+                    logger.warning("%s is kept: it holds files that no save wrote", folder.at(step).name)
+                else:
+                    remove_partial(folder.at(step))
+                    deleted.append(step)
+            folder.remove_abandoned(made)
+        except OSError as error:
+            logger.warning("old partial checkpoints could not be deleted: %s", error)
+        return deleted
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What this rank does in a save."""
 
     save: SaveId
+    began: float
+    """Monotonic time"""
     first: RunFolder
     """Where the files are written: the run's folder, or a staging folder on the node"""
-    share: Share | None
-    """None if laying it out failed: then the save fails on all ranks."""
+    record: RunRecord
+    ledger: Ledger
+    """The record of saves once this one is published"""
     report: SaveReport
     """Without what is known only in the end"""
-    before: Path | None
+    share: Share | None = None
+    """None if laying it out failed: then the save fails on all ranks."""
+    before: Path | None = None
     publication: Publication | None = None
     """On rank 0"""
-    elsewhere: Collection[str] = ()
-    """Files on disks of other nodes"""
-    record: Callable[[], None] = lambda: None
-    """On rank 0: records the attempt of a loop that did not call `start`."""
-    on_published: Callable[[SaveReport], None] = lambda report: None
-    """Called on every rank when the save is published"""
-    log: Callable[[Mapping[str, Any]], None] = lambda line: None
-    """On rank 0: adds a line to the run's log."""
     refusal: TailorError | None = None
     """Why there is no share"""
 
-    def tell(self, report: SaveReport) -> None:
-        """Call ``on_published``. The save is there, so whatever goes wrong now does not make it fail."""
+    def begin(self) -> None:
+        """Make the folder; on rank 0."""
+        if self.publication is not None:
+            self.record.begin(self.publication.attempt)
+        self.first.begin(self.save.step)
+
+    def publish(self, bundles: Sequence[BundleFact]) -> None:
+        """Complete the save; on rank 0."""
+        assert self.publication is not None, "on rank 0"
+        publish(self.report.path, self.publication, bundles, self.before, self.record.elsewhere)
+
+    def finish(self, report: SaveReport) -> None:
+        """Record the published save. It is there, so whatever goes wrong now does not make it fail."""
         try:
-            self.on_published(report)
+            self.record.published(self.save, self.ledger, self.began, report)
         except Exception as error:
             logger.warning("after the save at step %d: %s", report.step, error, exc_info=error)
 
 
-def save_now(ranks: Ranks, work: Work, began: float) -> PendingSave:
-    """Make a save while training stands still; return it finished. ``began`` is monotonic time.
+def save_now(ranks: Ranks, work: Work) -> PendingSave:
+    """Make a save while training stands still; return it finished.
 
     Raises what goes wrong on any rank, on all of them. Nothing of the save remains then.
     """
     path, share = work.report.path, work.share
     assert share is not None, "else it would have been refused before"
-    ranks.on_first(lambda: _begin(work))
+    ranks.on_first(work.begin)
     try:
         facts = ranks.together(lambda: write_share(path, share, work.before))
-        written, bundles = time.monotonic() - began, _in_order(facts)
-        ranks.on_first(lambda: _publish(work, bundles))
+        written, bundles = time.monotonic() - work.began, _in_order(facts)
+        ranks.on_first(lambda: work.publish(bundles))
     except Exception:
         if ranks.is_first:
             remove_partial(path)
         raise
-    now = time.monotonic() - began
+    now = time.monotonic() - work.began
     num_bytes = sum(fact.num_bytes for fact in bundles)
     report = replace(work.report, num_bytes=num_bytes, stall_s=now, write_s=written, publish_s=now)
-    work.tell(report)
+    work.finish(report)
     save = PendingSave(report.step, path, report.parts)
     save.finish(report)
     return save
-
-
-def _begin(work: Work) -> None:
-    work.record()
-    work.first.begin(work.report.step)
-
-
-def _publish(work: Work, bundles: Sequence[BundleFact]) -> None:
-    assert work.publication is not None, "on rank 0"
-    publish(work.report.path, work.publication, bundles, work.before, work.elsewhere)
 
 
 def _in_order(ranks: Iterable[Sequence[BundleFact]]) -> list[BundleFact]:
@@ -304,7 +412,6 @@ class BackgroundSave(PendingSave):
     Args:
         work: what to write.
         snapshot: the tensors; None if there is nothing to write.
-        began: when the save began, in monotonic time.
         timeout: see ``write_timeout`` of `SavingOptions`.
     """
 
@@ -314,7 +421,6 @@ class BackgroundSave(PendingSave):
         board: StoreBoard,
         work: Work,
         snapshot: Snapshot | None,
-        began: float,
         timeout: float,
     ) -> None:
         super().__init__(work.save.step, work.report.path, work.report.parts)
@@ -323,13 +429,12 @@ class BackgroundSave(PendingSave):
         self._work = work
         self._snapshot = snapshot
         self._timeout = timeout
-        self._began = began
         self._progress = time.monotonic()
         self._pulse = Pulse(board, self._key("alive"))
         self._given_up: Problem | None = None
         """Why it is"""
         self._has_begun = False
-        self.stall_s = self._progress - began
+        self.stall_s = self._progress - work.began
         # a daemon: a write that never returns must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="llmtailor-save", daemon=True)
         self._thread.start()
@@ -357,7 +462,7 @@ class BackgroundSave(PendingSave):
             self.finish(SaveFailed(from_json(result["error"]).problems))
         else:
             report = replace(self._work.report, **result["measured"])
-            self._work.tell(report)
+            self._work.finish(report)
             self.finish(report)
 
     def _written(self) -> dict[str, Any]:
@@ -379,7 +484,7 @@ class BackgroundSave(PendingSave):
                 "measured": {
                     "stall_s": self.stall_s + snapshot.stall_s,
                     "copy_s": snapshot.copy_s,
-                    "write_s": done - self._began,
+                    "write_s": done - work.began,
                     "buffer_bytes": snapshot.high_water,
                 },
             }
@@ -394,7 +499,7 @@ class BackgroundSave(PendingSave):
         path = self._work.report.path
         if self._ranks.is_first:
             try:
-                _begin(self._work)
+                self._work.begin()
                 self._has_begun = True
             except Exception as error:
                 self._board.post(self._key("begun"), self._refusal(error))
@@ -445,7 +550,7 @@ class BackgroundSave(PendingSave):
             if self._has_begun:
                 with suppress(OSError):
                     remove_partial(work.report.path)
-            work.log({"step": self.step, "failed": str(failed)})
+            work.record.log({"step": self.step, "failed": str(failed)})
             more = "" if self._given_up is _ENDING else "; training continues without it"
             logger.warning("the save at step %d failed%s: %s", self.step, more, failed)
         self._board.post(self._key("result"), result)
@@ -458,13 +563,13 @@ class BackgroundSave(PendingSave):
         check_chosen([message["parts"] for message in messages])
         self._check()
         bundles = _in_order([BundleFact(*fact) for fact in message["facts"]] for message in messages)
-        _publish(self._work, bundles)
+        self._work.publish(bundles)
         measured = [message["measured"] for message in messages]
         return {
             "measured": {
                 **{key: max(one[key] for one in measured) for key in measured[0]},
                 "num_bytes": sum(fact.num_bytes for fact in bundles),
-                "publish_s": time.monotonic() - self._began,
+                "publish_s": time.monotonic() - self._work.began,
             }
         }
 
@@ -503,15 +608,15 @@ class Background:
             what = f"there is no host memory of {num_bytes:,} bytes: {error}"
             raise UsageError.at("host_buffer", what, "give fewer bytes") from error
 
-    def start(self, work: Work, began: float) -> BackgroundSave:
+    def start(self, work: Work) -> BackgroundSave:
         """Start a save; the next step of the optimizer waits for what is not copied yet."""
         snapshot, share, timeout = None, work.share, self._options.write_timeout
         if share is not None:
-            snapshot = Snapshot(share.live, share.files, self._arena, timeout, began, share.check)
+            snapshot = Snapshot(share.live, share.files, self._arena, timeout, work.began, share.check)
             if not {one.written_with for one in share.live.tensors} - {0, ANY_STEP} <= self._masters:
                 self._masters = frozenset(storage_of(one.tensor) for one in self._training.masters())
             self._barrier.arm(snapshot, self._training.optimizers(), self._masters)
-        return BackgroundSave(self._ranks, self._board, work, snapshot, began, timeout)
+        return BackgroundSave(self._ranks, self._board, work, snapshot, timeout)
 
     def settle(self) -> None:
         """Wait until everything is copied."""

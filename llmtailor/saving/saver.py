@@ -13,19 +13,17 @@ with a warning; training continues, and the record of older saves stays valid.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtailor.checkpoint.lineage import Ledger, Past
-from llmtailor.errors import StorageError, TailorError, Unanswered, UnsupportedCheckpoint
+from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import Manifest
 from llmtailor.policies import (
@@ -40,9 +38,7 @@ from llmtailor.policies import (
     state_of,
 )
 from llmtailor.ranks.codec import as_error
-from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
-from llmtailor.runs.gc import deletable
-from llmtailor.runs.newest import prove_step
+from llmtailor.runs.folder import RunFolder
 from llmtailor.saving import shutdown
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
@@ -50,7 +46,6 @@ from llmtailor.saving.model import (
     Drift,
     Samples,
     Sums,
-    TrainedModel,
     change_of,
     find_trained_parts,
     limit_for,
@@ -60,16 +55,16 @@ from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.restart import resume, trainer_state_of
 from llmtailor.saving.save import (
     PendingSave,
+    RunRecord,
     SaveFailed,
     SaveReport,
     Work,
-    append,
     check_chosen,
     open_background,
     save_now,
 )
 from llmtailor.saving.snapshot import DTYPES
-from llmtailor.saving.tiers import Finished, TierCopier, catch_up, open_tiers
+from llmtailor.saving.tiers import catch_up, open_tiers
 from llmtailor.saving.training import Ranks, Training
 from llmtailor.saving.writing import (
     CarriedFiles,
@@ -84,88 +79,6 @@ from llmtailor.saving.writing import (
 logger = logging.getLogger("llmtailor.saving")
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Chooses and collects on each rank, without exchanging anything."""
-
-    training: Training
-    policy: Policy
-    max_staleness: int
-    beside: ClientState
-    carried: CarriedFiles
-    ranks: Ranks
-
-    def choose(self, model: TrainedModel, ledger: Ledger, step: int, change: Change) -> Choice:
-        """Return the parts that the save at a step holds, with the reasons."""
-        if not ledger.held_by:
-            return Choice(dict.fromkeys(model.parts, "complete base"), frozenset())
-        situation = Situation(
-            step=step,
-            save=ledger.saves,
-            structure=model.structure,
-            parts=model.parts,
-            num_bytes=model.num_bytes,
-            last=ledger.last,
-            drift=change.drift if self.policy.needs_drift else None,
-            expected_loss=change.expected_loss if self.policy.needs_drift else None,
-        )
-        choice = choose(self.policy, situation, self.max_staleness)
-        for problem in choice.problems if self.ranks.is_first else ():
-            logger.warning("%s", problem)
-        return choice
-
-    def trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
-        """Return the object trees of all stock files that this rank would write."""
-        return self.beside.trees(self.training.trees(), self.ranks, rng)
-
-    def publication(
-        self,
-        model: TrainedModel,
-        save: SaveId,
-        choice: Choice,
-        before: Ledger,
-        ledger: Ledger,
-        change: Change,
-        write_state: Callable[[Path], None] | None,
-    ) -> Publication | None:
-        """Return what rank 0 adds, None on the others; ``write_state`` writes ``trainer_state.json`` into a folder.
-
-        ``before`` and ``ledger`` are the ledgers before and after this save.
-        """
-        if not self.ranks.is_first:
-            return None
-        # of stale moments alone there is no estimate
-        setback = {} if choice.masters else _setback(before, save.step, change.expected_loss)
-        training, pieces = self.training, model.structure.pieces
-        names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
-        manifest = Manifest(
-            step=save.step,
-            save_id=save.save_id,
-            stage=training.stage,
-            world_size=self.ranks.world_size,
-            precision=DTYPES[training.precision],
-            tag=training.tag,
-            parts=choice.parts,
-            params_of={part: [name for name in names if name not in pieces] for part, names in names_of.items()},
-            params=training.params,
-            tied=training.tied,
-            saved_as=model.saved_as,
-            bundles=(),
-            shards=training.shards(),
-            ledger=ledger.to_json(),
-            setback={part: steps for part, steps in setback.items() if part not in choice.parts},
-            pieces_of={
-                part: {one.param: (one.begin, one.end) for name in names if (one := pieces.get(name))}
-                for part, names in names_of.items()
-            },
-            masters=choice.masters,
-        )
-        files = {**self.beside.files(), **(files_of(write_state) if write_state is not None else {})}
-        attempt = Past(save.step, ledger.lineage, ledger.history)
-        policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
-        return Publication(manifest, attempt, policy, dict(model.num_bytes), files, self.carried.contents())
-
-
 def _setback(ledger: Ledger, step: int, expected_loss: Mapping[str, float]) -> dict[str, float]:
     """Return by how many steps training falls back with the last save of each part; ``ledger`` is that before the save.
 
@@ -173,106 +86,6 @@ def _setback(ledger: Ledger, step: int, expected_loss: Mapping[str, float]) -> d
     """
     resumed = max(ledger.history.values(), default=0)
     return setbacks(expected_loss, {part: step - max(held, resumed) for part, held in ledger.steps.items()})
-
-
-class RunRecord:
-    """Writes on rank 0 only; every rank makes the calls. With a second level, lines and deletions follow the copies.
-
-    Args:
-        keep_composable: see `SavingOptions`.
-        carried: files in a partial checkpoint that the user's objects have written.
-    """
-
-    def __init__(self, folder: RunFolder, ranks: Ranks, keep_composable: int | None, carried: CarriedFiles) -> None:
-        self.copier: TierCopier | None = None
-        self.is_begun = False
-        """Whether the attempt is recorded"""
-        self._folder = folder
-        self._ranks = ranks
-        self.keep_composable = keep_composable
-        self._carried = carried
-        self.is_proven = False
-        """Whether a save of this process was found to be composable, or was reported not to be"""
-        self._proof: threading.Thread | None = None
-
-    def begin(self, past: Past) -> None:
-        """Record the attempt of a loop that did not call `PartialSaver.start`."""
-        if not self.is_begun:
-            self._folder.record_attempt(past)
-        self.is_begun = True
-
-    def log(self, line: Mapping[str, object]) -> None:
-        """Add a line to the run's log."""
-        if self.copier is not None:
-            self.copier.add(line)
-        else:
-            self.append(line)
-
-    def append(self, line: Mapping[str, object]) -> None:
-        """Add a line now."""
-        if self._ranks.is_first:
-            append(self._folder.partial, line)
-
-    def published(self, save: SaveId, ledger: Ledger, began: float, report: SaveReport) -> None:
-        """Log a save, and delete what is no longer needed; copy it first if there is a second level."""
-        line, retire = report.to_json(), partial(self._complete, ledger, save.step)
-        if self.copier is not None:
-            self.copier.add(Finished(save.step, save.save_id, began, line, retire))
-        elif self._ranks.is_first:
-            self.append(line)
-            retire()
-
-    def close(self) -> None:
-        """Wait for the proof, if it is under way."""
-        if self._proof is not None:
-            self._proof.join()
-
-    def _complete(self, ledger: Ledger, step: int) -> list[int]:
-        """Prove the first save to be composable, in a thread of its own, and do what `_retire` does."""
-        if not self.is_proven and (self._proof is None or not self._proof.is_alive()):
-            self._proof = threading.Thread(target=self._prove, args=(step,), name="llmtailor-proof", daemon=True)
-            self._proof.start()
-        return self._retire(ledger)
-
-    def _prove(self, step: int) -> None:
-        """Plan a composite, and say so if that fails. Training continues: what is saved may be of use all the same."""
-        there = self._folder.complete().keys()
-        try:
-            prove_step(self._folder.run, step)
-        except (OSError, StorageError, Unanswered) as error:
-            logger.info("whether step %d can be composed is not known: %s", step, error)
-        except Exception as error:
-            if there - self._folder.complete().keys():  # deleted meanwhile; the next save is looked at
-                return
-            logger.error(
-                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training continues and "
-                "saves; keep full checkpoints, too, until this is solved",
-                step,
-                error,
-                exc_info=None if isinstance(error, TailorError) else error,
-            )
-            self.append({"step": step, "not_composable": str(error)})
-        self.is_proven = True
-
-    def _retire(self, ledger: Ledger) -> list[int]:
-        """Delete checkpoints that are no longer needed, and return their steps; the next save retries failed ones."""
-        if self.keep_composable is None:
-            return []
-        folder, made, deleted = self._folder, [*self._carried.contents()], []
-        try:
-            saves = [
-                save for save in folder.saves() if save.step <= (ledger.step or 0)
-            ]  # later ones are not copied yet
-            for step in deletable(saves, ledger, self.keep_composable):
-                if holds_unknown(folder.at(step), made):
-                    logger.warning("%s is kept: it holds files that no save wrote", folder.at(step).name)
-                else:
-                    remove_partial(folder.at(step))
-                    deleted.append(step)
-            folder.remove_abandoned(made)
-        except OSError as error:
-            logger.warning("old partial checkpoints could not be deleted: %s", error)
-        return deleted
 
 
 _MOST_SKIPPED = 100
@@ -344,7 +157,7 @@ class PartialSaver:
         self.model, self.training = find_trained_parts(training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         self.max_staleness = limit_for(self.policy, self.model, self.options.max_staleness, is_tested)
-        self.contents = Contents(training, self.policy, self.max_staleness, beside, self.carried, self.ranks)
+        self._client = beside
         self.ledger = Ledger(self._new_id())
         self._before: Path | None = None
         self._pending: tuple[PendingSave, _Commit] | None = None
@@ -356,7 +169,7 @@ class PartialSaver:
         self._is_weighed = self._has_state = all(self.ranks.together(training.has_state))
         self._begun_at: int | None = None
         """The step that training began at, if `start` was called"""
-        self.ranks.together(lambda: check_trees(self.contents.trees(None)))
+        self.ranks.together(lambda: check_trees(self._trees(None)))
         self.ranks.on_first(self.folder.lock)
         self.record = RunRecord(self.folder, self.ranks, self.options.keep_composable, self.carried)
         board = self.ranks.board()
@@ -563,16 +376,16 @@ class PartialSaver:
         if self._background is None:
             check_chosen(self.ranks.together(lay_out))
             ((work, commit),) = laid_out
-            made = save_now(self.ranks, work, began)
+            made = save_now(self.ranks, work)
             self._pending = made, commit
             self._settle()
         else:
             try:
                 lay_out()
             except Exception as error:  # the others learn of it when all have written
-                laid_out = [self._refused(save, error)]
+                laid_out = [self._refused(save, began, error)]
             ((work, commit),) = laid_out
-            made = self._background.start(work, began)
+            made = self._background.start(work)
             self._pending = made, commit
             if work.share is not None and work.share.moving:
                 self._say_frozen_move(work.share.moving)
@@ -585,13 +398,13 @@ class PartialSaver:
             logger.warning(what, names[0], len(names))
         self._has_moved = True
 
-    def _refused(self, save: SaveId, error: Exception) -> tuple[Work, _Commit]:
+    def _refused(self, save: SaveId, began: float, error: Exception) -> tuple[Work, _Commit]:
         """Return the work of a rank that has nothing to write."""
         report = SaveReport(save.step, {}, 0, 0.0, {}, {}, {}, self.first.at(save.step))
         refusal = as_error(error, "saving")
         if refusal is not error:
             logger.warning("a save failed on rank %d", self.ranks.rank, exc_info=error)
-        work = Work(save, self.first, None, report, None, log=self.record.log, refusal=refusal)
+        work = Work(save, began, self.first, self.record, self.ledger, report, refusal=refusal)
         return work, _Commit(self.ledger, {}, state_of(self.policy))
 
     def _lay_out(
@@ -602,39 +415,102 @@ class PartialSaver:
         rng: Mapping[str, object] | None,
         began: float,
     ) -> tuple[Work, _Commit]:
-        """Choose parts, and lay out what this rank writes of them."""
-        before, policy_state = self._before, state_of(self.policy)
-        choice = self.contents.choose(self.model, self.ledger, save.step, change)
+        """Choose parts, and lay out what this rank writes of them, without exchanging anything."""
+        policy_state, choice = state_of(self.policy), self._choose(save.step, change)
         ledger = self.ledger.after(save.step, choice.parts, self.model.parts, state_of(self.policy))
         params, masters = map(self.model.names_in, (choice.parts, choice.masters))
-        moments, trees = {None: None, "bf16": torch.bfloat16}[self.options.moments], self.contents.trees(rng)
-        found = (save, self.training, params, masters, trees, self.ranks, before, self._frozen, moments)
-        share = lay_out_share(*found, self.model.structure.pieces)
-        self._frozen = share.samples
-        past = Past(save.step, ledger.lineage, ledger.history)
-        work = Work(
-            save=save,
-            share=share,
-            report=SaveReport(
-                step=save.step,
-                parts=choice.parts,
-                num_bytes=0,
-                stall_s=0.0,
-                drift=change.drift,
-                expected_loss=change.expected_loss,
-                steps_behind=ledger.steps_behind(),
-                path=self.first.at(save.step),
-                masters=choice.masters,
-            ),
-            before=before,
-            first=self.first,
-            publication=self.contents.publication(self.model, save, choice, self.ledger, ledger, change, write_state),
-            elsewhere=self.record.copier.elsewhere if self.record.copier is not None else (),
-            record=partial(self.record.begin, past),
-            on_published=partial(self.record.published, save, ledger, began),
-            log=self.record.log,
+        share = lay_out_share(
+            save,
+            self.training,
+            params,
+            masters,
+            self._trees(rng),
+            self.ranks,
+            before=self._before,
+            seen=self._frozen,
+            moments=torch.bfloat16 if self.options.moments == "bf16" else None,
+            pieces=self.model.structure.pieces,
         )
+        self._frozen = share.samples
+        report = SaveReport(
+            step=save.step,
+            parts=choice.parts,
+            num_bytes=0,
+            stall_s=0.0,
+            drift=change.drift,
+            expected_loss=change.expected_loss,
+            steps_behind=ledger.steps_behind(),
+            path=self.first.at(save.step),
+            masters=choice.masters,
+        )
+        publication = self._publication(save, choice, ledger, change, write_state) if self.ranks.is_first else None
+        work = Work(save, began, self.first, self.record, ledger, report, share, self._before, publication)
         return work, _Commit(ledger, self.drift.samples(self.training.masters(), choice.parts), policy_state)
+
+    def _choose(self, step: int, change: Change) -> Choice:
+        """Return the parts that the save at a step holds, with the reasons."""
+        ledger, model = self.ledger, self.model
+        if not ledger.held_by:
+            return Choice(dict.fromkeys(model.parts, "complete base"), frozenset())
+        situation = Situation(
+            step=step,
+            save=ledger.saves,
+            structure=model.structure,
+            parts=model.parts,
+            num_bytes=model.num_bytes,
+            last=ledger.last,
+            drift=change.drift if self.policy.needs_drift else None,
+            expected_loss=change.expected_loss if self.policy.needs_drift else None,
+        )
+        choice = choose(self.policy, situation, self.max_staleness)
+        for problem in choice.problems if self.ranks.is_first else ():
+            logger.warning("%s", problem)
+        return choice
+
+    def _trees(self, rng: Mapping[str, object] | None) -> dict[str, Any]:
+        """Return the object trees of all stock files that this rank would write."""
+        return self._client.trees(self.training.trees(), self.ranks, rng)
+
+    def _publication(
+        self,
+        save: SaveId,
+        choice: Choice,
+        ledger: Ledger,
+        change: Change,
+        write_state: Callable[[Path], None] | None,
+    ) -> Publication:
+        """Return what rank 0 adds; ``write_state`` writes ``trainer_state.json`` into a folder, ``ledger`` is the new
+        one."""
+        # of stale moments alone there is no estimate
+        setback = {} if choice.masters else _setback(self.ledger, save.step, change.expected_loss)
+        model, training, pieces = self.model, self.training, self.model.structure.pieces
+        names_of = {part: model.params_of[part] for part in (*choice.parts, *choice.masters)}
+        manifest = Manifest(
+            step=save.step,
+            save_id=save.save_id,
+            stage=training.stage,
+            world_size=self.ranks.world_size,
+            precision=DTYPES[training.precision],
+            tag=training.tag,
+            parts=choice.parts,
+            params_of={part: [name for name in names if name not in pieces] for part, names in names_of.items()},
+            params=training.params,
+            tied=training.tied,
+            saved_as=model.saved_as,
+            bundles=(),
+            shards=training.shards(),
+            ledger=ledger.to_json(),
+            setback={part: steps for part, steps in setback.items() if part not in choice.parts},
+            pieces_of={
+                part: {one.param: (one.begin, one.end) for name in names if (one := pieces.get(name))}
+                for part, names in names_of.items()
+            },
+            masters=choice.masters,
+        )
+        files = {**self._client.files(), **(files_of(write_state) if write_state is not None else {})}
+        attempt = Past(save.step, ledger.lineage, ledger.history)
+        policy = {"name": self.policy.name, **self.policy.settings(), "max_staleness": self.max_staleness}
+        return Publication(manifest, attempt, policy, dict(model.num_bytes), files, self.carried.contents())
 
     def _new_id(self) -> str:
         return self.ranks.from_first(uuid.uuid4().hex[:12])
