@@ -96,7 +96,7 @@ def _refusal(trainer: Trainer) -> Problem | None:
     return None if trainer.is_deepspeed_enabled else unsupported_name(str(trainer.args.optim.value))
 
 
-def tell(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:
+def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:
     """Say what the saver is going to do, in one line; on the first rank."""
     if args.process_index != 0:
         return
@@ -116,7 +116,7 @@ def tell(args: TrainingArguments, policy: Policy, save_steps: int | None, overhe
         logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")
 
 
-def tell_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
+def log_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
     """Say what makes a full checkpoint; on the first rank."""
     if newest is not None and args.process_index == 0:
         logger.warning("for a full checkpoint of step %d: llmtailor merge --run %s", newest.step, args.output_dir)
@@ -261,8 +261,8 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         save_steps: optimizer steps between two saves. Without it the training arguments' ``save_strategy`` decides.
             ``auto`` saves as often as ``overhead`` allows, by what steps and saves take.
         overhead: with ``auto``, the share of the training time that saving may cost. Default: 0.02.
-        on_restart: what ``trainer.train()`` does in a folder that holds partial checkpoints, if it isn't told to resume
-            from a checkpoint: ``refuse`` (the default), or ``compose`` the newest state and go on from it.
+        on_restart: what ``trainer.train()`` does in a folder that holds partial checkpoints, if no
+            checkpoint to resume from is given: ``refuse`` (the default), or ``compose`` the newest state and continue.
         options: the fields of `SavingOptions`.
 
     Raises UsageError for arguments and variables that make no sense.
@@ -292,7 +292,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self._is_last = False
 
     def _bind(self, trainer: Trainer) -> None:
-        """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes by itself."""
+        """Take a Trainer as the one to save. With ``on_restart="compose"``, its ``train`` then resumes."""
         if self.trainer is not trainer and self.on_restart == "compose":
             # a staging folder of one node among several does not hold whole saves
             is_one_node = trainer.args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -307,7 +307,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         check_arguments(self.trainer, [one for one in _savers_of(self.trainer) if one is not self])
         options = self.options
         check_before_training(unwrap(self.trainer.model), self.policy, options.max_staleness, options.experts)
-        tell(self.trainer.args, self.policy, self.save_steps, self.overhead)
+        log_plan(self.trainer.args, self.policy, self.save_steps, self.overhead)
         self._is_checked = True
 
     def on_init_end(
@@ -432,7 +432,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         self._settle(is_last=True)
         if self.saver is not None:
             self.saver.close()
-            tell_how_to_resume(args, self.saver.newest)
+            log_how_to_resume(args, self.saver.newest)
 
     def _finish(self) -> None:
         """Wait until no save is in progress, and log the last one: its metrics, or why it failed."""

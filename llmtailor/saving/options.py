@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from llmtailor.errors import Problem, Problems, UsageError
 from llmtailor.policies import DEFAULT_POLICY, Policy, make_policy
@@ -16,12 +16,10 @@ MIN_HOST_BUFFER = 1 << 20
 PREFIX = "LLMTAILOR_"
 """Begins the names of the environment variables"""
 WHERE = "attach"
-_OWN = ("policy", "save_steps", "overhead", "on_restart")
-"""The arguments that are no fields of `SavingOptions`"""
 
 
 class SavingArguments(TypedDict, total=False):
-    """The fields of `SavingOptions` as keyword arguments."""
+    """The fields of `SavingOptions` as keyword arguments, for type checkers."""
 
     max_staleness: int | None
     keep_composable: int | None
@@ -37,33 +35,36 @@ class SavingArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOptions:
-    """The options of a saver. Raises UsageError with all problems."""
+    """The options of a saver. Raises UsageError with all problems.
 
-    max_staleness: int | None = None
+    ``value`` says what the environment variable of a field holds.
+    """
+
+    max_staleness: int | None = field(default=None, metadata={"value": "a number of saves"})
     """The maximum age of a part, in saves. A part that the policy leaves out for longer is added. None means the
     maximum that the policy promises."""
-    keep_composable: int | None = None
+    keep_composable: int | None = field(default=None, metadata={"value": "a number of steps"})
     """After each save, delete partial checkpoints that this number of newest composable steps does not need. None keeps
     all."""
-    background: bool = True
+    background: bool = field(default=True, metadata={"value": "1 or 0"})
     """Copy the states while training continues and write them in a thread; False stops training until a save is
     complete."""
-    host_buffer: int | Literal["auto"] = "auto"
+    host_buffer: int | Literal["auto"] = field(default="auto", metadata={"value": "a number of bytes, or auto"})
     """Bytes of host memory per rank for copies in the background. ``auto``: this rank's share of the states, but
     together with the other ranks of the node no more than a quarter of the available memory."""
-    when_busy: Literal["wait", "skip"] = "wait"
+    when_busy: Literal["wait", "skip"] = field(default="wait", metadata={"value": "wait or skip"})
     """What a save does while the previous one is still being written"""
-    write_timeout: float = 300.0
+    write_timeout: float = field(default=300.0, metadata={"value": "a number of seconds"})
     """Seconds without progress after which a write counts as stuck: training no longer waits for it, and saves are
     skipped until it moves again"""
-    staging_dir: str | Path | None = None
+    staging_dir: str | Path | None = field(default=None, metadata={"value": "a folder"})
     """A folder on a disk of the node. Saves are written and published there first, and copied to the run's folder in
     the background."""
-    mirror: str | None = None
+    mirror: str | None = field(default=None, metadata={"value": "a URL"})
     """A URL that fsspec knows, such as ``s3://bucket/run``, to which finished saves are copied in the background"""
-    moments: Literal["bf16"] | None = None
+    moments: Literal["bf16"] | None = field(default=None, metadata={"value": "bf16"})
     """``bf16``: store Adam's moments rounded to bf16, 8 instead of 12 bytes per param. None stores them as they are."""
-    experts: Literal["parts"] | None = None
+    experts: Literal["parts"] | None = field(default=None, metadata={"value": "parts"})
     """``parts``: each expert of a mixture-of-experts layer is a part, and the rest of the layer another. None keeps
     layers whole."""
 
@@ -116,10 +117,9 @@ class Arguments:
             wrong.append(Problem(WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
         if on_restart not in ("refuse", "compose"):
             wrong.append(Problem(WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
-        for name in [name for name in rest if name not in SavingArguments.__annotations__]:
+        for name in [name for name in rest if name not in VARIABLES]:
             del rest[name]
-            valid = [*_OWN, *SavingArguments.__annotations__]
-            wrong.append(Problem(WHERE, f"there is no option {name!r:.40}", f"valid options: {', '.join(valid)}"))
+            wrong.append(Problem(WHERE, f"there is no option {name!r:.40}", f"valid options: {', '.join(VARIABLES)}"))
         if wrong:
             problems.add(UsageError(wrong))
         made: list[Any] = []
@@ -145,21 +145,20 @@ def _policy(text: str) -> Any:
     return json.loads(text) if text.startswith("{") else text
 
 
+_READERS: Mapping[Any, Callable[[str], object]] = {
+    int | None: int,
+    int | Literal["auto"]: _number,
+    bool: _switch,
+    float: float,
+}
+"""Type of a field of `SavingOptions`, if it is no text -> what reads it"""
+_TYPES = get_type_hints(SavingOptions)
 VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
     "policy": (_policy, "a policy such as parity or round_robin:4, or a JSON object"),
     "save_steps": (_number, "a number of steps, or auto"),
     "overhead": (float, "a share of the time, such as 0.02"),
     "on_restart": (str, "refuse or compose"),
-    "max_staleness": (int, "a number of saves"),
-    "keep_composable": (int, "a number of steps"),
-    "background": (_switch, "1 or 0"),
-    "host_buffer": (_number, "a number of bytes, or auto"),
-    "when_busy": (str, "wait or skip"),
-    "write_timeout": (float, "a number of seconds"),
-    "staging_dir": (str, "a folder"),
-    "mirror": (str, "a URL"),
-    "moments": (str, "bf16"),
-    "experts": (str, "parts"),
+    **{one.name: (_READERS.get(_TYPES[one.name], str), one.metadata["value"]) for one in fields(SavingOptions)},
 }
 """The arguments of `attach` that environment variables may give, what reads each, and what its value is"""
 

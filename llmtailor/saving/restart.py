@@ -1,10 +1,10 @@
-"""Goes on from the newest state of a run, on all ranks, when a job is started again."""
+"""Starts an attempt of a run: from the newest state, on all ranks, if a job is started again; with the record of saves
+to continue, and abandoned checkpoints moved aside."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -61,7 +61,7 @@ def newest_checkpoint(output_dir: str | Path, also: Sequence[str | Path] = ()) -
 
 
 def resume_automatically(trainer: Trainer, also: Sequence[str | Path] = ()) -> None:
-    """Make ``trainer.train()`` go on from the newest state of its ``output_dir``.
+    """Make ``trainer.train()`` continue from the newest state of its ``output_dir``.
 
     A callback comes too late for that: when `on_train_begin` runs, the Trainer has decided where the data begins. So
     this replaces the method on this one Trainer. A checkpoint that the caller names stays, unless the newest attempt
@@ -97,16 +97,6 @@ def _first_of_all(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
     return message["result"]  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The start of an attempt."""
-
-    ledger: Ledger
-    """Ledger of the new attempt before its first save; without a record to continue, it holds only the past"""
-    before: Path | None
-    """The partial checkpoint at this step; None if there is none to continue"""
-
-
 def trainer_state_of(resumed_from: str | Path | Mapping[str, object] | None) -> Mapping[str, Any] | None:
     """Return the content of the ``trainer_state.json`` of a checkpoint; empty if there is no such file."""
     if resumed_from is None or isinstance(resumed_from, Mapping):
@@ -123,8 +113,11 @@ def resume(
     lineage: str,
     trainer_state: Mapping[str, Any] | None,
     is_retry: bool,
-) -> Resumed:
+) -> tuple[Ledger, Path | None]:
     """Start an attempt at a step: record it, and move aside the checkpoints that it abandons.
+
+    Return its ledger before its first save, which without a record to continue holds only the past, and the partial
+    checkpoint at this step that it continues, if any.
 
     ``parts`` are those that it saves. ``trainer_state`` is the content of the ``trainer_state.json`` of the checkpoint
     resumed from; None means the run's newest checkpoint at that step. With ``is_retry``, what is there is of earlier
@@ -140,11 +133,11 @@ def resume(
             "this run, or move the folder elsewhere"
         )
         raise TargetError.at(folder.partial, what, fix)
-    resumed = _find(folder, training, parts, step, lineage, trainer_state)
-    folder.record_attempt(Past(step, resumed.ledger.lineage, resumed.ledger.history))
-    _set_aside(folder, step, resumed.before)
+    ledger, before = _find(folder, training, parts, step, lineage, trainer_state)
+    folder.record_attempt(Past(step, ledger.lineage, ledger.history))
+    _set_aside(folder, step, before)
     abandon_after(folder.partial, step)
-    return resumed
+    return ledger, before
 
 
 def _find(
@@ -154,21 +147,21 @@ def _find(
     step: int,
     lineage: str,
     trainer_state: Mapping[str, Any] | None,
-) -> Resumed:
+) -> tuple[Ledger, Path | None]:
     path = folder.at(step)
     stated = read_mark(trainer_state, step) if trainer_state is not None else None
     if step not in folder.complete() or not _is_same_save(path, step, trainer_state):
         if trainer_state is None:
             stated = stated_attempt(folder.run / f"checkpoint-{step}")
         history = {**stated.history, stated.lineage: step} if stated else {}
-        return Resumed(Ledger(lineage, history), None)
+        return Ledger(lineage, history), None
     manifest = read_manifest(path, path.name)
     ledger = Ledger.from_json(manifest.ledger, path.name)
     resumed = ledger.resumed(lineage, step)
     if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
         logger.warning("%s has another model or other trained params; the next save is complete", path.name)
-        return Resumed(Ledger(lineage, resumed.history), path)
-    return Resumed(resumed.divided(parts, lost_parts(ledger, folder.saves())), path)
+        return Ledger(lineage, resumed.history), path
+    return resumed.divided(parts, lost_parts(ledger, folder.saves())), path
 
 
 def _is_same_save(path: Path, step: int, trainer_state: Mapping[str, Any] | None) -> bool:

@@ -203,10 +203,10 @@ class PartialSaver:
         lineage, parts, self._begun_at = self._new_id(), self.model.parts, step
         if self.record.copier is not None:
             catch_up(self.record.copier, self.folder, self.ranks)
-        resumed = self.ranks.on_first(
+        self.ledger, self._before = self.ranks.on_first(
             lambda: resume(self.folder, self.training, parts, step, lineage, trainer_state_of(resumed_from), is_retry)
         )
-        self.record.is_begun, self.ledger, self._before = True, resumed.ledger, resumed.before
+        self.record.is_begun = True
         if not self.ledger.held_by:
             return False
         restore_state(self.policy, self.ledger.policy_state)
