@@ -363,7 +363,7 @@ def test_local_space_is_needed_for_two_files_only(run, tmp_path):
 def test_an_upload_is_verified_before_its_marker_goes(run, tmp_path, monkeypatch):
     """What the store returns is verified, and a refused output leaves nothing there."""
     store, out = FaultyFileSystem.store, "faulty://bucket/out/checkpoint-100"
-    really, seen = writing._check_written, []
+    really, seen = writing.check_written, []
 
     def check(composition, there):
         seen.append({path.removeprefix("/bucket/out/checkpoint-100/") for path in store})
@@ -371,7 +371,7 @@ def test_an_upload_is_verified_before_its_marker_goes(run, tmp_path, monkeypatch
         raise VerificationError.at(out, "not as planned", "report it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_check_written", check)
+        patch.setattr(writing, "check_written", check)
         assert "not as planned" in call("convert", run / "checkpoint-100", out, code=7)
     assert seen[0] >= {"llmtailor.json", "latest", "model.safetensors", stand_in.UPLOADING}
     assert not store

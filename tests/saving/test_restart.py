@@ -157,7 +157,7 @@ def test_a_merge_that_was_killed_with_other_ranks_is_started_over(run, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(writing, "_check_written", power_cut)
+        patch.setattr(writing, "check_written", power_cut)
         compose_newest(run, 2)
     assert (run / ".checkpoint-4.llmtailor-staging").is_dir()
     assert compose_newest(run, 1) == Newest(run / "checkpoint-4", 4, True)
