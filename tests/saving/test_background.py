@@ -276,7 +276,7 @@ def test_a_check_that_takes_long_is_awaited(loop, monkeypatch):
         time.sleep(0.2)
         raise StorageError.at("saving", "the check refuses", "see the test")
 
-    monkeypatch.setattr(saver, "lay_out_share", lambda *args: replace(lay_out(*args), check=refuse))
+    monkeypatch.setattr(saver, "lay_out_share", lambda *args, **named: replace(lay_out(*args, **named), check=refuse))
     run = loop(policy="full")
     run.train()
     with pytest.raises(SaveFailed, match="the check refuses"):
