@@ -37,7 +37,7 @@ resume() {
     exit "$merged"
   fi
   echo "$told" >&2
-  # one of "wrote CHECKPOINT" and "CHECKPOINT is complete and has the newest of every part: nothing to merge"
+  # one of "wrote CHECKPOINT" and "CHECKPOINT is complete and has the newest state of every part: nothing to merge"
   checkpoint=${told##*$'\n'}
   checkpoint=${checkpoint#wrote }
   checkpoint=${checkpoint% is complete and has *}

@@ -55,7 +55,7 @@ def verbose_option() -> click.Option:
         count=True,
         expose_value=False,
         callback=_be_verbose,
-        help="Log each step, the reason and the time taken to stderr; -vv logs more.",
+        help="Log steps, reasons and times to stderr; -vv logs more.",
     )
 
 

@@ -24,39 +24,37 @@ _LABELS: dict[str, Callable[[Compared], str]] = {
 
 @command(
     {
-        0: "a training continues from B exactly as from A, as far as --kind asked",
-        2: "also for a --kind that is not in both",
+        0: "training continues from B exactly as from A; with --kind, these states are equal",
+        2: "also if a --kind is not in both checkpoints",
         5: "the checkpoints have no state in common",
         DIFFERENT: "the checkpoints differ",
     }
 )
 @click.argument("a", type=LOCATION)
 @click.argument("b", type=LOCATION)
-@click.option(
-    "--by", type=click.Choice([*_LABELS]), default="part", show_default=True, help="What a row of the table is."
-)
+@click.option("--by", type=click.Choice([*_LABELS]), default="part", show_default=True, help="Content of a table row.")
 @click.option(
     "--kind",
     "kinds",
     multiple=True,
     metavar="KIND",
-    help="Compare only this kind of state: weight, master, "
-    "exp_avg, exp_avg_sq ... Can be repeated. With one kind, the table has more columns.",
+    help="Compare only this kind of state: weight, master, exp_avg, exp_avg_sq, ... Repeatable. With a single kind, "
+    "the table has more columns.",
 )
 @click.option(
     "--sort",
     type=click.Choice(["model", "relative", "largest", "changed"]),
     default="model",
     show_default=True,
-    help="Order of the rows: as in the model, or the greatest first.",
+    help="Order of the rows: as in the model, or largest first.",
 )
 @click.option("--top", type=COUNT, metavar="N", help="Show only the first N rows.")
 @JSON
 def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int | None, as_json: bool) -> int:
-    """Show how checkpoint B differs from checkpoint A: first in what the training continues from, then in the values.
+    """Show how checkpoint B differs from checkpoint A: counters, hyperparameters and other settings, then the values.
 
-    Both may have any format and be partial. The values are streamed, so memory stays flat. A change is relative: the
-    L2 norm of the difference, divided by that of A. If the dtypes differ, the wider one is rounded first.
+    Both may have any format, full or partial. Values are streamed in constant memory. A change is relative: the L2 norm
+    of the difference, divided by that of A. If the dtypes differ, the wider one is rounded first.
 
     \b
     Examples:

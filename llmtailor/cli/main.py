@@ -24,10 +24,10 @@ _COMMANDS = {
     "verify": ("verify", "check whether a checkpoint resumes correctly"),
     "latest": ("verify", "print a run's newest resumable checkpoint"),
     "salvage": ("salvage", "recover a run whose newest checkpoint is damaged"),
-    "thin": ("thin", "free disk space: thin out a run's older full checkpoints"),
-    "gc": ("thin", "free disk space: remove partial checkpoints that nothing needs"),
-    "report": ("report", "write a page about a run: saves, ages of parts, damages, losses"),
-    "policy": ("policy", "compare policies before a training: bytes, stalls, intervals"),
+    "thin": ("thin", "free disk space: reduce a run's older full checkpoints"),
+    "gc": ("thin", "free disk space: remove unneeded partial checkpoints"),
+    "report": ("report", "write an HTML page about a run"),
+    "policy": ("policy", "compare policies before training: bytes, intervals, cost"),
 }
 """The file of each command in `llmtailor.cli`, and what it does"""
 DIFFERENT = 10
@@ -37,7 +37,7 @@ EXIT_CODES = {
     **{error.exit_code: error.meaning for error in BRANCHES if error.exit_code < DIFFERENT},
     DIFFERENT: "the two checkpoints compared by `llmtailor diff` differ",
     Interrupted.exit_code: Interrupted.meaning,
-    BROKEN_PIPE: "the reader of the output closed it, as `head` does",
+    BROKEN_PIPE: "the output pipe was closed, as by `head`",
 }
 """The exit codes of every command; each command lists its additions to them"""
 DEBUG = "LLMTAILOR_DEBUG"
@@ -112,7 +112,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        _fail(Interrupted.at("", "interrupted", "run the same command again"))
+        _fail(Interrupted.at("", "interrupted", "rerun the same command"))
     except TailorError as error:
         _fail(error)
     except OSError as error:

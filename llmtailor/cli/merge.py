@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @command(
     {
-        0: "OUT is complete; with --dry-run: it fits; with --run also if there is nothing to merge",
+        0: "OUT is complete; with --dry-run: it fits; with --run: also if there is nothing to merge",
         7: "the output did not read back as planned and was removed; OUT is absent",
         8: "also with --dry-run, if the output does not fit",
     }
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-split", is_flag=True, help="Allow a part's weights and optimizer to come from different checkpoints."
 )
-@click.option("--run", type=LOCATION, metavar="RUN_DIR", help="Choose the sources in a run's folder, without CONFIG.")
+@click.option("--run", type=LOCATION, metavar="RUN_DIR", help="Choose the sources in a run folder, without CONFIG.")
 @choosing_options
 def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: bool, **options: Any) -> None:
-    """Compose a checkpoint from a recipe CONFIG, or from the sources that --run chooses, and write it to OUT.
+    """Compose a checkpoint from a recipe CONFIG, or from the sources chosen by --run, and write it to OUT.
 
-    OUT must be a new folder. It defaults to the recipe's `output`, else to BASE-merged beside the base; if the base is
-    a partial checkpoint, to checkpoint-STEP in the run's folder, where a resume looks for it.
-    OUT appears only when it is complete; the sources are only read.
+    OUT must be a new folder. Default: the recipe's `output`, else BASE-merged next to the base, or for a partial base
+    checkpoint-STEP in the run folder, where a resume finds it. OUT appears only when it is complete. The sources are
+    not changed.
 
     \b
     Examples:
@@ -73,7 +73,7 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
             _run_merge(chosen, config, allow_split=allow_split, reuse=config is None, **options)
         return
     if config is None:
-        raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run's folder with --run")
+        raise UsageError.at("merge", "it needs a recipe", "name a recipe file, or a run folder with --run")
     if foreign := given(choosing):
         raise UsageError.at(foreign[0], "it needs --run RUN_DIR", "omit it, or put it into the recipe")
     _run_merge(lambda: (config, None), out, allow_split=allow_split, **options)
@@ -91,14 +91,14 @@ def merge(config: Path | None, out: Path | None, run: Path | None, allow_split: 
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Dtype of the weights, with --to deepspeed that of the run. Master weights and moments keep theirs.",
+    help="Dtype of the weights; with --to deepspeed, of the run. Master weights and moments are unchanged.",
 )
 @target_options
 def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: Any) -> None:
     """Convert CHECKPOINT to another format, number of GPUs, ZeRO stage or set of param groups, and write it to OUT.
 
-    This is a merge with one source: every state is copied unchanged, in one pass, with flat memory. OUT defaults to
-    CHECKPOINT-converted beside CHECKPOINT.
+    This is a merge with one source: every state is copied unchanged, in one pass, with constant memory. Default for
+    OUT: CHECKPOINT-converted next to CHECKPOINT.
 
     \b
     Examples:
@@ -139,7 +139,7 @@ def _run_merge(
     from llmtailor.storage.stand_in import stand_in_of
 
     if out is None:
-        raise UsageError.at("--distributed", "the ranks meet beside the output", "name OUT on the command line")
+        raise UsageError.at("--distributed", "the ranks communicate next to the output", "name OUT on the command line")
     if stand_in_of(out):
         raise UsageError.at("--distributed", "an object store can't be written by several ranks", "name a folder")
     with meeting(info, out) if info.world_size > 1 else nullcontext() as group, _only_rank_0_speaks(info):
@@ -196,7 +196,7 @@ def _merge(
     for notice in folded(report.notices):
         notify(notice)
     if there:
-        what = f"{there} is complete and has the newest of every part: nothing to merge"
+        what = f"{there} is complete and has the newest state of every part: nothing to merge"
         click.echo(what, err=as_json or dry_run)
     elif dry_run:
         if sentence := preview(composition):
@@ -214,15 +214,17 @@ def _merge(
 
 @command(
     {
-        0: "the recipe is written; a comment in it lists the checkpoints that can't be used",
-        4: "no checkpoint of RUN_DIR can be used",
+        0: "the recipe is written; a comment in it lists unusable checkpoints",
+        4: "no checkpoint in RUN_DIR is usable",
         6: "FILE exists",
     }
 )
 @click.argument("run", type=LOCATION, required=False, metavar="[RUN_DIR]")
 @choosing_options
-@click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in normal form.")
-@click.option("--allow-split", is_flag=True, help="--explain: a part's weights and optimizer may differ in source.")
+@click.option("--explain", type=PATH, metavar="CONFIG", help="Write CONFIG in the short form.")
+@click.option(
+    "--allow-split", is_flag=True, help="--explain: allow different sources for a part's weights and optimizer."
+)
 @click.option("--output", "-o", type=PATH, metavar="FILE", help="Write to FILE instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace FILE.")
 def recipe(
@@ -230,7 +232,7 @@ def recipe(
 ) -> None:
     """Write a recipe for the checkpoints in RUN_DIR, or explain one.
 
-    Checkpoints that can't be used are skipped; a comment at the top of the recipe lists them with the reasons.
+    Unusable checkpoints are skipped; a comment at the top of the recipe lists them with the reasons.
 
     \b
     Examples:

@@ -28,7 +28,7 @@ class _Path(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "://" in value:
-            self.fail(f"{value!r} is a URL; a path on this machine is needed", param, ctx)
+            self.fail(f"{value!r} is a URL; a local path is needed", param, ctx)
         return _as_path(super().convert(value, param, ctx))
 
 
@@ -61,37 +61,36 @@ STEP = click.IntRange(min=0)
 
 RUN_DIR = click.argument("run", type=PATH, metavar="RUN_DIR")
 RUN = click.argument("run", type=LOCATION, metavar="RUN_DIR")
-AT = click.option("--at", type=STEP, metavar="STEP", help="Ignore everything later than this step.")
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan and check that the output fits; write nothing.")
+AT = click.option("--at", type=STEP, metavar="STEP", help="Ignore checkpoints later than this step.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan and check the disk space; write nothing.")
 FORCE = click.option("--force", is_flag=True, help="Replace OUT once the new one is complete.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 QUIET = click.option("--quiet", "-q", is_flag=True, help="Print only problems, notes and the final line.")
-YES = click.option("--yes", is_flag=True, help="Make the changes. Without it, only show them.")
+YES = click.option("--yes", is_flag=True, help="Make the changes. Default: only show them.")
 TRUST_UNRECORDED = click.option(
     "--trust-unrecorded",
     is_flag=True,
-    help="Also use full checkpoints that do not state their attempt of the run.",
+    help="Also use full checkpoints that don't record which attempt wrote them.",
 )
 FOR = click.option(
     "--for",
     "client",
     type=click.Choice(CLIENTS),
-    help="What will resume: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in your own loop. "
-    "Default: what the files are for.",
+    help="Loader that will resume from it: the Trainer, accelerate's load_state, Lightning, or a DeepSpeed engine in "
+    "your own loop. Default: detected from the files.",
 )
 CLONE = click.option(
     "--clone",
     type=click.Choice(["auto", "never", "require"]),
     default="auto",
     show_default=True,
-    help="Whether what is written shares blocks with the checkpoints it is made from. auto: where the file system can "
-    "(reflinks of XFS and Btrfs). never: write every byte. require: fail where it can't.",
+    help="Share disk blocks with the sources (reflinks on XFS, Btrfs). auto: if the file system supports it. never: "
+    "write every byte. require: fail if blocks can't be shared.",
 )
 DISTRIBUTED = click.option(
     "--distributed",
     is_flag=True,
-    help="Share the work among the processes that torchrun, srun or mpirun has started with this command; see "
-    "docs/compose.md.",
+    help="Split the work over the ranks of this torchrun, srun or mpirun launch; see docs/compose.md.",
 )
 _CHOOSING = [
     click.option(
@@ -100,14 +99,14 @@ _CHOOSING = [
         "at",
         type=STEP,
         metavar="STEP",
-        help="The step of the failure: ignore everything later. Default: the newest usable checkpoint.",
+        help="Ignore checkpoints later than this step. Default: the step of the newest usable checkpoint.",
     ),
     click.option(
         "--strategy",
         type=Choice(STRATEGIES),
-        help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the one "
-        "before. filter: first, last and auxiliary parts from the newest, the rest from the newest of every k-th. "
-        "Only usable checkpoints count, full and partial, one per step.",
+        help="latest: each part from the newest checkpoint that holds it (default). parity: odd layers from the "
+        "previous one. filter: first, last and auxiliary parts from the newest, others from the newest of every k-th. "
+        "Only steps with a usable full or partial checkpoint count.",
     ),
     click.option("--flip", is_flag=True, help="parity: even layers from the previous one."),
     click.option("--first", type=STEP, metavar="N", help="filter: first N layers (default 2)."),
@@ -115,14 +114,14 @@ _CHOOSING = [
     click.option("--aux", multiple=True, metavar="PART", help="filter: auxiliary parts from the newest (default all)."),
     click.option("--every", type=COUNT, metavar="K", help="filter: every K-th step, from the oldest (default 5)."),
     click.option("--from-flags", type=PATH, metavar="FILE", help="LLMTailor's update log, JSON lines."),
-    click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: source of parts that no line names."),
+    click.option("--base", type=PATH, metavar="CKPT", help="--from-flags: source of the parts that no line flags."),
     click.option("--total-layers", type=COUNT, metavar="L", help="--from-flags: check the number of layers."),
     click.option(
         "--also",
         type=PATH,
         multiple=True,
         metavar="DIR",
-        help="A staging folder of the run: its partial checkpoints count too. May be repeated.",
+        help="Also use the partial checkpoints in this staging folder of the run. Repeatable.",
     ),
     TRUST_UNRECORDED,
 ]
@@ -134,27 +133,27 @@ _TARGET = [
         "world_size",
         type=COUNT,
         metavar="N",
-        help="Number of ranks (GPUs) of the output; any number. Default: that of the base.",
+        help="Number of ranks (GPUs) of the output. Default: the base's.",
     ),
     click.option(
         "--to",
         type=click.Choice(["deepspeed", "universal", "trainer", "fsdp", "dcp"]),
-        help="Format of the output. deepspeed, fsdp, trainer (with neither): of the Trainer. universal: DeepSpeed's "
-        "for any ZeRO stage. dcp: a folder of torch.distributed.checkpoint, for a loop. Default: that of the base, or "
-        "what --stage says.",
+        help="Output format. deepspeed, fsdp, trainer (without either): for the Trainer. universal: DeepSpeed's format "
+        "for any ZeRO stage. dcp: a torch.distributed.checkpoint folder, for your own loop. Default: the base's, or as "
+        "--stage implies.",
     ),
     click.option(
         "--stage",
         type=click.Choice([*STAGES]),
         default="keep",
         show_default=True,
-        help="ZeRO stage of the output; none is the plain Trainer's format, without DeepSpeed.",
+        help="ZeRO stage of the output; none: the Trainer's format without DeepSpeed.",
     ),
     click.option(
         "--layout",
         type=click.Choice(CLIENTS),
-        help="Whose loader finds the files of the output: the Trainer's, accelerate's load_state, Lightning's (for its "
-        "own), or engine.load_checkpoint in your own loop. Default: that of the base.",
+        help="Write the files of this loader: the Trainer, accelerate's load_state, Lightning (only from its own "
+        "checkpoints), or engine.load_checkpoint in your own loop. Default: the base's.",
     ),
     click.option(
         "--groups",
@@ -168,16 +167,16 @@ _TARGET = [
         type=click.Choice(["base", "rebase", "source"]),
         default="base",
         show_default=True,
-        help="Adam's step where one group holds parts of several steps. base: the base's, moments as they are. rebase: "
-        "the base's, moments scaled to keep their bias-corrected values. source: refuse.",
+        help="Adam's step for a group with parts of several steps. base: the base's; moments unchanged. rebase: the "
+        "base's; moments scaled to keep their bias-corrected values. source: refuse.",
     ),
     FORCE,
     click.option("--restart", is_flag=True, help="Discard any unfinished merge in OUT and start over."),
     click.option(
         "--checksum",
         is_flag=True,
-        help="Compute XXH3 digests of every file of OUT and, reading them again, of the source files; check the copied "
-        "data and the checksums that the sources state.",
+        help="Store XXH3 digests of OUT's files and of the source files, which are read again to check the copied data "
+        "and the checksums recorded in the sources.",
     ),
     click.option(
         "--copy-tokenizer/--no-copy-tokenizer", default=True, show_default=True, help="Include tokenizer files in OUT."

@@ -38,7 +38,7 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
 @command(
     {
         0: "the comparison is printed",
-        2: "also if a policy would be refused in a training",
+        2: "also if attach would refuse a policy",
         4: "MODEL has no config.json, or transformers does not know the model",
     }
 )
@@ -48,7 +48,7 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     "policies",
     multiple=True,
     metavar="SPEC",
-    help=f"A policy, as attach takes it: filter:aux_every=2. Can be repeated. Default: {', '.join(_POLICIES)}.",
+    help=f"A policy as for attach: filter:aux_every=2. Repeatable. Default: {', '.join(_POLICIES)}.",
 )
 @click.option(
     "--write-gbps",
@@ -56,7 +56,7 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     metavar="GB/S",
     default=2.0,
     show_default=True,
-    help="Gigabytes that all ranks together write per second.",
+    help="Write speed of all ranks together.",
 )
 @click.option(
     "--step-seconds", type=_POSITIVE, metavar="S", default=5.0, show_default=True, help="Time of an optimizer step."
@@ -75,13 +75,13 @@ _POSITIVE, _SHARE = _Number(1e-6), _Number(0)
     metavar="PERCENT",
     default=10.0,
     show_default=True,
-    help="How much longer a step takes while a save is written in the background.",
+    help="Slowdown of steps while a save is written in the background.",
 )
 @click.option(
-    "--keep", type=COUNT, metavar="N", default=2, show_default=True, help="Newest steps that stay composable."
+    "--keep", type=COUNT, metavar="N", default=2, show_default=True, help="Number of newest steps that stay composable."
 )
-@click.option("--max-staleness", type=STEP, metavar="N", help="How old a part may become, in saves, as for attach.")
-@click.option("--experts", is_flag=True, help='Each expert of a layer is a part, as with experts="parts" of attach.')
+@click.option("--max-staleness", type=STEP, metavar="N", help="Maximum age of a part, in saves, as for attach.")
+@click.option("--experts", is_flag=True, help='Make each expert of a layer a part, as with attach(experts="parts").')
 @JSON
 def policy(
     model: Path,
@@ -95,15 +95,15 @@ def policy(
     experts: bool,
     as_json: bool,
 ) -> None:
-    """Show what policies would save of MODEL, how often to save, and what saves and failures would cost.
+    """Compare policies for MODEL: bytes per save, best interval, and the cost of saves and failures.
 
-    MODEL is a config.json or a folder with one, such as a checkpoint. The policies are run, not estimated, over 600
-    saves, next to full saves. Nothing is trained, and no tensor is read.
+    MODEL is a config.json or a folder with one, such as a checkpoint. The policies are simulated over 600 saves and
+    compared with full saves. Nothing is trained, and no tensor is read.
 
-    Assumptions: a partial checkpoint takes 12 bytes per param and a full one of the Trainer 14; a blocking save stops
+    Assumptions: a partial checkpoint takes 12 bytes per param, a full one of the Trainer 14; a blocking save stops
     training until it is written; a background save slows steps down until it is written, and the next one waits for it;
-    failures are independent of time. If parts are n saves old, training falls back by n intervals, times their share of
-    the params, and half of that is lost for good (benchmarks/fidelity.md). Restarting the job is not counted.
+    failures are independent of time. Parts that are n saves old set training back by n intervals, times their share of
+    the params; half of that is lost permanently (benchmarks/fidelity.md). Restarting the job is not counted.
 
     \b
     Examples:

@@ -9,8 +9,8 @@ import click
 from llmtailor.errors import UsageError
 
 _CLONE = "use --clone: on a file system with reflinks, unchanged data takes no space"
-_ALONE = "omit it: one process does the work; merge and convert are still shared by ranks"
-_BY_HAND = "write it as a recipe: llmtailor recipe RUN_DIR -o recipe.yaml is a start, and parts: takes any selection"
+_ALONE = "omit it: one process does the work; only merge and convert run on several ranks"
+_BY_HAND = "write a recipe with parts:, starting from the output of llmtailor recipe RUN_DIR -o recipe.yaml"
 REMOVED: dict[tuple[str, str], str] = {
     **{
         (command, option): _BY_HAND
@@ -18,8 +18,8 @@ REMOVED: dict[tuple[str, str], str] = {
         for option in ("--map", "--over", "--strategy spread", "--strategy explicit")
     },
     ("policy", "--gpus"): "omit it: --write-gbps is the speed of all ranks together",
-    ("policy", "--copy-gbps"): "omit it: copying to host memory is taken to be hidden behind the next step",
-    ("policy", "--drift"): "omit it: only the policy update needed it, which is gone; use adaptive",
+    ("policy", "--copy-gbps"): "omit it: copying to host memory is assumed to overlap with the next step",
+    ("policy", "--drift"): "omit it: it was only for the removed policy update; use adaptive",
     ("policy", "--svg"): "omit it, or draw a chart from --json",
     ("policy", "--force"): "omit it: no file is written",
     ("thin", "--distributed"): _ALONE,
@@ -37,7 +37,7 @@ A value is refused only where its option's type is `Choice`.
 def refuse_removed(command: str | None, option: str) -> None:
     """Raise UsageError if a command had this option, or this value of it, once."""
     if (fix := REMOVED.get((command or "", option))) is not None:
-        raise UsageError.at(option, f"llmtailor {command} has no such option any more", fix)
+        raise UsageError.at(option, f"this option of llmtailor {command} was removed", fix)
 
 
 class Choice(click.Choice[str]):

@@ -12,7 +12,7 @@ from llmtailor.cli.options import PATH, QUIET, RUN_DIR, check_output
 
 @command(
     {
-        0: "FILE is written; it also shows what is damaged",
+        0: "FILE is written, even if the run is damaged",
         2: "also if jinja2 is not installed",
         4: "RUN_DIR does not exist",
         6: "FILE exists",
@@ -20,21 +20,21 @@ from llmtailor.cli.options import PATH, QUIET, RUN_DIR, check_output
 )
 @RUN_DIR
 @click.option(
-    "--output", "-o", type=PATH, metavar="FILE", default=Path("report.html"), show_default=True, help="The page."
+    "--output", "-o", type=PATH, metavar="FILE", default=Path("report.html"), show_default=True, help="Output file."
 )
 @click.option(
     "--values",
     is_flag=True,
-    help="Also compare the newest two saves of every part, which reads them. Memory stays flat.",
+    help="Also read and compare the newest two saves of every part, in constant memory.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE.")
 @QUIET
 def report(run: Path, output: Path, values: bool, force: bool, quiet: bool) -> None:
-    """Write a page about a run: its saves, how old each part is, what a merge would compose, what is damaged.
+    """Write a page about a run: saves, ages of parts, the result of a merge, damage.
 
-    FILE is one HTML file that loads nothing else and needs no JavaScript. It shows how long saves took and stopped
-    training, their bytes against saves of every part, the age of each part over time, what `merge --run` would compose
-    now, what `verify` finds in the newest checkpoints, the loss curve with resumes, and how much parts changed.
+    FILE is a self-contained HTML file without JavaScript. It shows the times, stalls and sizes of saves, the age and
+    change of each part over time, what `merge --run` would compose now, `verify` findings for the newest checkpoints,
+    and the loss curve with resumes.
 
     Without --values, only records and headers are read. Nothing in RUN_DIR is changed.
 

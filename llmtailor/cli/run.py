@@ -21,40 +21,46 @@ _OF_NODE = ("NODE_RANK", "SLURM_NODEID")
 _UNASKED = "LLMTAILOR_UNASKED"
 """The variable with a file that `integrations.startup` removes once a process looks for the Trainer"""
 _NEVER = (
-    "note: llmtailor run: no Python process on this machine imported transformers' Trainer, so nothing added a saver.\n"
-    "  fix: call attach or saver_for in the program, see docs/saving.md; python -I, -S and -E ignore llmtailor run"
+    "note: llmtailor run: no Python process on this machine imported transformers' Trainer, so no saver was added.\n"
+    "  fix: call attach or saver_for in the program, see docs/saving.md; python -I, -S and -E disable llmtailor run"
 )
 
 
 @command(
     {
-        0: "PROGRAM ended with 0; the other codes are PROGRAM's, too, once it has started",
+        0: "PROGRAM ended with 0; once it has started, the other codes are also PROGRAM's",
         2: "also if PROGRAM is not found, or an option is out of range",
         4: "--resume: the newest state can't be composed; PROGRAM was not started",
     }
 )
-@click.option("--policy", metavar="POLICY", help="The parts that each save holds. Default: moments_in_turn.")
+@click.option(
+    "--policy", metavar="POLICY", help="Policy that chooses the parts of each save. Default: moments_in_turn."
+)
 @click.option("--save-steps", metavar="N", help="Optimizer steps between two saves, or auto. Default: the script's.")
-@click.option("--overhead", metavar="SHARE", help="--save-steps auto: the share of time that saving may cost.")
-@click.option("--keep-composable", type=COUNT, metavar="N", help="Delete what the newest N steps don't need.")
+@click.option(
+    "--overhead", metavar="SHARE", help="--save-steps auto: fraction of the training time that saving may cost."
+)
+@click.option(
+    "--keep-composable", type=COUNT, metavar="N", help="Delete partial checkpoints that the newest N steps don't need."
+)
 @click.option(
     "--on-restart",
     type=click.Choice(["refuse", "compose"]),
-    help="What training does where the run's folder holds partial checkpoints: refuse, or resume the newest state.",
+    help="If the run folder already holds partial checkpoints: refuse to start, or resume from the newest state.",
 )
 @click.option(
     "--resume",
     type=PATH,
     metavar="RUN_DIR",
-    help="Compose the newest state of RUN_DIR first. Adds --on-restart compose.",
+    help="Compose the newest state of RUN_DIR first. Implies --on-restart compose.",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENTS]...")
 def run(resume: Path | None, program: tuple[str, ...], **options: object) -> None:
-    """Run a training PROGRAM with a saver in every Trainer of transformers that it makes, in every rank.
+    """Run a training PROGRAM with a saver in every transformers Trainer, in every rank.
 
-    PROGRAM needs no change: the saver is added when it imports transformers, and has the options given here or in the
-    environment (LLMTAILOR_POLICY, ...; docs/saving.md lists them). A saver that the program attaches itself is used
-    instead. The exit code is PROGRAM's.
+    PROGRAM needs no change: the saver is added when it imports transformers, with the options given here or in the
+    environment (LLMTAILOR_POLICY, ...; see docs/saving.md). A saver attached by the program takes precedence. The exit
+    code is PROGRAM's.
 
     \b
     Examples:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @command(
     {
-        0: "OUT is complete, or not needed because the newest checkpoint or an older one is intact",
-        4: "the usable data does not make a complete checkpoint",
+        0: "OUT is complete, or not needed because an intact checkpoint is as good",
+        4: "the intact data does not make a complete checkpoint",
         6: "OUT exists, or a name that --replace needs is taken",
         8: "also with --dry-run, if the output does not fit",
     }
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 @RUN_DIR
 @click.option("-o", "--out", type=PATH, help="Default: RUN_DIR/salvaged-checkpoint-STEP.")
 @AT
-@click.option("--deep", is_flag=True, help="Also read every tensor: data not finite or failing a checksum is lost.")
+@click.option(
+    "--deep", is_flag=True, help="Also read every tensor: non-finite values and checksum errors count as lost."
+)
 @click.option("--fragments", is_flag=True, help="Also use the intact elements of damaged parts; see above.")
-@click.option("--replace", is_flag=True, help="Put OUT where auto-resume looks, and move damaged checkpoints aside.")
+@click.option(
+    "--replace", is_flag=True, help="Make OUT the checkpoint that auto-resume takes, and move damaged ones aside."
+)
 @TRUST_UNRECORDED
 @FORCE
 @CLONE
@@ -48,10 +52,10 @@ def salvage(
 ) -> None:
     """Compose a checkpoint from the intact data of RUN_DIR when its newest checkpoint is damaged or incomplete.
 
-    Every part comes from the newest checkpoint, full or partial, that has all of it intact: weights, master weights and
-    moments together. Schedule, trainer state and random number states come from the newest source that has them. With
-    --fragments, a part that has lost only some elements, such as those of one rank under ZeRO-3, keeps the others: such
-    params mix two steps, element by element. If the newest checkpoint is intact, nothing is written.
+    Every part (weights, master weights and moments) comes from the newest full or partial checkpoint that has it
+    intact. Schedule, trainer state and random number states come from the newest source that has them. With
+    --fragments, a part that has lost only some elements, such as those of one rank under ZeRO-3, keeps the others: its
+    params mix elements of two steps. If the newest checkpoint is intact, nothing is written.
 
     \b
     Examples:
@@ -111,7 +115,7 @@ def _put_in_place(replacement: Replacement, as_json: bool) -> None:
     for folder, name in replacement.aside.items():
         click.echo(f"{folder.name} is now {name.name}", err=as_json)
     if replacement.latest is not None:
-        click.echo(f"latest says {replacement.latest[1]} now, not {replacement.latest[0]}", err=as_json)
+        click.echo(f"latest now names {replacement.latest[1]} instead of {replacement.latest[0]}", err=as_json)
 
 
 def _show(salvage: Salvage) -> None:
@@ -129,7 +133,7 @@ def _show(salvage: Salvage) -> None:
             notify(notice)
         click.echo(salvage_text(salvage))
     if share := gain(salvage):
-        what = f"--fragments would take {share:.0%} of all elements from a newer step, in params that mix two steps"
+        what = f"--fragments would take {share:.0%} of all elements from a newer step; the params would mix two steps"
         notify(what)
 
 
@@ -145,13 +149,13 @@ def _say_how_to_resume(
         click.echo(f"{newest} is intact: nothing to salvage", err=as_json)
         return
     if salvage.composition is None:
-        click.echo(f"{salvage.base.name} is intact, and nothing newer is usable: resume from it", err=as_json)
+        click.echo(f"{salvage.base.name} is intact, and no newer checkpoint is usable: resume from it", err=as_json)
     base, name = salvage.base.index, display_name(resume_from)
     if base.client == TRAINER:
         how = f"--resume_from_checkpoint {name}"
-        how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would pick {newest}"
-    elif base.client == DEEPSPEED and resume_from.name == base.zero.tag:
-        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.zero.tag}")'
+        how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would take {newest}"
+    elif base.client == DEEPSPEED and resume_from.name == base.tag:
+        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.tag}")'
     else:
         how = client_of(base).call.format(name)
     click.echo(f"{'' if is_done else 'then '}resume with {how}", err=as_json)

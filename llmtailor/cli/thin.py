@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @command(
     {
-        0: "done; or, without --yes, shown; or there is nothing to thin out",
-        4: "nothing can resume from the newest checkpoint, so nothing older is touched",
+        0: "done, or without --yes: shown, or there is nothing to thin",
+        4: "the newest checkpoint is not resumable, so older ones are not touched",
         6: "a training or another llmtailor is writing to RUN_DIR",
         7: "the named checkpoints are unchanged; earlier changes stay",
         8: "earlier changes stay; rerun the same command to continue",
@@ -33,38 +33,38 @@ if TYPE_CHECKING:
 @click.option(
     "--strategy",
     metavar="POLICY",
-    help="Older full checkpoints become partial ones with the parts that a policy chooses: parity, filter, "
+    help="Turn older full checkpoints into partial ones with the parts of a policy: parity, filter, "
     "filter:first=1,every=4, round_robin:4 or full. The oldest keeps all parts.",
 )
 @click.option(
     "--select",
     multiple=True,
     metavar="SELECTOR",
-    help="The same with these parts, as in a recipe; repeatable. The oldest keeps all parts.",
+    help="The same with these parts; selectors as in a recipe. Repeatable. The oldest keeps all parts.",
 )
 @click.option(
     "--keep-full-last",
     type=COUNT,
     metavar="K",
-    help="With --strategy or --select: the newest K full checkpoints stay unchanged (default 1).",
+    help="With --strategy or --select: leave the newest K full checkpoints unchanged (default 1).",
 )
 @click.option(
     "--keep-optimizer-last",
     type=COUNT,
     metavar="K",
-    help="Full checkpoints older than the newest K lose their optimizer states: weights, config and tokenizer stay, "
-    "but nothing can resume from them.",
+    help="Reduce full checkpoints older than the newest K to weights, config and tokenizer, which can't be resumed "
+    "from.",
 )
 @TRUST_UNRECORDED
 @CLONE
 @YES
 @JSON
 def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bool, **options: Any) -> None:
-    """Free disk space in RUN_DIR by thinning out its older full checkpoints.
+    """Free disk space in RUN_DIR by reducing its older full checkpoints.
 
-    The newest stay whole. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
-    those that lose their optimizer states on request. A checkpoint is removed only after its replacement has been
-    written and read back. If interrupted, rerun the same command to resume.
+    The newest are not changed. Every composable step stays composable (llmtailor merge --run RUN_DIR --at STEP), except
+    with --keep-optimizer-last. A checkpoint is removed only after its replacement has been written and read back. If
+    interrupted, rerun the same command to resume.
 
     \b
     Examples:
@@ -82,7 +82,7 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
         plan = plan_thinning(run, wanted, trust_unrecorded=trust_unrecorded)
         _show(_thinning(plan) if as_json else _thinning_text(plan), plan.scan.skipped)
         if not yes:
-            click.echo("dry run: nothing was changed; use --yes to thin out", err=True)
+            click.echo("dry run: nothing was changed; use --yes to thin", err=True)
             return
         with progress_bar(bytes_to_move(plan), quiet=False, label="thinning") as on_progress:
             moved = carry_out(plan, _say_done, on_progress, clone)
@@ -91,8 +91,8 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
 
 @command(
     {
-        0: "done; or, without --yes, shown; or there is nothing to remove",
-        4: "nothing can resume from the newest checkpoint, or no step can be composed, so nothing is removed",
+        0: "done, or without --yes: shown, or there is nothing to remove",
+        4: "the newest checkpoint is not resumable, or no step is composable, so nothing is removed",
         6: "a training or another llmtailor is writing to RUN_DIR",
         8: "earlier removals stay; rerun the same command to continue",
         130: "earlier removals stay; rerun the same command to continue",
@@ -106,8 +106,8 @@ def thin(run: Path, trust_unrecorded: bool, clone: Clone, yes: bool, as_json: bo
 def gc(run: Path, keep: int | None, trust_unrecorded: bool, yes: bool, as_json: bool) -> None:
     """Remove partial checkpoints that no composable step needs, and unfinished or abandoned folders, from RUN_DIR.
 
-    Without --keep, every composable step stays composable from exactly the same parts. Unfinished saves, abandoned
-    attempts and leftovers of killed commands are always removed. Full checkpoints are never touched.
+    Without --keep, every composable step stays composable from the same parts. Unfinished saves, abandoned attempts and
+    leftovers of killed commands are always removed. Full checkpoints are never touched.
 
     \b
     Examples:
@@ -136,10 +136,10 @@ def _options(
     given = [flag for flag, value in (("--strategy", strategy), ("--select", select)) if value]
     given += ["--keep-optimizer-last"] if keep_optimizer_last else []
     if len(given) != 1:
-        what = f"{' and '.join(given)} can't be combined" if given else "it needs to know what older checkpoints keep"
+        what = f"{' and '.join(given)} can't be combined" if given else "it needs the parts that older checkpoints keep"
         fix = (
             "give one of --strategy parity (half of the layers each), --select SELECTOR (these parts) and "
-            "--keep-optimizer-last 2 (the weights alone); without --yes, the outcome is only shown"
+            "--keep-optimizer-last 2 (only the weights); without --yes, the plan is only shown"
         )
         problems.append(Problem("thin", what, fix))
     if keep_optimizer_last and keep_full_last:
@@ -154,7 +154,7 @@ def _show(plan: dict[str, Any] | str, left_alone: Iterable[Problem]) -> None:
     from llmtailor.findings import folded
 
     for what in folded(left_alone):
-        notify(f"left alone: {what}")
+        notify(f"not touched: {what}")
     click.echo(plan) if isinstance(plan, str) else print_json(plan)
 
 
@@ -224,12 +224,12 @@ def _thinning_text(plan: ThinPlan) -> str:
         for action, row in zip(plan.actions, _thinning(plan)["checkpoints"], strict=True)
     ]
     lines = [table(("checkpoint", "is", "becomes", "parts", "bytes", "freed"), rows, right=(4, 5)), ""]
-    lines += [f"left by a killed thin, removed: {path.name}" for path in plan.left_behind]
+    lines += [f"removed, left over from a killed thin: {path.name}" for path in plan.left_behind]
     lines.append(ages_text(plan.before, plan.ages))
     if lost := sorted(set(plan.before).difference(age.step for age in plan.ages)):
-        lines.append(f"only the weights of step {steps_text(lost)} are kept: nothing can resume from them")
+        lines.append(f"only the weights of step {steps_text(lost)} are kept: they can't be resumed from")
     if all(action.becomes == STAYS for action in plan.actions):
-        lines.append(f"nothing to thin out beyond the newest {plan.options.keep_full}, which stay full")
+        lines.append(f"nothing to thin beyond the newest {plan.options.keep_full}, which stay full")
     if plan.freed < 0:
         lines.append("no gain: for such a small model, a partial checkpoint's manifest takes more space than it saves")
     return "\n".join([*lines, f"{size(plan.freed)} freed ({plan.freed:,} bytes)"])

@@ -40,14 +40,16 @@ def inspect(checkpoint: Path, client: str | None, as_json: bool) -> None:
 @command(
     {
         0: "CHECKPOINT is resumable, or partial and intact, possibly with warnings",
-        2: "also if --resume-smoke can't be done here",
-        4: "it is not a checkpoint, or of an unsupported kind",
+        2: "also if --resume-smoke is impossible here",
+        4: "it is not a checkpoint, or its kind is not supported",
         7: "CHECKPOINT is not resumable, or partial and damaged",
     }
 )
 @click.argument("checkpoint", type=LOCATION)
-@click.option("--deep", is_flag=True, help="Also read every tensor: values, checksums, weights against masters.")
-@click.option("--resume-smoke", is_flag=True, help="Make a trial resume on CPU ranks with the stock engine.")
+@click.option(
+    "--deep", is_flag=True, help="Also read every tensor: check values, checksums, and weights against masters."
+)
+@click.option("--resume-smoke", is_flag=True, help="Try a resume on CPU ranks with the stock engine.")
 @FOR
 @JSON
 @click.pass_context
@@ -61,13 +63,13 @@ def verify(
 ) -> None:
     """Check whether an unmodified Trainer, accelerate or DeepSpeed will resume from CHECKPOINT correctly.
 
-    An error means that a resume fails or silently continues from a different state; a warning means that it loses
+    An error means that a resume fails or silently continues from a wrong state; a warning means that it loses
     something. Without --deep, only headers are read, which takes seconds for any size.
 
-    A partial checkpoint never resumes by itself. It is intact if a composite can be made with it.
+    A partial checkpoint can't be resumed from directly. It is intact if it can be a source of a composite.
 
     --resume-smoke builds the model from config.json, loads CHECKPOINT with the stock engine in one CPU process per
-    rank, and compares the state of the engine with the files.
+    rank, and compares the loaded state with the files.
 
     \b
     Examples:
@@ -82,7 +84,9 @@ def verify(
     with progress_bar(total, quiet=not deep, label="reading") as on_progress:
         verdict = verify_checkpoint(checkpoint, deep, on_progress, client=client)
     if resume_smoke and stand_in_of(checkpoint):
-        raise UsageError.at("--resume-smoke", "it can't load a checkpoint from an object store", "copy it here first")
+        raise UsageError.at(
+            "--resume-smoke", "it can't load a checkpoint from an object store", "copy it to this machine first"
+        )
     if resume_smoke:
         from llmtailor.verify.smoke import try_resume
 
@@ -107,8 +111,8 @@ def verify(
 def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client: str | None, as_json: bool) -> None:
     """Print the newest checkpoint in RUN_DIR that verifies as resumable.
 
-    Checkpoints of attempts abandoned by a resume from an earlier step are skipped.
-    stdout has only the path; the reasons why newer checkpoints were skipped go to stderr.
+    Checkpoints of abandoned attempts are skipped. Only the path is printed on stdout; the reasons for skipping newer
+    checkpoints go to stderr.
 
     \b
     Examples:

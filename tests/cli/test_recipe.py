@@ -130,7 +130,7 @@ def test_merge_run_writes_nothing_where_the_newest_has_it_all(run):
     before = sorted(run.iterdir())
     for how in ([], ["--dry-run"], ["--json"]):
         result = call(run.parent, "merge", "--run", "run", *how)
-        told = "run/checkpoint-140 is complete and has the newest of every part: nothing to merge"
+        told = "run/checkpoint-140 is complete and has the newest state of every part: nothing to merge"
         assert told in (result.stderr if how else result.stdout)
     plan = json.loads(result.stdout)
     assert (run.parent / plan["out"], plan["is_there_already"]) == (run / "checkpoint-140", True)

@@ -15,7 +15,7 @@ def test_what_was_removed_is_refused_with_what_to_do_instead(command, option, tm
     result = run_here(command, *option.split(), cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        f"error: {option}: llmtailor {command} has no such option any more",
+        f"error: {option}: this option of llmtailor {command} was removed",
         f"  fix: {REMOVED[command, option]}",
     ]
 

@@ -108,7 +108,7 @@ def test_salvage_replaces_a_tag(tags: Path) -> None:
     next((tags / "global_step4").glob("*_rank_1_*_optim_states.pt")).unlink()
     told = CliRunner().invoke(cli, ["salvage", str(tags), "--replace"])
     assert f'resume with engine.load_checkpoint("{display_name(tags)}", tag="global_step2")' in told.output
-    assert "latest says global_step2 now, not global_step4" in told.output
+    assert "latest now names global_step2 instead of global_step4" in told.output
     assert (tags / "latest").read_text() == "global_step2" and find_latest(tags).path == tags / "global_step2"
 
 
@@ -136,9 +136,9 @@ def test_a_tag_with_flipped_bytes_is_salvaged(tags: Path) -> None:
 def test_latest_is_mended_also_if_the_rest_is_intact(tags: Path) -> None:
     shutil.rmtree(tags / "global_step4")
     told = CliRunner().invoke(cli, ["salvage", str(tags), "--replace"])
-    assert told.exit_code == 0 and "latest says global_step2 now, not global_step4" in told.output
+    assert told.exit_code == 0 and "latest now names global_step2 instead of global_step4" in told.output
     assert (tags / "latest").read_text() == "global_step2"
-    assert "latest says" not in CliRunner().invoke(cli, ["salvage", str(tags), "--replace"]).output
+    assert "latest now names" not in CliRunner().invoke(cli, ["salvage", str(tags), "--replace"]).output
 
 
 def test_an_interrupted_replacement_of_a_tag_is_completed(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_an_interrupted_replacement_of_a_tag_is_completed(tags: Path, monkeypatc
     monkeypatch.undo()
     assert (tags / "latest").read_text() == "global_step4" and (tags / "damaged-global_step4").is_dir()
     told = CliRunner().invoke(cli, words)
-    assert "latest says checkpoint-4/global_step4 now" in told.output
+    assert "latest now names checkpoint-4/global_step4" in told.output
     assert (tags / "latest").read_text() == "checkpoint-4/global_step4" and not (tags / replacing.RECORD).exists()
     with pytest.raises(SourceError, match=f"name that checkpoint: {tags / 'checkpoint-4'}"):
         index_checkpoint(tags)

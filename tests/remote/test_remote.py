@@ -179,7 +179,7 @@ def test_what_changes_a_run_needs_a_folder(url, command):
 
 
 def test_no_trial_resume_from_a_store(url):
-    assert "copy it here first" in call("verify", f"{url}/checkpoint-100", "--resume-smoke", code=2)
+    assert "copy it to this machine first" in call("verify", f"{url}/checkpoint-100", "--resume-smoke", code=2)
 
 
 def test_ranks_do_not_meet_in_a_store(url):

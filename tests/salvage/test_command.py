@@ -65,7 +65,7 @@ def test_the_card_says_what_was_lost(run: Path) -> None:
     optim_states(run / "checkpoint-300", 1).unlink()
     done = llmtailor("salvage", run, "--fragments")
     assert done.returncode == 0
-    assert "--resume_from_checkpoint" in done.stdout and "without --replace, auto-resume would pick" in done.stdout
+    assert "--resume_from_checkpoint" in done.stdout and "without --replace, auto-resume would take" in done.stdout
     out = run / "salvaged-checkpoint-300"
     assert "optim_states shard 1 of 2 is missing" in (out / "README.md").read_text()
     again = llmtailor("salvage", run, "--fragments")
