@@ -365,7 +365,7 @@ def _notices(
     reference = indexes[base]
     notices = list(recipe.notices)
     if recipe.base is None:
-        what = f"the recipe names none; {reference.name}, the newest source, supplies what belongs to no part"
+        what = f"the recipe names none; {reference.name}, the newest source, supplies everything outside the parts"
         notices.append(Problem("base_model", what, "add base_model: to choose it yourself"))
     if choice.filled and recipe.rules:
         what = f"no rule names {condense(choice.filled)}; they come from the base {reference.name}"
@@ -380,7 +380,7 @@ def _notices(
     for index in indexes:
         if keys := differing_hyperparameters(index, reference):
             what = f"its {', '.join(keys)} differ from the base's, which the composite keeps"
-            notices.append(Problem(index.name, what, "if its values are the right ones, use it as base_model"))
+            notices.append(Problem(index.name, what, "to keep its values, use it as base_model"))
         notices += index.findings
     return list(dict.fromkeys(notices))
 

@@ -30,7 +30,7 @@ from llmtailor.storage.lock import Lock
 
 logger = logging.getLogger(__name__)
 _COMMAND = "start all ranks with the same command in the same environment"
-_WAIT = "wait until the sources are complete on all nodes, then run this again"
+_WAIT = "wait until the sources are complete on all nodes, then rerun the command"
 _MUST_BE_SAME = {
     "version of llmtailor": (_COMMAND, UsageError),
     "recipe or options": (_COMMAND, UsageError),

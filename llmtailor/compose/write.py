@@ -99,7 +99,7 @@ def write(
         TargetError: another process writes the output, or it holds an unfinished merge of another recipe.
         StorageError: there is not enough space, or the operating system refused to read or write.
         SourceError: a source is damaged, or changed in the meantime.
-        VerificationError: what was written does not read back as planned.
+        VerificationError: the output does not read back as planned.
         Unanswered: a rank died or hangs.
         UsageError: the ranks have planned different merges.
         Interrupted: Ctrl-C or SIGTERM.
@@ -250,7 +250,7 @@ def check_written(composition: Composition, staging: Path) -> None:
         or any(written.files[file.path].num_bytes != file.num_bytes for file in composition.plan.files)
     ):
         raise VerificationError.at(
-            out, "what was written does not read back as planned", "this is a bug in llmtailor: please report it"
+            out, "the output does not read back as planned", "this is a bug in llmtailor: please report it"
         )
 
 
@@ -353,7 +353,7 @@ def with_what_is_kept(
         return error
     then = f"it resumes with {kept:,} of {composition.plan.num_bytes:,} bytes kept in {staging.folder}"
     if isinstance(error, StorageError):  # the others say already that the command is to be run again
-        then = f"then run the same command again: {then}"
+        then = f"then rerun the same command: {then}"
     return type(error)(replace(problem, fix=f"{problem.fix}; {then}") for problem in error.problems)
 
 

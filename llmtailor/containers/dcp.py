@@ -195,7 +195,7 @@ def _read_storage(node: Any, where: str) -> dict[tuple[str, tuple[int, ...] | No
             what = "its data were transformed while they were saved (compressed or encrypted)"
             raise UnsupportedCheckpoint.at(where, what, _SAVE_AGAIN, Code.COMPRESSED)
         if not isinstance(path, str) or not DATA_FILE.fullmatch(path):
-            what = f"it refers to {path!r:.80}, which is not a data file beside it"
+            what = f"it refers to {path!r:.80}, which is not a data file in the same folder"
             raise SourceError.at(where, what, "leave this checkpoint out, or save it again", Code.FIELD_RANGE)
         if not (is_count(start) and is_count(length)):
             raise ValueError(f"{place[0]} has no valid place in {path}")

@@ -85,7 +85,7 @@ def _read_weight_map(root: Path, where: str) -> dict[str, str]:
     for path in dict.fromkeys(weight_map.values()):
         if Path(path).name != path or not path.endswith(".safetensors") or not path.isprintable():
             raise SourceError.at(
-                where, f"the index points to {path!r}", "an index may only name .safetensors files beside it"
+                where, f"the index points to {path!r}", "an index may only name .safetensors files in its own folder"
             )
     return weight_map
 

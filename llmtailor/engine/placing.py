@@ -44,7 +44,7 @@ def check_old(folder: Path, out: Path, replaces: Entries) -> None:
     """Raise TargetError for anything added to an old output since it was found to be replaceable."""
     if added := added_since(folder, replaces):
         what = f"the output was not replaced: {some(added, 8)} appeared or changed in the meantime"
-        raise TargetError.at(out, what, "move them elsewhere and run this again, or choose another output")
+        raise TargetError.at(out, what, "move them elsewhere and rerun the command, or choose another output")
 
 
 def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:

@@ -30,7 +30,7 @@ class Stop:
     def check(self) -> None:
         """Raise Interrupted if requested, or `Abandoned` if another worker's error will be raised."""
         if self.requested:
-            raise Interrupted.at("", "interrupted", "run the same command again")
+            raise Interrupted.at("", "interrupted", "rerun the same command")
         if self.failed:
             raise Abandoned
 

@@ -55,7 +55,7 @@ def already_there(out: Path) -> TargetError:
         return TargetError.at(location_of(out), "the output already exists", "choose another one")
     fix = "choose another one, or use --force to replace it once the new one is complete"
     if (left := staging_folder(out)).exists():
-        fix += f"; {left} was left by an interrupted merge and may be removed"
+        fix += f"; {left} was left over from an interrupted merge and may be removed"
     return TargetError.at(out, "the output already exists", fix)
 
 
@@ -143,7 +143,7 @@ def _held(out: Path, holder: str) -> TargetError:
     what, fix = "another llmtailor is writing this output", "wait until it is done"
     if holder:
         what = f"{holder} was writing this output; this file system has no locks to show whether it still is"
-        fix += f"; if it is dead, remove {staging_folder(out) / OWNER} and run this again"
+        fix += f"; if it is dead, remove {staging_folder(out) / OWNER} and rerun the command"
     return TargetError.at(out, what, fix)
 
 
@@ -198,7 +198,7 @@ class Staging:
         old = self.folder / OLD
         if old.exists() and not self.out.exists():  # cut off while OUT was being replaced
             old.rename(self.out)
-            logger.info("put %s back: an earlier merge was cut off while replacing it", self.out)
+            logger.info("restored %s: an earlier merge was interrupted while replacing it", self.out)
             fsync_folder(self.out.parent)
         if self.out.exists():
             if self.replaces is None:

@@ -134,7 +134,7 @@ def cannot_read(where: object, error: OSError) -> SourceError | StorageError:
 
 
 def changed(where: object) -> SourceError:
-    fix = "stop the process that writes to it, and run this again"
+    fix = "stop the process that writes to it, and rerun the command"
     return SourceError.at(where, "the file changed while it was read", fix)
 
 

@@ -40,7 +40,7 @@ def clear(out: Path) -> None:
     except (ValueError, TypeError, KeyError) as error:
         raise TargetError.at(out, f"{UPLOADING} in it is not llmtailor's", "choose another output") from error
     if others := sorted(list_files(out).keys() - begun):
-        what = f"an upload into it was cut off, and since then it got other files: {', '.join(others[:3])}"
+        what = f"an upload to it was interrupted, and other files were added since: {', '.join(others[:3])}"
         raise TargetError.at(out, what, "choose another output")
     remote.remove(inside + name for name in sorted(list_files(out), key=lambda name: name == UPLOADING))
     remote.list()
@@ -132,7 +132,7 @@ class Upload:
             yield
         except OSError as error:
             what = f"can't upload: {error.strerror or error}"
-            raise StorageError.at(self._remote.url, what, "check the store, and run the same command again") from error
+            raise StorageError.at(self._remote.url, what, "check the store, and rerun the same command") from error
 
 
 def _of(out: Path) -> tuple[Remote, str]:

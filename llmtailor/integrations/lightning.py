@@ -63,8 +63,8 @@ class PartialSaving(SaverCallback, Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__(options, policy=policy, save_steps=save_steps)
         if self.overhead is not None or self.on_restart == "compose":
-            what = "save_steps=auto and on_restart=compose are for the Trainer of transformers"
-            fix = "give save_steps a number; to go on after a restart, pass newest_checkpoint() as ckpt_path"
+            what = "save_steps=auto and on_restart=compose work only with the transformers Trainer"
+            fix = "set save_steps to a number; to resume after a restart, pass newest_checkpoint() as ckpt_path"
             raise UsageError.at(_WHERE, what, fix)
         self.save_steps = self.save_steps or 500
         self.output_dir = output_dir
@@ -161,8 +161,8 @@ def newest_checkpoint(output_dir: str | Path, world_size: int | None = None) -> 
     if newest is None:
         return None
     if is_first:
-        how = "composed" if newest.is_new else "it was there already"
-        logger.warning("restart: going on at step %d from %s (%s)", newest.step, newest.path, how)
+        how = "composed" if newest.is_new else "already complete"
+        logger.warning("resuming at step %d from %s (%s)", newest.step, newest.path, how)
     alone = newest.path / CKPT
     return str(alone if alone.is_file() else newest.path)
 

@@ -19,7 +19,7 @@ def as_error(error: BaseException, where: str = "") -> TailorError:
     if isinstance(error, TailorError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted.at("", "interrupted", "run the same command again")
+        return Interrupted.at("", "interrupted", "rerun the same command")
     if isinstance(error, OSError):
         what, fix = f"can't read or write: {error.strerror or error}", "free some space, or check the disk"
         return StorageError.at(error.filename or where, what, fix)

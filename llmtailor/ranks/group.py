@@ -257,7 +257,7 @@ class RankGroup(Team):
             self.check()
             if time.monotonic() > until:
                 what = f"another rank has written it, but this node does not see it after {self.limit_s:g} s"
-                raise StorageError.at(where, what, "check that all nodes mount the same folder, then run this again")
+                raise StorageError.at(where, what, "check that all nodes mount the same folder, then rerun the command")
 
         return check
 
@@ -269,7 +269,7 @@ class RankGroup(Team):
             if idle := [at for at, one in found.items() if one["stage"] in (IDLE, ENDED) and not is_there(one)]:
                 what, fix = (
                     "it found nothing to write",
-                    "check that all ranks see the same folders, then run this again",
+                    "check that all ranks see the same folders, then rerun the command",
                 )
                 raise SourceError.at(ranks_text(idle), what, fix)
             if len(found) == len(self._others) and all(map(is_there, found.values())):
@@ -377,13 +377,13 @@ class RankGroup(Team):
         """Return the error if a rank shows no sign of life for too long. One that is done may be gone."""
         problems, late = [], []
         longer = f"set {TIME_LIMIT} above {self.limit_s:g} (seconds)"
-        fix = f"read that rank's log, and run the same command again; if the rank was only slow, {longer}"
+        fix = f"read that rank's log, and rerun the same command; if the rank was only slow, {longer}"
         for rank in (rank for rank, seconds in self._silent_s.items() if seconds > self.limit_s):
             status = self._found.get(rank)
             if status is None:
                 late.append(rank)
             elif status["stage"] not in (DONE, FAILED, ENDED):
-                where, what = f"rank {rank} ({status['process']})", "it died or hangs: no sign of life"
+                where, what = f"rank {rank} ({status['process']})", "it died or hangs: no heartbeat"
                 problems.append(Problem(where, f"{what} for {self.limit_s:g} s", fix))
         if late:
             what = f"no sign of it in {self.folder} for {self.limit_s:g} s"
@@ -394,7 +394,7 @@ class RankGroup(Team):
     def _gone(self) -> TailorError:
         where = self._found[0]["process"] if 0 in self._found else str(self.out)
         what = "it has ended, or another merge has taken its place"
-        return Unanswered.at(f"rank 0 ({where})", what, "see its log; then run the same command again")
+        return Unanswered.at(f"rank 0 ({where})", what, "see its log; then rerun the same command")
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:

@@ -234,7 +234,7 @@ def assign_flags(
 ) -> Assignment:
     """Return each part's checkpoint: at the newest step after the base, up to the failure, that flags it, or the base.
 
-    The newest checkpoint used, or `base` if none is newer, supplies what belongs to no part. `total_layers` is the
+    The newest checkpoint used, or `base` if none is newer, supplies everything outside the parts. `total_layers` is the
     number of layers that the user expects. Raises RecipeError with every problem.
     """
     number_of = {part: number for number, part in numbering(structure).items()}

@@ -60,8 +60,8 @@ class Judge:
             what = "it belongs to an abandoned attempt: the run has since resumed from an earlier step"
             return Problem(name, what, "to use it anyway, name it in a recipe", code)
         if code is Code.UNRECORDED and not self.trust_unrecorded:
-            what = "it does not state its attempt, although this run records attempts"
-            fix = "if the run continues from it, use --trust-unrecorded; or name it in a recipe"
+            what = "it does not record its attempt, although this run records attempts"
+            fix = "if the run continues from it, use --trust-unrecorded or name it in a recipe"
             return Problem(name, what, fix, code)
         return None
 

@@ -395,7 +395,7 @@ def noticing_deletions(run: Path, also: Sequence[Path] = ()) -> Iterator[None]:
         if not (gone := [display_name(path) for path in before if path not in left]):
             raise
         what = f"deleted while they were read: {some(gone)}; a running training does that with keep_composable"
-        again = SourceError.at(display_name(run), what, "run the same command again")
+        again = SourceError.at(display_name(run), what, "rerun the same command")
         again.is_reported = isinstance(error, TailorError) and error.is_reported
         raise again from error
 

@@ -226,7 +226,7 @@ def plan_gc(run: Path, keep: int | None, *, trust_unrecorded: bool = False) -> G
         logger.info("%s: %s", one.name, "needed" if is_needed else "no step needs it")
         found += [] if is_needed else [Removal(one.path, "no step needs it", one.step)]
     folder = RunFolder(run)
-    found += [Removal(path, "left by a killed thin") for path in folder.left_by_thin()]
+    found += [Removal(path, "left over from a killed thin") for path in folder.left_by_thin()]
     found += [Removal(one.path, _WHY[one.kind]) for one in folder.entries(Kind.UNFINISHED, Kind.ABANDONED)]
     for entry in folder.entries(Kind.STAGING):
         with left_over(entry.target) as is_unused:
@@ -237,7 +237,7 @@ def plan_gc(run: Path, keep: int | None, *, trust_unrecorded: bool = False) -> G
     unknown = {removal: _unknown(removal) for removal in found}
     removals = tuple(removal for removal in found if not unknown[removal])
     kept = tuple(
-        Problem(display_name(removal.path), f"it holds files that no save wrote: {some(names)}", "move them elsewhere")
+        Problem(display_name(removal.path), f"it contains unknown files: {some(names)}", "move them elsewhere")
         for removal, names in unknown.items()
         if names
     )
@@ -262,14 +262,14 @@ def collect(plan: GcPlan, notify: Callable[[Removal], None] = lambda removal: No
 
     Raises StorageError. Nothing needed is removed at any point.
     """
-    with carrying_out(plan.scan.run, "can't remove it", "check the permissions, then run this again"):
+    with carrying_out(plan.scan.run, "can't remove it", "check the permissions, then rerun the command"):
         for removal in plan.removals:
             if unknown := _unknown(removal):
-                logger.info("left %s alone: %s appeared there", removal.path, some(unknown))
+                logger.info("did not touch %s: %s appeared there", removal.path, some(unknown))
                 continue
             with left_over(removal.out) if removal.out else nullcontext(True) as is_unused:
                 if not is_unused:
-                    logger.info("left %s alone: another process is now writing there", removal.path)
+                    logger.info("did not touch %s: another process is now writing there", removal.path)
                     continue
                 if removal.step is not None:
                     remove_partial(removal.path)

@@ -97,13 +97,13 @@ def check_newest(scan: Scan) -> Path:
         newest = scan.run
     if newest not in scan.indexes:
         reasons = scan.refused.get(newest, ())
-        what = "the newest checkpoint can't be used, so nothing older is touched"
+        what = "the newest checkpoint can't be used, so older ones are not touched"
     elif is_partial(newest) or (verdict := verify_checkpoint(newest)).is_resumable:
         return newest
     else:
         reasons = tuple(finding.problem for finding in verdict.of_severity(ERROR))
-        what = "nothing can resume from the newest checkpoint, so nothing older is touched"
-    fix = "wait if it is still being saved; otherwise fix it, or move it out of the folder, then run this again"
+        what = "the newest checkpoint is not resumable, so older ones are not touched"
+    fix = "wait if it is still being saved; otherwise fix it, or move it out of the folder, then rerun the command"
     raise SourceError([Problem(display_name(newest), what, fix), *reasons])
 
 

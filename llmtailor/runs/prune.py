@@ -435,7 +435,7 @@ class Pruner:
     def _check(self, actions: Sequence[PruneAction], promised: set[int], after: Sequence[int]) -> None:
         """Check the outcome independently of the code that decided it."""
         if not after:
-            what = "no resumable checkpoint would be left: none of the newest full checkpoints is complete"
+            what = "no resumable checkpoint would remain: none of the newest full checkpoints is complete"
             raise SourceError.at("thin", what, "keep more full checkpoints, or save a complete one first")
         saves = [save for save, _ in self.thinned]
         made = [action.successor for action in actions if action.is_written and action.successor]
@@ -497,7 +497,7 @@ def read_facts(
     if not obstacle and not weights_only:
         obstacle = _why_not_partial(index, target, usable)
     elif not obstacle and ADAPTER not in index.files and not any(state.kind == WEIGHT for state in index.held):
-        obstacle = "it has no safetensors weights, so nothing of it would be left"
+        obstacle = "it has no safetensors weights, so nothing would remain"
     return FullFacts(obstacle, read_losses(index.root), part_bytes(index, structure))
 
 
@@ -516,7 +516,7 @@ def _why_untouchable(index: CheckpointIndex) -> str:
 def _why_not_partial(index: CheckpointIndex, target: Path, usable: Collection[Path]) -> str:
     state = client_of(index).state
     if state and state not in index.files:
-        return f"{state} is missing, so nothing can resume from it"
+        return f"{state} is missing, so it is not resumable"
     if target.exists() and target not in usable:
         what = "is of another model or damaged" if is_partial(target) else "is unfinished; llmtailor gc removes it"
         return f"{target.parent.name}/{target.name} exists and {what}"

@@ -238,7 +238,7 @@ def _replace_files(run: Path, base: Holder) -> tuple[list[FileLayout], list[Prob
             donor = next((root for root in others if root != base.index.root and _is_sound(root, path)), None)
         if donor is None:
             fix = "if you have a copy elsewhere, put it into the output before you resume"
-            notices.append(Problem(where, "the file is damaged and left out", fix))
+            notices.append(Problem(where, "the file is damaged and omitted", fix))
             continue
         data = read_source(donor / path, PathIn(display_name(donor), path), MAX_BYTES)
         layouts.append(FileLayout(path, (Bytes(data, f"from {donor.name}"),)))

@@ -111,7 +111,7 @@ def put_salvaged_in_place(replacement: Replacement) -> None:
     try:
         remove_left_over(replacement.new)
     except OSError as error:
-        raise StorageError.at(run, f"can't remove what a merge left: {error.strerror}", "check the disk") from error
+        raise StorageError.at(run, f"can't remove leftovers of a merge: {error.strerror}", "check the disk") from error
     record = {
         "schema": _SCHEMA,
         "new": {"from": replacement.new.name, "files": _fingerprint(replacement.new)},

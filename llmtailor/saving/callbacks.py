@@ -77,7 +77,7 @@ def check_arguments(trainer: Trainer, others: Sequence[TrainerCallback]) -> None
         what = "load_best_model_at_end needs full checkpoints at evaluations, which partial ones replace"
         problems.append(Problem(WHERE, what, 'set save_strategy="best": these full checkpoints are not replaced'))
     if others:
-        problems.append(Problem(WHERE, "the Trainer has a saver already", "add one of them only"))
+        problems.append(Problem(WHERE, "the Trainer already has a saver", "add one of them only"))
     if problems:
         raise UsageError(problems)
     if problem := _refusal(trainer):
@@ -109,11 +109,11 @@ def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, ov
     else:
         when = f"every {every:.0%} of the training"
     full = ", in place of full ones" if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH) else ""
-    limit = "; save_total_limit has nothing to count, keep_composable limits them" if args.save_total_limit else ""
+    limit = "; save_total_limit has no effect, use keep_composable" if args.save_total_limit else ""
     where = RunFolder(Path(args.output_dir)).partial
     logger.warning("partial checkpoints go to %s %s%s, by the policy %s%s", where, when, full, policy.name, limit)
     if args.push_to_hub and args.hub_strategy.value in ("every_save", "checkpoint", "all_checkpoints"):
-        logger.warning("partial checkpoints are not pushed to the hub; full ones (best, at the end) are")
+        logger.warning("only full checkpoints (best, final) are pushed to the hub, not partial ones")
 
 
 def log_how_to_resume(args: TrainingArguments, newest: SaveReport | None) -> None:
@@ -425,9 +425,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         decided = saver.ranks.from_first(mine)
         self._next_decision = decided.again
         if decided.is_due and (cadence := decided.cadence) is not None:
-            what = (
-                "step %d: saving every %d steps keeps to an overhead of %g; a failure costs %.3g s of work on average"
-            )
+            what = "step %d: saving every %d steps for an overhead of %g; a failure costs %.3g s of work on average"
             logger.info(what, step, cadence.save_steps, overhead, cadence.lost_s)
             saver.record.log({"step": step, "save_steps": cadence.save_steps, "lost_s": round(cadence.lost_s, 6)})
         return decided.is_due

@@ -81,7 +81,7 @@ class SavingOptions:
         if type(self.write_timeout) not in (int, float) or not 0 < self.write_timeout < math.inf:
             problems.append(Problem("write_timeout", f"it is {self.write_timeout!r}", "give a number of seconds"))
         if self.staging_dir is not None and self.mirror is not None:
-            what = "saves can be copied to one more level only"
+            what = "saves can be copied to only one other place"
             problems.append(Problem("mirror", what, "omit staging_dir, or omit mirror"))
         if self.moments not in (None, "bf16"):
             problems.append(Problem("moments", f"it is {self.moments!r}", 'give "bf16", or omit it to keep them exact'))
@@ -114,7 +114,7 @@ class Arguments:
             fix = 'give a number of steps, 1 or more, or "auto"'
             wrong.append(Problem(WHERE, f"save_steps is {save_steps!r}", fix))
         if type(overhead) not in (int, float) or not 0 < overhead <= 1:
-            wrong.append(Problem(WHERE, f"overhead is {overhead!r}", "give a share of the time, such as 0.02"))
+            wrong.append(Problem(WHERE, f"overhead is {overhead!r}", "give a fraction of the time, such as 0.02"))
         if on_restart not in ("refuse", "compose"):
             wrong.append(Problem(WHERE, f"on_restart is {on_restart!r}", 'give "refuse" or "compose"'))
         for name in [name for name in rest if name not in VARIABLES]:
@@ -156,7 +156,7 @@ _TYPES = get_type_hints(SavingOptions)
 VARIABLES: Mapping[str, tuple[Callable[[str], object], str]] = {
     "policy": (_policy, "a policy such as parity or round_robin:4, or a JSON object"),
     "save_steps": (_number, "a number of steps, or auto"),
-    "overhead": (float, "a share of the time, such as 0.02"),
+    "overhead": (float, "a fraction of the time, such as 0.02"),
     "on_restart": (str, "refuse or compose"),
     **{one.name: (_READERS.get(_TYPES[one.name], str), one.metadata["value"]) for one in fields(SavingOptions)},
 }

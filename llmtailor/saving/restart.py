@@ -52,8 +52,8 @@ def newest_checkpoint(output_dir: str | Path, also: Sequence[str | Path] = ()) -
         newest = compose_newest(run, ranks.world_size, others)
         if newest is None:
             return None
-        how = "composed" if newest.is_new else "it was there already"
-        logger.warning("restart: going on at step %d from %s (%s)", newest.step, newest.path, how)
+        how = "composed" if newest.is_new else "already complete"
+        logger.warning("resuming at step %d from %s (%s)", newest.step, newest.path, how)
         return str(newest.path)
 
     found = _first_of_all(ranks, compose)
@@ -159,7 +159,7 @@ def _find(
     ledger = Ledger.from_json(manifest.ledger, path.name)
     resumed = ledger.resumed(lineage, step)
     if dict(manifest.params) != dict(training.params) or dict(manifest.tied) != dict(training.tied):
-        logger.warning("%s has another model or other trained params; the next save is complete", path.name)
+        logger.warning("%s is of another model or set of trained params; the next save holds every part", path.name)
         return Ledger(lineage, resumed.history), path
     return resumed.divided(parts, lost_parts(ledger, folder.saves())), path
 

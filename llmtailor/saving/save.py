@@ -146,8 +146,8 @@ _LAST_S = 5.0
 """Seconds that a save gets to remove what it has written, if it is given up because the process ends"""
 _ENDING = Problem(
     "saving",
-    "the save was given up: the process ended before it was complete",
-    "give the process more time to end, or wait for the last save before you end it (PartialSaver.close)",
+    "save aborted: the process ended before it was complete",
+    "allow more time at exit, or wait for the last save first (PartialSaver.close)",
 )
 
 
@@ -230,8 +230,8 @@ class RunRecord:
             if there - self._folder.complete().keys():  # deleted meanwhile; the next save is looked at
                 return
             logger.error(
-                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training continues and "
-                "saves; keep full checkpoints, too, until this is solved",
+                "the save at step %d is complete, but can't be composed into a checkpoint: %s. Training and saving "
+                "continue; also keep full checkpoints until this is solved",
                 step,
                 error,
                 exc_info=None if isinstance(error, TailorError) else error,
@@ -250,7 +250,7 @@ class RunRecord:
             ]  # later ones are not copied yet
             for step in deletable(saves, ledger, self.keep_composable):
                 if holds_unknown(folder.at(step), made):
-                    logger.warning("%s is kept: it holds files that no save wrote", folder.at(step).name)
+                    logger.warning("%s is kept: it contains unknown files", folder.at(step).name)
                 else:
                     remove_partial(folder.at(step))
                     deleted.append(step)

@@ -286,7 +286,7 @@ class PartialSaver:
             if self._background is not None:
                 self._background.settle()
             if not save.wait_unless_stuck():
-                logger.warning("the save at step %d is given up: its disk is stuck", save.step)
+                logger.warning("the save at step %d was aborted: its disk is stuck", save.step)
                 save.give_up()
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class PartialSaver:
         votes = self.ranks.together(self._vote)
         first = votes[0]
         if first.previous:
-            logger.warning("step %d: nothing was saved: the save before %s", step, first.previous)
+            logger.warning("step %d: save skipped: the previous save %s", step, first.previous)
             return None
         if any(vote.previous for vote in votes):  # not everybody has heard yet that it is published
             if self._pending is not None:
@@ -327,7 +327,7 @@ class PartialSaver:
         if any(vote.has_changed for vote in votes):
             self._forget()
         if not all(vote.has_state for vote in votes):
-            logger.warning("step %d: nothing was saved: the optimizer has not made a step yet", step)
+            logger.warning("step %d: save skipped: the optimizer has not made a step yet", step)
             return None
         if not self._is_weighed:
             self.model, self._is_weighed = weigh(self.model, self.training, self.ranks), True
@@ -338,7 +338,7 @@ class PartialSaver:
         previous = ""
         if self._pending is not None:
             is_stuck = self._pending[0].is_stuck
-            previous = "is stuck: its disk accepts nothing" if is_stuck else "is still being written"
+            previous = "is stuck; the disk is not accepting writes" if is_stuck else "is still being written"
         has_changed, has_state = self.training.refresh_params(), self._look_for_state()
         sums = self.drift.measure(self.training) if has_state and not has_changed else {}
         return _Vote(has_changed, has_state, sums, previous, uuid.uuid4().hex)
@@ -394,7 +394,7 @@ class PartialSaver:
 
     def _say_frozen_move(self, names: Sequence[str]) -> None:
         if not self._has_moved:
-            what = "each save stops training until it has copied the frozen params, because they change: %s, %d in all"
+            what = "each save stops training to copy the frozen params that change: %s, %d in total"
             logger.warning(what, names[0], len(names))
         self._has_moved = True
 
@@ -517,7 +517,7 @@ class PartialSaver:
 
     def _forget(self) -> None:
         """Continue with another set of trained params, which no earlier save covers."""
-        logger.warning("the set of trained params has changed; the next save is complete")
+        logger.warning("the set of trained params has changed; the next save holds every part")
         self.model, self.training = find_trained_parts(self._training, self.ranks, self.options.experts)
         self.drift = Drift(self.model.part_of)
         self.record.is_proven = False
@@ -540,6 +540,6 @@ class PartialSaver:
         if training.has_stepped():
             raise UnsupportedCheckpoint.at(where, "it has made a step but has no moments", UNSAVED_FIX)
         if num_missing > 0:
-            what = "training makes steps, but not by calling its step(), so nothing is known of its states"
+            what = "training never calls its step(), so its states are unknown"
             raise UnsupportedCheckpoint.at(where, what, UNSAVED_FIX)
         return False

@@ -118,10 +118,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 PIECE_BYTES = 8 << 20
 _WAKE_UP_S = 0.5
-CHANGED = "a state was changed before it was copied, and not by the optimizer's step"
+CHANGED = "a tensor changed outside optimizer.step() while it was being saved"
 STUCK = Problem(
     "saving",
-    "the save was given up: the disk has not accepted anything for too long",
+    "save aborted: no write progress within write_timeout",
     "check the disk, or the network file system",
 )
 """Why a save is given up while training runs"""
@@ -335,7 +335,7 @@ class Snapshot:
             while size - (self._head - self._tail) < skipped + length and not self._given_up:
                 self._state.wait()
             if self._given_up:
-                raise self._error or StorageError.at("saving", "the save was given up", "see the log")
+                raise self._error or StorageError.at("saving", "save aborted", "see the log")
         return position, length, skipped + length
 
 

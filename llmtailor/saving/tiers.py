@@ -255,7 +255,9 @@ class TierCopier:
         self._is_closing = True
         if left := self.pending:
             steps = ", ".join(map(str, left))
-            what = "were not copied; they are copied when the run goes on here, or name the folder with --also"
+            what = (
+                "were not copied. They will be copied when the run resumes on this node; to use them now, pass --also."
+            )
             logger.warning("the saves of steps %s in %s %s", steps, self.first.run, what)
 
     def copy_now(self, step: int) -> None:
@@ -286,12 +288,12 @@ class TierCopier:
             try:
                 self._copy(save)
                 if has_failed:
-                    logger.warning("step %d is copied after all", save.step)
+                    logger.warning("step %d copied after retries", save.step)
                 return
             except Exception as error:
                 if not has_failed:
                     why = error if isinstance(error, (TailorError, OSError)) else repr(error)
-                    logger.warning("step %d can't be copied, and is tried again: %s", save.step, why)
+                    logger.warning("copying step %d failed, retrying: %s", save.step, why)
                 has_failed = True
                 until = time.monotonic() + pause
                 while time.monotonic() < until and not self._is_closing:
@@ -308,7 +310,7 @@ class TierCopier:
                     self.last.begin(save.step)
                 self._board.post(f"{save.save_id}/open", {"is_gone": is_gone})
             if is_gone:
-                logger.warning("step %d was not copied: somebody has removed it", save.step)
+                logger.warning("step %d was not copied: it was removed", save.step)
                 return
         else:
             if self._await(f"{save.save_id}/open")["is_gone"]:
@@ -362,7 +364,7 @@ class TierCopier:
 
     def _check(self) -> None:
         if self._is_closing:
-            raise StorageError.at("saving", "the process ends", "resume the run: what is left is copied then")
+            raise StorageError.at("saving", "the process ends", "resume the run to copy the rest")
 
     def _tidy(self, step: int) -> None:
         """Remove the older saves of this level, which are all copied. The newest stays: the next one links to it."""
@@ -395,10 +397,10 @@ def catch_up(copier: TierCopier, run: RunFolder, ranks: Ranks) -> None:
     except Exception as error:
         if copier.first is not run:
             raise
-        logger.warning("what the mirror lacks could not be copied: %s", error)
+        logger.warning("copying missing saves to the mirror failed: %s", error)
         return
     if copied and ranks.is_first:
-        logger.warning("copied saves that an earlier process had left: %s", ", ".join(map(str, copied)))
+        logger.warning("copied saves left over from an earlier process: %s", ", ".join(map(str, copied)))
 
 
 def take_over(copier: TierCopier, run: RunFolder, ranks: Ranks) -> list[int]:
@@ -425,7 +427,9 @@ def take_over(copier: TierCopier, run: RunFolder, ranks: Ranks) -> list[int]:
     known = ranks.on_first(lambda: {past.lineage for past in run.attempts()})
     if others := sorted({step for one in nodes for step, (*_, lineage) in one.items() if lineage not in known}):
         what = f"it holds saves of another run, of steps {', '.join(map(str, others))}"
-        raise UsageError(Problem("staging_dir", what, "move them to another folder, or give this run one of its own"))
+        raise UsageError(
+            Problem("staging_dir", what, "move them to another folder, or use another folder for this run")
+        )
     steps = sorted({step for one in nodes for step in one})
     copied = []
     for step in ranks.on_first(lambda: [at for at in steps if not copier.last.has(at)]):

@@ -218,7 +218,7 @@ def publish(
             continue
         if not path.is_file() or path.stat().st_size != fact.num_bytes:
             fix = "check the disk; on several nodes, put output_dir on a file system that all of them share"
-            raise StorageError.at(path, "the file is not what its rank wrote", fix)
+            raise StorageError.at(path, "the file differs from what its rank wrote", fix)
     new = dict(publication.files)
     new[TRAINER_STATE] = _with_attempt(new.get(TRAINER_STATE), publication.attempt)
     for name, content in publication.carried.items():
@@ -288,7 +288,7 @@ def _encode(tree: Any, special: _Special, stock: str) -> Any:
         return encode(tree, special)
     except TypeError as error:
         path, what = error.args if len(error.args) == 2 else ("", error)
-        fix = "use only numbers, strings, lists, mappings and tensors: a resume would not load anything else either"
+        fix = "use only numbers, strings, lists, mappings and tensors; a resume loads nothing else"
         raise UnsupportedCheckpoint.at("the state to save", f"{stock}{path}: {what}", fix) from error
 
 

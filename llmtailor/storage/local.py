@@ -337,7 +337,9 @@ class SourceFile:
                 raise _unreadable(self.where, error) from error
             if not chunk:
                 what = f"the file ends before byte {stop}: it became shorter while it was read"
-                raise SourceError.at(self.where, what, "stop what writes to it, and run this again", Code.FILE_CHANGED)
+                raise SourceError.at(
+                    self.where, what, "stop what writes to it, and rerun the command", Code.FILE_CHANGED
+                )
             chunks.append(chunk)
             start += len(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)

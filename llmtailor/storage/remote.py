@@ -236,10 +236,10 @@ class RemoteFolder:
                 raise FileNotFoundError(errno.ENOENT, "the object is gone") from error
             except Exception as error:
                 if _is_refused(error):
-                    fix = "set or renew the credentials, and run the same command again"
+                    fix = "set or renew the credentials, and rerun the same command"
                     raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
                 if attempt == ATTEMPTS:
-                    fix = "check the connection, and run the same command again"
+                    fix = "check the connection, and rerun the same command"
                     raise StorageError.at(self.url, f"can't {what}: {_short(error)}", fix) from error
                 logger.info("%s: %s; attempt %d of %d follows", self.url, _short(error), attempt + 1, ATTEMPTS)
                 time.sleep(pause)

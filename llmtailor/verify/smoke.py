@@ -113,7 +113,9 @@ def try_resume(verdict: Verdict) -> Verdict:
     """
     if verdict.is_partial:
         fix = "compose a checkpoint first (llmtailor merge --run) and try that"
-        raise UsageError.at("--resume-smoke", f"{verdict.name} is partial and never resumes by itself", fix)
+        raise UsageError.at(
+            "--resume-smoke", f"{verdict.name} is a partial checkpoint, which can't be resumed from directly", fix
+        )
     if verdict.index is None or not verdict.is_resumable:
         what = "no resume was tried, because the checkpoint is not resumable"
         note = Finding(verdict.name, what, "fix the errors first", Code.NOT_TRIED, NOTE)
@@ -259,7 +261,7 @@ def _run(task: Mapping[str, Any], ranks: int, folder: Path) -> tuple[list[dict[s
         except subprocess.TimeoutExpired as error:
             raise too_slow("--resume-smoke", "the trial resume", error.timeout) from error
         except KeyboardInterrupt:
-            raise Interrupted.at("", "interrupted", "run the same command again") from None
+            raise Interrupted.at("", "interrupted", "rerun the same command") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

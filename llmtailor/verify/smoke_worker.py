@@ -48,7 +48,7 @@ def build_optimizer(model: Any, task: dict[str, Any]) -> torch.optim.Optimizer:
     trained = {name for name, param in params.items() if param.requires_grad}
     if trained != set(listed):
         other = sorted(trained ^ set(listed))
-        what = "the model that transformers builds from config.json has other params than the checkpoint"
+        what = "the model built from config.json has different params than the checkpoint"
         raise Refusal(f"{what}: {', '.join(other[:3])}{' ...' if len(other) > 3 else ''}")
     return torch.optim.AdamW(
         [{"params": [params[name] for name in group["params"]], **group["hyper"]} for group in task["groups"]]

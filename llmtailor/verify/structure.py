@@ -41,7 +41,7 @@ def check_index(index: CheckpointIndex) -> list[Finding]:
     """Return the problems in the states of a full checkpoint that could be indexed."""
     fix, severity = "rename the folder: scripts and the Trainer's rotation rely on its name", WARNING
     if index.client in (ACCELERATE, LIGHTNING, DEEPSPEED):  # a loop may count batches, epochs or saves
-        fix = "nothing, if the loop counts something else; merge --run and thin rely on the name"
+        fix = "none needed if the loop counts something else; merge --run and thin rely on the name"
         severity = NOTE
     step = check_step(index, step_of(index.root), fix, severity)
     return [*_dtypes(index), *_frozen(index), *_weights(index), *_config(index), *step]

@@ -243,7 +243,7 @@ def test_an_interrupted_average_goes_on(run, tmp_path):
             if 10 * done > 9 * whole.plan.num_bytes >= 10 * (done - num_bytes):
                 os.kill(os.getpid(), signal.SIGINT)
 
-        with pytest.raises(Interrupted, match="run the same command again; it resumes with"):
+        with pytest.raises(Interrupted, match="rerun the same command; it resumes with"):
             write(plan_merge(recipe, out), stop_late)
         assert any("optim_states" in path for path in peek(out).marks)
         if not changes:

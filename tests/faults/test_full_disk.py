@@ -75,7 +75,7 @@ def test_filled_up_meanwhile(scene, place):
     lines = result.stdout.splitlines()
     assert lines[0] == "code 8 .out.llmtailor-staging filler", result
     assert "No space left on device" in result.stderr
-    assert "then run the same command again: it resumes with" in result.stderr
+    assert "then rerun the same command: it resumes with" in result.stderr
     assert "note: resuming the merge" in result.stderr
     assert lines[1].startswith("wrote "), result
     differing = [line for line in lines[2:] if line.startswith("diff -r")]

@@ -142,7 +142,7 @@ def test_every_rank_saves_and_a_second_start_goes_on(tmp_path, script):
     assert run(["--save-steps", 2], environ, *ranks).returncode
     (tmp_path / "run" / "partial" / "step-00000006" / "manifest.json").unlink()
     done = run(["--save-steps", 2, "--resume", tmp_path / "run"], environ, *ranks)
-    assert "composed" in done.stderr and "going on at step 4" in done.stderr
+    assert "composed" in done.stderr and "resuming at step 4" in done.stderr
     attempts = json.loads((tmp_path / "run" / "partial" / "attempts.json").read_text())["attempts"]
     assert [one["resumed_at"] for one in attempts] == [0, 4]
     assert len(list((tmp_path / "run" / "partial" / "step-00000006").glob("rank-*"))) == 2

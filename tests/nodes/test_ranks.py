@@ -212,7 +212,7 @@ def test_the_disk_is_full_for_one(scene, ranks):
     assert ranks.run(scene.root, MERGE, 3, {2: full}) == [8, 8, 8]
     assert "rank 2: " in said(scene)
     assert "No space left on device" in said(scene)
-    assert "then run the same command again: it resumes with" in said(scene)
+    assert "then rerun the same command: it resumes with" in said(scene)
     assert scene.state() == "absent"
     assert ranks.run(scene.root, MERGE, 2) == [0, 0]
     assert "resuming the merge" in said(scene)

@@ -244,7 +244,7 @@ def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
 @pytest.mark.parametrize(
     ("optim", "words"),
     [
-        ("lomo", "the optimizer lomo: LOMO makes its steps during the backward pass"),
+        ("lomo", "the optimizer lomo: LOMO updates params during the backward pass"),
         ("adalomo", "the optimizer adalomo: LOMO makes"),
         ("grokadamw", "the optimizer grokadamw: GrokAdamW keeps its states in its param groups"),
         ("galore_adamw_layerwise", "the optimizer galore_adamw_layerwise: GaLore and APOLLO can't"),
@@ -410,8 +410,8 @@ def test_the_callback_by_itself_does_the_same(tmp_path):
         (
             FULL,
             {"save_strategy": "steps", "save_total_limit": 2},
-            "every 2 steps, in place of full ones, by the policy full; save_total_limit has nothing to count, "
-            "keep_composable limits them",
+            "every 2 steps, in place of full ones, by the policy full; save_total_limit has no effect, "
+            "use keep_composable",
         ),
         ({"policy": "parity"}, {"save_strategy": "epoch"}, "every epoch, in place of full ones, by the policy parity"),
         ({}, {"save_steps": 0.5}, "every 50% of the training, by the policy moments_in_turn"),

@@ -337,7 +337,7 @@ def test_a_store_that_returns_other_bytes_is_found_out(run, tmp_path):
         return bytes([data[0] ^ 1]) + data[1:] if kind == "get" and path.endswith("model.safetensors") else data
 
     with failing(flip):
-        assert "differs from what was uploaded" in call("merge", recipe, out, code=8)
+        assert "does not read back correctly" in call("merge", recipe, out, code=8)
     assert "cut off" in call("inspect", out, code=4)
 
 

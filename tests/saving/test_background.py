@@ -99,7 +99,7 @@ def test_a_busy_saver_waits_or_skips(tmp_path, disk, loop, caplog):
     first = run.save()
     run.train()
     assert run.save() is None
-    assert "step 2: nothing was saved: the save before is still being written" in caplog.text
+    assert "step 2: save skipped: the previous save is still being written" in caplog.text
     threading.Timer(0.2, disk.recover).start()
     run.train()
     last = run.save(is_last=True)
@@ -138,7 +138,7 @@ def test_a_hung_disk_costs_saves_and_not_the_training(tmp_path, disk, loop, capl
     hung = run.save()
     run.train(3)
     assert run.save() is None
-    assert "nothing was saved: the save before is stuck" in caplog.text
+    assert "save skipped: the previous save is stuck" in caplog.text
     disk.recover()
     with pytest.raises(SaveFailed, match="the disk has not accepted anything"):
         hung.wait(60)
@@ -154,7 +154,7 @@ def test_a_save_that_hangs_at_the_end_is_given_up(disk, loop, caplog):
     disk.hang()
     save = run.save()
     run.saver.close()
-    assert "the save at step 1 is given up: its disk is stuck" in caplog.text
+    assert "the save at step 1 was aborted: its disk is stuck" in caplog.text
     disk.recover()
     with pytest.raises(SaveFailed):
         save.wait(60)
@@ -172,7 +172,7 @@ def test_a_save_that_the_end_of_the_process_cuts_off_says_so(disk, loop, caplog,
     disk.recover()
     with pytest.raises(SaveFailed, match="the process ended before it was complete"):
         save.wait(60)
-    assert "the save at step 1 failed: saving: the save was given up: the process ended" in caplog.text
+    assert "the save at step 1 failed: saving: save aborted: the process ended" in caplog.text
     assert "the disk has not accepted" not in caplog.text
 
 
@@ -186,7 +186,7 @@ def test_a_state_that_is_changed_too_early_is_not_saved(loop, disk, monkeypatch)
     with torch.no_grad():
         run.model.lm_head.weight.mul_(2)
     may_copy.set()
-    with pytest.raises(SaveFailed, match="changed before it was copied"):
+    with pytest.raises(SaveFailed, match="a tensor changed outside optimizer"):
         save.wait(60)
     run.train()
     run.save().wait(60)
@@ -241,7 +241,7 @@ def test_a_teacher_is_saved_as_it_was(loop, slow_frozen, caplog, when, host_buff
         found = frozen_of(run, step)
         assert found.keys() == teacher.keys()
         assert all(torch.equal(found[name], teacher[name]) for name in teacher), step
-    assert caplog.text.count("each save stops training until it has copied the frozen params") == 1
+    assert caplog.text.count("each save stops training to copy the frozen params") == 1
 
 
 def test_a_teacher_that_was_still_until_the_first_save_is_saved_too(loop, slow_frozen):
@@ -262,7 +262,7 @@ def test_a_frozen_param_that_moves_first_while_it_is_copied_costs_one_save(loop,
     save = run.save()
     run.update_teacher()
     run.train()
-    with pytest.raises(SaveFailed, match="changed before it was copied"):
+    with pytest.raises(SaveFailed, match="a tensor changed outside optimizer"):
         save.wait(60)
     run.save().wait(60)
     assert run.saves == [2]

@@ -90,7 +90,7 @@ def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monk
     is_away = False
     run.saver.close()
     assert len(names(tmp_path / "run")) == 3
-    assert "step 1 is copied after all" in caplog.text
+    assert "step 1 copied after retries" in caplog.text
 
 
 def test_what_was_not_copied_is_copied_when_the_run_goes_on(make, tmp_path, monkeypatch, caplog):
@@ -177,7 +177,7 @@ def test_a_save_that_somebody_removes_is_not_waited_for(make, tmp_path, monkeypa
     shutil.rmtree(tmp_path / "node/partial/step-00000001")
     monkeypatch.setattr(tiers.SharedFolder, "put", put)
     run.saver.close()
-    assert "step 1 was not copied: somebody has removed it" in caplog.text
+    assert "step 1 was not copied: it was removed" in caplog.text
     assert names(tmp_path / "run") == ["step-00000002"]
 
 
@@ -189,7 +189,7 @@ def test_a_copy_that_differs_is_not_taken(make, tmp_path, monkeypatch, caplog):
     run.train()
     run.save().wait(60)
     until(lambda: names(tmp_path / "run"))
-    assert "the copy differs from what was saved" in caplog.text
+    assert "the copy differs from the original" in caplog.text
     run.check(1, tmp_path / "out")
 
 

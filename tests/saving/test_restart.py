@@ -202,7 +202,7 @@ def test_a_callback_finds_its_trainer(tmp_path):
     assert saving.trainer is run.trainer
     run.train()
     assert run.saves == [4, 6]
-    with pytest.raises(UsageError, match="has a saver already"):
+    with pytest.raises(UsageError, match="already has a saver"):
         attach(run.trainer)
     with pytest.raises(UsageError, match="was not called by a Trainer"):
         PartialSaving().on_init_end(run.trainer.args, run.trainer.state, run.trainer.control)

@@ -88,7 +88,7 @@ def test_what_is_deleted_while_a_merge_reads(run, monkeypatch, when):
     assert isinstance(result.exception, SourceError)
     [problem] = result.exception.problems
     assert "deleted while they were read" in problem.what and "partial/step-00000100" in problem.what
-    assert problem.fix == "run the same command again"
+    assert problem.fix == "rerun the same command"
 
 
 def test_full_checkpoints_do_not_stand_in(run, full):
@@ -176,7 +176,7 @@ def test_a_composite_is_as_old_as_its_parts(run, tmp_path):
 def test_a_damaged_newest_checkpoint(run):
     bundle = run / "partial" / "step-00000500" / "rank-00001-of-00002.safetensors"
     bundle.write_bytes(bundle.read_bytes()[:-4])
-    with pytest.raises(SourceError, match="the newest checkpoint can't be used, so nothing older is touched"):
+    with pytest.raises(SourceError, match="the newest checkpoint can't be used, so older ones are not touched"):
         call("gc", run, "--keep", 1, "--yes")
 
 
@@ -208,8 +208,8 @@ def test_what_was_never_finished_goes(run, tmp_path):
         "step-00000600": "unfinished save",
         "step-00000450.abandoned": "abandoned attempt",
         "step-00000450.abandoned-2": "abandoned attempt",
-        ".step-00000350.llmtailor-thinning": "left by a killed thin",
-        ".checkpoint-100.llmtailor-thinned": "left by a killed thin",
+        ".step-00000350.llmtailor-thinning": "left over from a killed thin",
+        ".checkpoint-100.llmtailor-thinned": "left over from a killed thin",
     }
     assert taken(run) == before - told["freed_bytes"]
     assert folders(run) == ["other", *(f"partial/step-00000{step}" for step in (100, 200, 300, 400, 500))]
@@ -227,7 +227,7 @@ def test_what_people_have_put_there_stays(run, monkeypatch):
     told = call("gc", run, "--keep", 1, "--yes")
     assert removed(told) == ["step-00000200", "step-00000300"]
     reasons = {Path(row["where"]).name: row["what"] for row in told["skipped"]}
-    assert reasons == dict.fromkeys(names, "it holds files that no save wrote: notes.md")
+    assert reasons == dict.fromkeys(names, "it contains unknown files: notes.md")
     assert all((partial / name / "notes.md").read_text() == "mine" for name in names)
 
 

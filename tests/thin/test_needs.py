@@ -179,7 +179,7 @@ def test_thinning_keeps_every_step_that_it_promises(
     try:
         actions = pruner.decide()
     except SourceError as error:
-        assert "no resumable checkpoint would be left" in str(error)
+        assert "no resumable checkpoint would remain" in str(error)
         return
     there = list(everything)
     for action in actions:

@@ -205,7 +205,7 @@ def test_what_is_not_ours_stays(tmp_path):
     whys = {row["step"]: row["why"] for row in told["checkpoints"]}
     assert whys == {
         100: "it holds files of unknown origin: notes/",
-        200: "trainer_state.json is missing, so nothing can resume from it",
+        200: "trainer_state.json is missing, so it is not resumable",
         300: "it is a symbolic link",
         400: "partial/step-00000400 exists and is unfinished; llmtailor gc removes it",
         600: "",
@@ -271,7 +271,7 @@ def test_a_damaged_newest_checkpoint(tmp_path):
     optim_states(run / "checkpoint-300").unlink()
     for words in (("--strategy", "full"), ("--keep-optimizer-last", 1, "--yes")):
         message = refusal("thin", run, *words, kind=SourceError)
-        assert "the newest checkpoint can't be used, so nothing older is touched" in message
+        assert "the newest checkpoint can't be used, so older ones are not touched" in message
         assert "optim_states shard 0 of 2 is missing" in message
     assert folders(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
@@ -282,7 +282,7 @@ def test_a_newest_checkpoint_that_only_a_merge_can_read(tmp_path, command):
     run = make_run(tmp_path / "run", (100, 200))
     (run / "checkpoint-200" / "trainer_state.json").unlink()
     message = refusal(command[0], run, *command[1:], "--yes", kind=SourceError)
-    assert "nothing can resume from the newest checkpoint, so nothing older is touched" in message
+    assert "the newest checkpoint is not resumable, so older ones are not touched" in message
     assert "checkpoint-200/trainer_state.json: the file is missing" in message
     assert folders(run) == ["checkpoint-100", "checkpoint-200"]
     assert len(scan_run(run).usable) == 2

@@ -66,7 +66,7 @@ def test_json_says_which_parts(pristine):
 def test_it_is_never_resumable(pristine):
     verdict = verify_checkpoint(partials(pristine["zero3"])[0], deep=True)
     assert verdict.is_intact and verdict.is_partial and not verdict.is_resumable
-    with pytest.raises(UsageError, match="never resumes by itself"):
+    with pytest.raises(UsageError, match="be resumed from directly"):
         CliRunner().invoke(
             cli, ["verify", str(partials(pristine["zero3"])[0]), "--resume-smoke"], catch_exceptions=False
         )

@@ -86,7 +86,7 @@ def check_loops(tree: Mapping[str, Any], where: str) -> Iterator[Finding]:
         yield Finding(where, "loops.fit_loop does not count the optimizer's steps", fix, Code.FIELD_TYPE, ERROR)
     elif sum(made) != tree.get("global_step"):
         what = f"loops.fit_loop has counted {sum(made)} optimizer steps, but global_step is {tree.get('global_step')}"
-        fix = f"silent: a resume goes on at the former; {COPY_FILE}"
+        fix = f"silent: a resume continues at the former; {COPY_FILE}"
         yield Finding(where, what, fix, Code.STEPS_DIFFER, ERROR)
 
 

@@ -192,7 +192,7 @@ def read(root: Path, name: str, client: str | None = None) -> Draft:
     """
     problems = Problems()
     if any(_RANK_METADATA.fullmatch(path.name) for path in root.iterdir()):
-        what = "each rank has saved by itself (use_collectives=False), so that only the same ranks can load it"
+        what = "saved with use_collectives=False: only the same set of ranks can load it"
         raise UnsupportedCheckpoint.at(name, what, "save it with use_collectives=True")
     is_trainers = (root / MODEL_FOLDER).is_dir() or (root / OPTIMIZER_FOLDER).is_dir() or _is_whole(root)
     if _is_whole(root):
