@@ -126,5 +126,5 @@ def test_what_it_needs_is_said(runs, monkeypatch):
 
 def test_a_model_of_ones_own_is_refused(runs):
     task = smoke.make_task(index_checkpoint(runs["llama-extras-layer"].checkpoint(4)), "")
-    with pytest.raises(smoke_worker.Refusal, match="different params than the checkpoint: model.layers.0.mlp.gate"):
+    with pytest.raises(smoke_worker.Refusal, match=r"different params than the checkpoint: model.layers.0.mlp.gate"):
         smoke_worker.build_optimizer(smoke_worker.build_model(task), task)
