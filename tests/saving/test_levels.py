@@ -84,7 +84,7 @@ def test_a_level_that_is_away_costs_nothing_once_it_is_back(make, tmp_path, monk
     for _ in range(3):
         run.train()
         run.save().wait(60)
-    until(lambda: "step 1 can't be copied" in caplog.text)
+    until(lambda: "copying step 1 failed" in caplog.text)
     assert not names(tmp_path / "run")
     assert len(names(tmp_path / "node")) == 3
     is_away = False
