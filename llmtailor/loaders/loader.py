@@ -157,7 +157,7 @@ def choose_client(base: CheckpointIndex, family: str, to: str | None, layout: st
     if base.client == LIGHTNING:
         own = (DEEPSPEED, UNIVERSAL) if base.form.stage else (TRAINER,)
         if family not in own or to == TRAINER:
-            what = "only Lightning resumes from it: its params have the names of a LightningModule"
+            what = "its parameters are named after a LightningModule, so only Lightning can resume from it"
             fix = "leave out --to and --stage" if not base.form.stage else "stay with DeepSpeed: --stage 1, 2 or 3"
             raise MismatchError.at("--stage" if to is None else "--to", f"{base.name}: {what}", fix)
         return LIGHTNING
