@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from llmtailor.policies import RoundRobin as RoundRobin
     from llmtailor.policies import Situation as Situation
     from llmtailor.policies import make_policy as make_policy
-    from llmtailor.saving.api import attach as attach
     from llmtailor.saving.api import saver_for as saver_for
     from llmtailor.saving.callbacks import PartialSaving as PartialSaving
+    from llmtailor.saving.callbacks import attach as attach
     from llmtailor.saving.options import SavingOptions as SavingOptions
     from llmtailor.saving.restart import newest_checkpoint as newest_checkpoint
     from llmtailor.saving.save import PendingSave as PendingSave
@@ -44,7 +44,7 @@ _PUBLIC = {
     "SavingOptions": "llmtailor.saving.options",
     "SaveReport": "llmtailor.saving.save",
     "Situation": "llmtailor.policies",
-    "attach": "llmtailor.saving.api",
+    "attach": "llmtailor.saving.callbacks",
     "make_policy": "llmtailor.policies",
     "newest_checkpoint": "llmtailor.saving.restart",
     "saver_for": "llmtailor.saving.api",

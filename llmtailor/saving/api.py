@@ -1,4 +1,4 @@
-"""Ways to a saver: `attach` for the Trainer, `saver_for` for other loops, and the base of the callbacks of trainers."""
+"""Makes savers: for a DeepSpeed engine, or for a torch model and its optimizer; and what callbacks do with one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.policies import DEFAULT_POLICY, Policy
 from llmtailor.saving.client_state import AccelerateClient, ClientState, TrainerClient
 from llmtailor.saving.options import Arguments, SavingArguments, SavingOptions, from_environment
@@ -24,55 +24,11 @@ from llmtailor.saving.writing import owners_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
-    from transformers import Trainer
     from typing_extensions import Unpack
-
-    from llmtailor.saving.callbacks import PartialSaving
 
 logger = logging.getLogger("llmtailor.saving")
 FSDP1 = "the flat tensors of FSDP version 1 can't be saved in parts"
 FSDP1_FIX = "use FSDP version 2 (fsdp_version), DeepSpeed ZeRO or DDP"
-
-
-def attach(
-    trainer: Trainer,
-    policy: str | Mapping[str, object] | Policy | None = None,
-    save_steps: int | Literal["auto"] | None = None,
-    *,
-    overhead: float | None = None,
-    on_restart: Literal["refuse", "compose"] | None = None,
-    **options: Unpack[SavingArguments],
-) -> PartialSaving:
-    """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
-
-    Call it on every rank, before ``trainer.train()``. It adds a `PartialSaving`, and checks at once what that checks
-    when training begins. A save that fails logs a warning; training continues.
-
-    Args:
-        trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process, DDP or FSDP2).
-        policy, save_steps, overhead, on_restart, options: see `PartialSaving`.
-
-    Raises:
-        UsageError: the policy cannot guarantee that every saved step is composable, the training arguments contradict
-            partial checkpoints, or the Trainer has a saver already. All reasons are reported together.
-        UnsupportedCheckpoint: the training uses FSDP version 1.
-    """
-    from llmtailor.saving.callbacks import PartialSaving, check_arguments, savers_of
-
-    problems = Problems()
-    try:
-        callback = PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
-    except UsageError as error:
-        problems.add(error)
-    try:
-        check_arguments(trainer, savers_of(trainer))
-    except TailorError as error:
-        problems.add(error)
-    problems.raise_if_any()
-    callback._bind(trainer)
-    callback._check()
-    trainer.add_callback(callback)
-    return callback
 
 
 def saver_for(

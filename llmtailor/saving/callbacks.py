@@ -29,7 +29,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from llmtailor.checkpoint.lineage import Past
-from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
+from llmtailor.errors import Problem, Problems, TailorError, UnsupportedCheckpoint, UsageError
 from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
@@ -209,6 +209,45 @@ class StepTimer:
         return Costs(step_s, save_s + slower, write_s)
 
 
+def attach(
+    trainer: Trainer,
+    policy: str | Mapping[str, object] | Policy | None = None,
+    save_steps: int | Literal["auto"] | None = None,
+    *,
+    overhead: float | None = None,
+    on_restart: Literal["refuse", "compose"] | None = None,
+    **options: Unpack[SavingArguments],
+) -> PartialSaving:
+    """Make a Trainer save partial checkpoints instead of full ones, and return the callback that does so.
+
+    Call it on every rank, before ``trainer.train()``. It adds a `PartialSaving`, and checks at once what that checks
+    when training begins. A save that fails logs a warning; training continues.
+
+    Args:
+        trainer: with DeepSpeed ZeRO-1, 2 or 3, or without DeepSpeed (one process, DDP or FSDP2).
+        policy, save_steps, overhead, on_restart, options: see `PartialSaving`.
+
+    Raises:
+        UsageError: the policy cannot guarantee that every saved step is composable, the training arguments contradict
+            partial checkpoints, or the Trainer has a saver already. All reasons are reported together.
+        UnsupportedCheckpoint: the training uses FSDP version 1.
+    """
+    problems = Problems()
+    try:
+        callback = PartialSaving(policy, save_steps, overhead=overhead, on_restart=on_restart, **options)
+    except UsageError as error:
+        problems.add(error)
+    try:
+        check_arguments(trainer, _savers_of(trainer))
+    except TailorError as error:
+        problems.add(error)
+    problems.raise_if_any()
+    callback._bind(trainer)
+    callback._check()
+    trainer.add_callback(callback)
+    return callback
+
+
 class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
     """A callback that makes a Trainer save partial checkpoints instead of full ones::
 
@@ -265,7 +304,7 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         """Check the Trainer's arguments and its model. Raises what `attach` raises."""
         if self._is_checked:
             return
-        check_arguments(self.trainer, [one for one in savers_of(self.trainer) if one is not self])
+        check_arguments(self.trainer, [one for one in _savers_of(self.trainer) if one is not self])
         options = self.options
         check_before_training(unwrap(self.trainer.model), self.policy, options.max_staleness, options.experts)
         log_plan(self.trainer.args, self.policy, self.save_steps, self.overhead)
@@ -463,5 +502,5 @@ class PartialSaving(SaverCallback, TrainerCallback):  # type: ignore[misc]
         torch.save(trainer.args, folder / TRAINING_ARGS)
 
 
-def savers_of(trainer: Trainer) -> list[PartialSaving]:
+def _savers_of(trainer: Trainer) -> list[PartialSaving]:
     return [one for one in trainer.callback_handler.callbacks if isinstance(one, PartialSaving) and not one.gives_way]
