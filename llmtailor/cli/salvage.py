@@ -154,8 +154,8 @@ def _say_how_to_resume(
     if base.client == TRAINER:
         how = f"--resume_from_checkpoint {name}"
         how += ", or use auto-resume" if is_replaced else f"; without --replace, auto-resume would take {newest}"
-    elif base.client == DEEPSPEED and resume_from.name == base.tag:
-        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.tag}")'
+    elif base.client == DEEPSPEED and resume_from.name == base.zero.tag:
+        how = f'engine.load_checkpoint("{display_name(resume_from.parent)}", tag="{base.zero.tag}")'
     else:
         how = client_of(base).call.format(name)
     click.echo(f"{'' if is_done else 'then '}resume with {how}", err=as_json)
