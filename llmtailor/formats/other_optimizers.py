@@ -141,11 +141,11 @@ class _Kind:
 _PROJECTED = "GaLore and APOLLO can't be saved in parts: their states are projections, with objects that make them"
 _KINDS = (
     _Kind(
-        "it is a placeholder: the optimizers of the layers make their steps during the backward pass",
+        "it is a placeholder: per-layer optimizers update params during the backward pass",
         ("layerwisedummyoptimizer",),
     ),
     _Kind(
-        "LOMO makes its steps during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")
+        "LOMO updates params during the backward pass", ("lomo", "adalomo"), ("lomo_optim",), "", ("lomo", "adalomo")
     ),
     _Kind("GrokAdamW keeps its states in its param groups", ("grokadamw",), ("grokadamw",), "", ("grokadamw",)),
     _Kind(_PROJECTED, (), tuple(_PROJECTING), "update_proj_gap", ("galore_", "apollo_")),

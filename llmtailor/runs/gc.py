@@ -40,7 +40,7 @@ BUG = "this is a bug in llmtailor: please report it; nothing was removed"
 _WHY = {
     Kind.UNFINISHED: "unfinished save",
     Kind.ABANDONED: "abandoned attempt",
-    Kind.STAGING: "left by an interrupted merge",
+    Kind.STAGING: "left over from an interrupted merge",
 }
 
 

@@ -229,7 +229,7 @@ def attach(
 
     Raises:
         UsageError: the policy cannot guarantee that every saved step is composable, the training arguments contradict
-            partial checkpoints, or the Trainer has a saver already. All reasons are reported together.
+            partial checkpoints, or the Trainer already has a saver. All reasons are reported together.
         UnsupportedCheckpoint: the training uses FSDP version 1.
     """
     problems = Problems()

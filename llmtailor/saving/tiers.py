@@ -85,7 +85,7 @@ class SharedFolder:
         with beside.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if not result.crc == crc_of(file) == fact.crc32:
-                raise StorageError.at(beside, "the copy differs from what was saved", "check both disks")
+                raise StorageError.at(beside, "the copy differs from the original", "check both disks")
         beside.rename(folder / source.name)
 
     def complete(self, step: int, manifest: bytes) -> None:

@@ -200,8 +200,8 @@ class RemoteFolder:
             found = crc32(data, found)
             on_read(len(data))
         if found != crc:
-            what = "what the store returns differs from what was uploaded"
-            raise StorageError.at(f"{self.url}/{name}", what, "run the same command again")
+            what = "the uploaded object does not read back correctly"
+            raise StorageError.at(f"{self.url}/{name}", what, "rerun the same command")
 
     def put_bytes(self, name: str, data: bytes) -> None:
         """Write a small object. Raises OSError, StorageError."""

@@ -221,7 +221,7 @@ class Idle(torch.optim.AdamW):
     ("optimizer", "words"),
     [
         (Quantized, r"the optimizer Quantized: its state exp_avg of .* is quantized, or another .* \(Codes\)"),
-        (Idle, "the optimizer Idle: training makes steps, but not by calling its step"),
+        (Idle, "the optimizer Idle: training never calls its step"),
     ],
 )
 def test_an_optimizer_of_another_form_is_refused_by_name_after_the_first_step(tmp_path, optimizer, words):

@@ -78,7 +78,7 @@ def test_an_older_one_is_better_than_nothing(run: Path) -> None:
     shutil.rmtree(run / "checkpoint-200" / "global_step200")
     done = llmtailor("salvage", run)
     assert done.returncode == 0
-    assert "checkpoint-100 is intact, and nothing newer" in done.stdout and "--fragments would take 50%" in done.stderr
+    assert "checkpoint-100 is intact, and no newer" in done.stdout and "--fragments would take 50%" in done.stderr
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
 
 
