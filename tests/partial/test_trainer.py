@@ -245,7 +245,7 @@ def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
     ("optim", "words"),
     [
         ("lomo", "the optimizer lomo: LOMO updates params during the backward pass"),
-        ("adalomo", "the optimizer adalomo: LOMO makes"),
+        ("adalomo", "the optimizer adalomo: LOMO updates"),
         ("grokadamw", "the optimizer grokadamw: GrokAdamW keeps its states in its param groups"),
         ("galore_adamw_layerwise", "the optimizer galore_adamw_layerwise: GaLore and APOLLO can't"),
         ("apollo_adamw", "the optimizer apollo_adamw: GaLore and APOLLO can't"),
