@@ -182,10 +182,6 @@ def test_no_trial_resume_from_a_store(url):
     assert "copy it to this machine first" in call("verify", f"{url}/checkpoint-100", "--resume-smoke", code=2)
 
 
-def test_ranks_do_not_meet_in_a_store(url):
-    assert "an object store has no such folder" in call("verify", url, "--deep", "--distributed", code=2)
-
-
 class Fast:
     """As obstore reads: it sees the same objects, or others."""
 
