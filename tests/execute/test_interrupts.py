@@ -54,12 +54,23 @@ def written(staging: Path) -> int:
     return total
 
 
-def interrupt(run: Path, number: int, num_bytes: int, *options: str) -> tuple[int, str]:
-    """Start a merge and send a signal once so many bytes lie in the staging folder; return exit code and stderr."""
+def durable(run: Path) -> int:
+    """Return how many bytes would be kept if the merge were interrupted now."""
+    left = peek(run / "out")
+    return left.num_bytes if left else 0
+
+
+def interrupt(run: Path, number: int, num_bytes: int, *options: str, kept: bool = False) -> tuple[int, str]:
+    """Start a merge and send a signal once so many bytes lie in the staging folder; return exit code and stderr.
+
+    With ``kept``, the signal also waits for the first file that is durable.
+    """
     command = [*COMMAND, *options]
     process = subprocess.Popen(command, cwd=run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     staging = run / ".out.llmtailor-staging"
-    while process.poll() is None and not (staging.exists() and written(staging) >= num_bytes):
+    while process.poll() is None and not (
+        staging.exists() and written(staging) >= num_bytes and (durable(run) or not kept)
+    ):
         time.sleep(0.0005)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
@@ -68,7 +79,8 @@ def interrupt(run: Path, number: int, num_bytes: int, *options: str) -> tuple[in
 
 def go_on(run: Path, wanted: dict[str, str], *options: str) -> str:
     """Run the merge again, undisturbed, and take its output away; return its stderr."""
-    again = subprocess.run([*COMMAND, *options], cwd=run, check=True, capture_output=True, text=True)
+    again = subprocess.run([*COMMAND, *options], cwd=run, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
     assert contents(run / "out") == wanted
     assert not (run / ".out.llmtailor-staging").exists()
     shutil.rmtree(run / "out")
@@ -78,11 +90,10 @@ def go_on(run: Path, wanted: dict[str, str], *options: str) -> str:
 @pytest.mark.parametrize("num_bytes", mostly_long([0, 20 << 20, 120 << 20], 120 << 20))
 def test_kill_9_leaves_no_output_and_the_next_run_goes_on(run, wanted, num_bytes):
     before = contents(run / "checkpoint-100"), contents(run / "checkpoint-200")
-    code, _ = interrupt(run, signal.SIGKILL, num_bytes)
+    code, _ = interrupt(run, signal.SIGKILL, num_bytes, kept=num_bytes >= 100 << 20)
     assert code == -signal.SIGKILL, "the merge was over before it could be killed"
     assert not (run / "out").exists()
-    left = peek(run / "out")
-    kept = left.num_bytes if left else 0
+    kept = durable(run)
     assert kept or num_bytes < 100 << 20
     stderr = go_on(run, wanted)
     assert not kept or f"{kept:,} of" in stderr
@@ -91,7 +102,7 @@ def test_kill_9_leaves_no_output_and_the_next_run_goes_on(run, wanted, num_bytes
 
 @pytest.mark.parametrize("number", mostly_long([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_polite_signal_says_how_to_go_on(run, wanted, number):
-    code, stderr = interrupt(run, number, 100 << 20)
+    code, stderr = interrupt(run, number, 100 << 20, kept=True)
     assert code == 130
     assert "error: interrupted\n" in stderr
     assert f"it resumes with {peek(run / 'out').num_bytes:,} of" in stderr
