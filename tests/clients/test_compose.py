@@ -215,7 +215,7 @@ def test_merge_run_composes_what_thin_leaves(name: str, loops: Loops, tmp_path: 
     verdict = verify_checkpoint(made, deep=True)
     assert verdict.is_resumable and not verdict.findings and verdict.index is not None
     before = index_checkpoint(wanted)
-    assert (verdict.index.client, verdict.index.zero.tag) == (before.client, before.tag)
+    assert (verdict.index.client, verdict.index.zero.tag) == (before.client, before.zero.tag)
     for state, held in before.held.items():
         assert same(read(made, verdict.index.held[state]), read(wanted, held)), state
 

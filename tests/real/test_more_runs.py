@@ -112,7 +112,7 @@ def test_a_stock_resume_from_one_step_repeats_the_straight_run(
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_random_states_of_several_processes(stock: dict[str, Run], ranks: int, tmp_path: Path) -> None:
     source = stock["ddp"].checkpoint(MIDDLE)
-    assert (index_checkpoint(source).stage, index_checkpoint(source).world_size) == (0, 2)
+    assert (index_checkpoint(source).form.stage, index_checkpoint(source).world_size) == (0, 2)
     out, _ = merge(source, tmp_path / "out", world_size=ranks)
     found = {path.name: path.read_bytes() for path in out.glob("rng_state*")}
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]

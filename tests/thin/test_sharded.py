@@ -37,9 +37,10 @@ ODD = (".layers.1.", ".layers.3.", "lm_head.")
 
 def assert_same_index(found: CheckpointIndex, wanted: CheckpointIndex, older: CheckpointIndex | None = None) -> None:
     """Compare all states of a composite with those of the full checkpoint; even parts may be an older one's."""
-    told = ("format", "stage", "world_size", "global_step", "precision", "params", "tied", "groups", "client", "tag")
+    told = ("format", "form", "world_size", "global_step", "precision", "params", "tied", "groups", "client")
     for what in told:
         assert getattr(found, what) == getattr(wanted, what), what
+    assert found.zero.tag == wanted.zero.tag
     assert found.held.keys() == wanted.held.keys()
     for state, held in found.held.items():
         source = older if older and not any(word in f"{state.param}." for word in ODD) else wanted
