@@ -62,13 +62,17 @@ def compose_newest(
     run = Path(os.path.abspath(run))
     if not any(RunFolder(folder).complete() for folder in (run, *also)):
         return None
-    recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), also=also)
     options = Options(world_size=world_size, reuse=True)
-    composition, there = settle_output(plan_merge(recipe, None, options, opened))
+    while True:
+        names = frozenset(run.iterdir())
+        recipe, opened = choose_for_run(run, None, StrategyOptions("latest"), also=also)
+        composition, there = settle_output(plan_merge(recipe, None, options, opened))
+        while waits and there is None and names == frozenset(run.iterdir()):
+            time.sleep(_POLL_S)
+            composition, there = settle_output(composition)
+        if not waits or there is not None:
+            break  # otherwise the other process may have published between this one's scan and its choice of a name
     step = composition.report.global_step
-    while waits and there is None:
-        time.sleep(_POLL_S)
-        composition, there = settle_output(composition)
     if there is not None:
         root = composition.indexes[composition.base].root if composition.is_copy else composition.out
         return Newest(root, step, False)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from attempts.world import PARTS, World, call, read_full, step_of
 from helpers.cases import diagonal
+from llmtailor.runs import newest
 from llmtailor.saving import SaveFailed
 
 
@@ -251,3 +252,20 @@ def test_a_composite_with_older_parts_does_not_win_over_the_saves_of_its_step(wo
     held = read_full(stale)
     newer = [part for part, made in read_full(world.compose()).items() if made[1] > held[part][1]]
     assert newer
+
+
+def test_a_process_that_waits_sees_what_another_publishes_after_its_scan(world, monkeypatch):
+    """Its own output would then get another name, which nobody writes."""
+    plan, published = newest.plan_merge, []
+
+    def late(*arguments):
+        if not published:
+            monkeypatch.setattr(newest, "plan_merge", plan)
+            published.append(newest.compose_newest(world.run))
+        return plan(*arguments)
+
+    world.train(3)
+    world.save()
+    monkeypatch.setattr(newest, "plan_merge", late)
+    found = newest.compose_newest(world.run, waits=True)
+    assert published[0].is_new and (found.path, found.is_new) == (published[0].path, False)
