@@ -153,7 +153,8 @@ _TARGET = [
         "--layout",
         type=click.Choice(CLIENTS),
         help="Write the files of this loader: the Trainer, accelerate's load_state, Lightning (only from its own "
-        "checkpoints), or engine.load_checkpoint in your own loop. Default: the base's.",
+        "checkpoints), or engine.load_checkpoint in your own loop. Default: the base's, or the Trainer's with "
+        "--to trainer.",
     ),
     click.option(
         "--groups",

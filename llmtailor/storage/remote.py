@@ -201,7 +201,8 @@ class RemoteFolder:
             on_read(len(data))
         if found != crc:
             what = "the uploaded object does not read back correctly"
-            raise StorageError.at(f"{self.url}/{name}", what, "rerun the same command")
+            fix = "check the store; the upload starts again with the next attempt, or if you rerun the same command"
+            raise StorageError.at(f"{self.url}/{name}", what, fix)
 
     def put_bytes(self, name: str, data: bytes) -> None:
         """Write a small object. Raises OSError, StorageError."""

@@ -222,7 +222,10 @@ def state_of(tree):
         (lambda tree: state_of(tree)[0].pop("exp_avg"), "but sub-group 0 has master, exp_avg_sq"),
         (lambda tree: state_of(tree)[0].update(step=torch.tensor(99.0)), "Adam's step differs"),
         (lambda tree: tree["optimizer_state_dict"].pop("loss_scaler"), "loss_scaler is missing"),
-        (lambda tree: state_of(tree)[0].update(row_factor=torch.zeros(3, 2)), "row_factor"),
+        (
+            lambda tree: state_of(tree)[0].update(row_factor=torch.zeros(3, 2)),
+            "of another kind than those of the other ranks",
+        ),
         (lambda tree: tree.clear(), "optimizer_state_dict is missing"),
     ],
 )

@@ -179,3 +179,18 @@ def test_a_schedule_that_had_to_be_made_is_told(loops: Loops, tmp_path: Path) ->
     assert result.exit_code == 0, result.stderr
     assert "lr_scheduler in the model states is made for step 2" in result.output
     checked(tmp_path / "out", "deepspeed")
+
+
+def test_a_loop_without_a_scheduler_gets_no_rates_for_one(loops: Loops, tmp_path: Path) -> None:
+    base = tmp_path / "run" / "checkpoint-4"
+    shutil.copytree(loops.checkpoint("accelerate-ddp", 4), base)
+    (base / "scheduler.bin").unlink()
+    state = torch.load(base / "optimizer.bin", weights_only=False)
+    for group in state["param_groups"]:
+        del group["initial_lr"]
+    torch.save(state, base / "optimizer.bin")
+    back = convert(convert(base, tmp_path / "fsdp", to="fsdp"), tmp_path / "back", stage=0)
+    made = torch.load(back / "optimizer.bin", weights_only=False)
+    assert not [group for group in made["param_groups"] if "initial_lr" in group]
+    for path in tmp_path.glob("fsdp/**/.metadata"):
+        assert "initial_lr" not in path.read_bytes().decode("latin-1")

@@ -34,12 +34,14 @@ from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
 from llmtailor.loaders.files import ADAPTER_CONFIG, ENGINE_FILES, SCALER, TRAINER_STATE, is_rng_file
+from llmtailor.loaders.loader import CLIENTS
 from llmtailor.loaders.write import (
     LR_SCHEDULER,
     Wanted,
     first_rates,
     lay_out_trainer_files,
     made_client_files,
+    saved_scheduler,
     scheduler_tree,
 )
 from llmtailor.model.states import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
@@ -319,8 +321,11 @@ class _Target:
             return without_names(group.hyper)
         if self.base.train.dcp:
             return dict(group.hyper)
-        first = first_rates(self.base, self.wanted)[number]
-        own = {"initial_lr": group.hyper.get("lr") if first is None else first}  # as a scheduler of torch does
+        own = {}
+        # torch's loader asks for it if the run that resumes has a scheduler, which adds it to the groups
+        if CLIENTS[self.wanted.client].needs_scheduler or saved_scheduler(self.base) is not None:
+            first = first_rates(self.base, self.wanted)[number]
+            own["initial_lr"] = group.hyper.get("lr") if first is None else first
         return {**own, **self._defaults(), **group.hyper}
 
     def _defaults(self) -> dict[str, Any]:

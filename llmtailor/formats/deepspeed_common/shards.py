@@ -462,21 +462,25 @@ def read_all(
         found.extend(replace(finding, where=where) if shard.path != path else finding for finding in shard.findings)
         return shard
 
-    is_another = False
+    others: dict[str, AnotherOptimizer] = {}
 
     def read_or_report(path: str) -> AnyShard | None:
-        nonlocal is_another
         try:
             return read_one(path)
         except AnotherOptimizer as error:
-            if not is_another:  # it is the same on all ranks, and refused once
-                problems.add(error)
-            is_another = True
+            others[path] = error
         except SourceError as error:
             problems.add(error)
         return None
 
     shards = [None if path in files.missing else read_or_report(path) for path in paths]
+    is_damage = any(shard is not None for shard in shards)
+    for path, other in others.items():
+        if not is_damage:  # all ranks have the same optimizer, which is refused once
+            problems.add(other)
+            break
+        what = "the optimizer states are of another kind than those of the other ranks"
+        problems.add(SourceError.at(PathIn(name, path), what, COPY_CHECKPOINT, Code.RANKS_DIFFER))
     return _drop_unlike(shards, paths, name, problems)
 
 
