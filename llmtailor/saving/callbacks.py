@@ -93,7 +93,8 @@ def _refusal(trainer: Trainer) -> Problem | None:
         return unsupported(type(made), made.param_groups)
     if given is not None:
         return unsupported(given[0])
-    return None if trainer.is_deepspeed_enabled else unsupported_name(str(trainer.args.optim.value))
+    optim = trainer.args.optim  # transformers makes it an enum of str; a script may set a str later
+    return None if trainer.is_deepspeed_enabled else unsupported_name(str(getattr(optim, "value", optim)))
 
 
 def log_plan(args: TrainingArguments, policy: Policy, save_steps: int | None, overhead: float | None) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer  # noqa: E402
 
 from helpers.cases import diagonal  # noqa: E402
 from llmtailor.errors import SourceError, TailorError, UnsupportedCheckpoint, UsageError  # noqa: E402
-from llmtailor.saving import PartialSaving, saver_for  # noqa: E402
+from llmtailor.saving import PartialSaving, attach, saver_for  # noqa: E402
 from oracle.zero3 import differ  # noqa: E402
 from partial.alone import MOMENTS, Alone  # noqa: E402
 from partial.composing import compose  # noqa: E402
@@ -254,6 +254,13 @@ def test_an_optimizer_that_has_states_is_refused_right_away(tmp_path):
 def test_an_optimizer_that_is_known_by_its_name_is_refused_when_the_saver_is_attached(tmp_path, optim, words):
     with pytest.raises(UnsupportedCheckpoint, match=words):
         Alone(tmp_path / "run", {"save_steps": 4}, optim=optim, optim_target_modules=["q_proj"])
+
+
+def test_a_name_that_a_script_has_set_later_is_known_too(tmp_path):
+    trainer = Alone(tmp_path / "run").trainer
+    trainer.args.optim = "apollo_adamw"
+    with pytest.raises(UnsupportedCheckpoint, match="the optimizer apollo_adamw: GaLore and APOLLO can't"):
+        attach(trainer, save_steps=4)
 
 
 def test_a_placeholder_of_layer_wise_optimizers_is_refused_when_the_saver_is_attached(tmp_path):
