@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from llmtailor.errors import Problem as Problem
     from llmtailor.errors import TailorError as TailorError
     from llmtailor.findings import Finding as Finding
-    from llmtailor.runs.newest import Latest as Latest
-    from llmtailor.runs.newest import find_latest as find_latest
+    from llmtailor.runs.scan import Latest as Latest
+    from llmtailor.runs.scan import find_latest as find_latest
     from llmtailor.training import layer_param_groups as layer_param_groups
     from llmtailor.verify.diff import Diff as Diff
     from llmtailor.verify.diff import diff as diff
@@ -41,14 +41,14 @@ _PUBLIC = {
     "Composition": "llmtailor.compose.plan",
     "Diff": "llmtailor.verify.diff",
     "Finding": "llmtailor.findings",
-    "Latest": "llmtailor.runs.newest",
+    "Latest": "llmtailor.runs.scan",
     "Options": "llmtailor.compose.plan",
     "Problem": "llmtailor.errors",
     "Report": "llmtailor.compose.report",
     "TailorError": "llmtailor.errors",
     "Verdict": "llmtailor.verify.verify",
     "diff": "llmtailor.verify.diff",
-    "find_latest": "llmtailor.runs.newest",
+    "find_latest": "llmtailor.runs.scan",
     "inspect_checkpoint": "llmtailor.verify.inspect",
     "layer_param_groups": "llmtailor.training",
     "merge": "llmtailor.compose.write",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.errors import Problem
-from llmtailor.storage.stand_in import location_of
+from llmtailor.storage.local import location_of
 
 
 def document(schema: str, content: Mapping[str, object]) -> dict[str, Any]:

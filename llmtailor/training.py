@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from llmtailor.checkpoint.layout import LAYER, NO_DECAY, arrange
 from llmtailor.checkpoint.optimizer import NAMES_KEY
-from llmtailor.checkpoint.regroup import LAYER, NO_DECAY, arrange
 from llmtailor.model.find_parts import find_parts
 from llmtailor.model.parts import ModelStructure
 

@@ -20,7 +20,8 @@ from helpers.checkpoints import make
 from llmtailor.checkpoint.layout import Cast, Copy
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import bytes_to_move, write
-from llmtailor.engine import pool, space, streams
+from llmtailor.engine import pool, streams
+from llmtailor.engine import staging as space
 from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, SourceError, StorageError
 

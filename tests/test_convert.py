@@ -21,7 +21,7 @@ from helpers.checkpoints import SMALL, make
 from helpers.commands import run_here
 from helpers.strategies import shapes
 from llmtailor.checkpoint.optimizer import without_names
-from llmtailor.model.states import MASTER
+from llmtailor.model.roles import MASTER
 from llmtailor.recipe import Recipe
 from oracle import zero3
 from synthetic import pickled_as_deepspeed

@@ -12,7 +12,7 @@ import pytest
 
 from llmtailor.cli.main import cli
 from llmtailor.policies import DEFAULT_POLICY
-from llmtailor.policies.spec import POLICIES
+from llmtailor.policies.schedules import POLICIES
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.saving.options import Arguments, SavingOptions
 

@@ -16,7 +16,7 @@ import llmtailor
 from helpers.cases import examples
 from helpers.checkpoints import make
 from helpers.strategies import shapes
-from llmtailor.model.states import WEIGHT
+from llmtailor.model.roles import WEIGHT
 from llmtailor.storage.checksums import part_digest
 from oracle import zero3
 from synthetic import pickled_as_deepspeed

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "llmtailor"
 NOWHERE = {
     "cli/main.py": "an interrupt, or a bug: there is no place to name",
-    "ranks/codec.py": "an interrupt, or a bug: there is no place to name",
+    "ranks/board.py": "an interrupt, or a bug: there is no place to name",
     "engine/pool.py": "an interrupt has no place",
     "verify/smoke.py": "an interrupt has no place",
 }

@@ -12,7 +12,7 @@ import llmtailor
 from helpers.checkpoints import make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.errors import SourceError
-from llmtailor.model.states import EXP_AVG, MASTER, State
+from llmtailor.model.roles import EXP_AVG, MASTER, State
 from llmtailor.recipe import Recipe
 from salvage.damage import flip
 from thin.scene import save_partial

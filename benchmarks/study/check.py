@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmtailor.policies import make_policy
-from llmtailor.runs.newest import compose_newest
+from llmtailor.runs.scan import compose_newest
 from llmtailor.saving import saver_for
 from study.composites import ask, composite, parts_of
 from study.train import Setting, Size, State, Training

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.model.parts import ModelStructure, Piece
-from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.saving.model import Drift, TrainedModel, change_of, find_trained_parts
 from llmtailor.saving.torch_training import PlainTraining

@@ -21,7 +21,7 @@ from llmtailor import errors  # noqa: E402
 from llmtailor.cli.main import DEBUG, EXIT_CODES, cli  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.deepspeed_common.tables import TABLES as DEEPSPEED  # noqa: E402
+from llmtailor.formats.deepspeed_common.shards import TABLES as DEEPSPEED  # noqa: E402
 from llmtailor.loaders.rng import ACCELERATE_TABLE, RNG_TABLE  # noqa: E402
 from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.loaders.stock_fields import EACH, Table  # noqa: E402

@@ -13,8 +13,8 @@ from llmtailor.checkpoint.placement import Absent, AllZero, Bundled, Placement, 
 from llmtailor.errors import Problems
 from llmtailor.findings import Finding
 from llmtailor.model.parts import Param, SavedAs, layer_of, step_of
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
-from llmtailor.storage.listing import FileFact
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.storage.local import FileFact
 
 DEEPSPEED, UNIVERSAL, TRAINER, FSDP, DCP = "deepspeed", "universal", "trainer", "fsdp", "dcp"
 """Families of formats: a ZeRO run of the Trainer, DeepSpeed's universal checkpoint of one, the Trainer's run without

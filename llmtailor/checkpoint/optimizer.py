@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 
 NAMES_KEY = "lt_params"
 """In a param group that `llmtailor.training` made, or that is written here: the names of its params, which torch itself

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from llmtailor.model.states import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
+from llmtailor.model.roles import FROZEN, MASTER, MODULE, WEIGHT, State, is_moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
-"""``llmtailor diff``"""
+"""``llmtailor diff``, and what it prints: a table of changes, and a heat map of layers and modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +14,12 @@ import click
 from llmtailor.cli.command import command, print_json, progress_bar
 from llmtailor.cli.main import DIFFERENT
 from llmtailor.cli.options import COUNT, JSON, LOCATION
+from llmtailor.cli.tables import table
+from llmtailor.model.roles import MASTER, WEIGHT
+from llmtailor.verify.diff import Change
 
 if TYPE_CHECKING:
-    from llmtailor.verify.diff import Compared
+    from llmtailor.verify.diff import Compared, Diff
 
 _LABELS: dict[str, Callable[[Compared], str]] = {
     "part": lambda one: one.part,
@@ -62,7 +68,7 @@ def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int 
       llmtailor diff runs/x/checkpoint-300 runs/x/checkpoint-400 --by tensor --kind master --sort relative --top 20
       llmtailor diff runs/x/checkpoint-400 copy/checkpoint-400 >/dev/null && echo "the copy is exact"
     """
-    from llmtailor.cli.diff_text import diff_text, heat_map
+    from llmtailor.cli.diff import diff_text, heat_map
     from llmtailor.formats.registry import index_checkpoint
     from llmtailor.verify.diff import diff_indexes, to_json
 
@@ -75,3 +81,144 @@ def diff(a: Path, b: Path, by: str, kinds: tuple[str, ...], sort: str, top: int 
         click.echo(diff_text(found, found.by(_LABELS[by]), by, sort, top))
         heat_map(found)
     return 0 if found.is_equal else DIFFERENT
+
+
+_WIDTH = 9
+"""Of a column of the heat map"""
+_SHADES = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
+"""From small to large. Their lightness grows, so they also differ without color."""
+_PIPED_WIDTH = 120
+
+
+def diff_text(found: Diff, rows: Mapping[str, Mapping[str, Change]], by: str, sort: str, top: int | None) -> str:
+    """Return the differences and the table of changes."""
+    lines = [f"A: {found.a}, step {found.steps[0]}", f"B: {found.b}, step {found.steps[1]}", ""]
+    for matters, title in ((True, "different"), (False, "stored differently")):
+        rows_of = [(one.what, one.a, one.b) for one in found.training if one.matters == matters]
+        if rows_of:
+            lines += [table((title, "A", "B"), rows_of), ""]
+    labels = _sorted(rows, sort)
+    kinds = found.kinds
+    if len(kinds) == 1:
+        head, cells, right = _all_of_one_kind(labels, rows, kinds[0], by)
+    else:
+        head, cells, right = _change_of_each_kind(found, labels, rows, kinds, by)
+    lines += [table(head, cells[:top], right=right)]
+    if top is not None and top < len(cells):
+        lines += [f"and {len(cells) - top} more"]
+    unclean = sum(one.change.not_finite for one in found.states)
+    if unclean:
+        lines += ["", f"{unclean:,} elements are NaN or infinite, and left out of the changes"]
+    lines += ["", _verdict(found)]
+    return "\n".join(lines)
+
+
+def _verdict(found: Diff) -> str:
+    if found.is_equal and found.chosen:
+        return f"equal in {', '.join(found.chosen)}; other kinds of states were not compared"
+    if found.is_equal:
+        return f"equal: all {len(found.states)} states compared, and everything else that a training continues from"
+    changed, others = sum(1 for one in found.states if one.change.changed), sum(one.matters for one in found.training)
+    more = f", and {others} other difference{'s' * (others > 1)}" if others else ""
+    return f"different: {changed} of {len(found.states)} states{more}"
+
+
+def _sorted(rows: Mapping[str, Mapping[str, Change]], sort: str) -> list[str]:
+    keys = {"relative": lambda one: one.relative, "largest": lambda one: one.largest, "changed": lambda one: one.share}
+    if sort not in keys:
+        return list(rows)
+    return sorted(rows, key=lambda label: -max(keys[sort](change) for change in rows[label].values()))
+
+
+Table = tuple[tuple[str, ...], list[tuple[object, ...]], Sequence[int]]
+
+
+def _change_of_each_kind(
+    found: Diff, labels: list[str], rows: Mapping[str, Mapping[str, Change]], kinds: list[str], by: str
+) -> Table:
+    masters, moments = found.master_steps, found.part_steps
+    has_steps = by == "part" and any(a != b for a, b in (*masters.values(), *moments.values()))
+    has_moments = has_steps and masters != moments
+    steps = (*(("A step", "B step") if has_steps else ()), *(("A moments at", "B moments at") if has_moments else ()))
+    head = (by, *steps, *kinds, "changed")
+    cells: list[tuple[object, ...]] = []
+    for label in labels:
+        total = sum(rows[label].values(), Change())
+        changes = (relative_text(rows[label].get(kind)) for kind in kinds)
+        of_moments = moments[label] if rows[label].keys() - {WEIGHT, MASTER} else ("-", "-")  # one has none
+        saved = (*(masters[label] if has_steps else ()), *(of_moments if has_moments else ()))
+        cells.append((label, *saved, *changes, _share(total)))
+    return head, cells, range(1, len(head))
+
+
+def _all_of_one_kind(labels: list[str], rows: Mapping[str, Mapping[str, Change]], kind: str, by: str) -> Table:
+    head = (by, kind, "largest", "cosine", "changed", "elements")
+    cells: list[tuple[object, ...]] = []
+    for label in labels:
+        change = rows[label][kind]
+        cosine = "" if change.cosine is None else f"{change.cosine:.6f}"
+        largest = f"{change.largest:.3g}"
+        cells.append((label, relative_text(change), largest, cosine, _share(change), f"{change.numel:,}"))
+    return head, cells, range(1, len(head))
+
+
+def relative_text(change: Change | None) -> str:
+    """Return a relative change: ``=`` if every bit is the same, ``-`` if it was not compared."""
+    if change is None:
+        return "-"
+    return f"{change.relative:.2e}" if change.changed else "="
+
+
+def _share(change: Change) -> str:
+    if 0 < change.share < 0.001:
+        return "<0.1%"
+    return f"{change.share:.1%}" if change.changed else "0"
+
+
+def heat_map(found: Diff) -> None:
+    """Print the relative change of each layer's modules, with shades in a terminal; the numbers say the same."""
+    kind = MASTER if MASTER in found.kinds else found.kinds[0]
+    cells: dict[tuple[int, str], Change] = {}
+    for one in found.states:
+        if one.layer is not None and one.state.kind == kind:
+            at = (one.layer, one.module)
+            cells[at] = cells.get(at, Change()) + one.change
+    finite = [change.relative for change in cells.values() if 0 < change.relative < math.inf]
+    if not finite:
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    low, high = math.log(min(finite)), math.log(max(finite))
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else _PIPED_WIDTH
+    console = Console(width=width, highlight=False, soft_wrap=True)
+    layers, modules = sorted({layer for layer, _ in cells}), list(dict.fromkeys(module for _, module in cells))
+    per_block = max(1, (width - 6) // (_WIDTH + 1))
+    click.echo(f"\nrelative change of {kind}, layers x modules")
+    for start in range(0, len(modules), per_block):
+        block = modules[start : start + per_block]
+        console.print(Text("layer " + " ".join(_head(module).rjust(_WIDTH) for module in block)))
+        for layer in layers:
+            line = Text(f"{layer:>5} ")
+            for number, module in enumerate(block):
+                change = cells.get((layer, module))
+                line.append(" " * bool(number))
+                line.append(relative_text(change).rjust(_WIDTH), style=_style(change, low, high))
+            console.print(line)
+    heads = [_head(module) for module in modules]
+    for head, module in zip(heads, modules, strict=True):
+        if head != module.rpartition(".")[2] or heads.count(head) > 1:
+            click.echo(f"{head}: {module}")
+
+
+def _head(module: str) -> str:
+    return module.rpartition(".")[2][:_WIDTH]
+
+
+def _style(change: Change | None, low: float, high: float) -> str:
+    if change is None or not 0 < change.relative < math.inf:
+        return ""
+    share = (math.log(change.relative) - low) / (high - low) if high > low else 1.0
+    shade = _SHADES[min(int(share * len(_SHADES)), len(_SHADES) - 1)]
+    return f"{'black' if share >= 0.6 else 'white'} on {shade}"

@@ -130,7 +130,7 @@ def _terminate(*_: Any) -> None:
 
 def _fail(error: TailorError) -> None:
     from llmtailor.findings import folded
-    from llmtailor.storage.stand_in import with_urls
+    from llmtailor.storage.local import with_urls
 
     if os.environ.get(DEBUG, "") not in ("", "0"):
         import traceback

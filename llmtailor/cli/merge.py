@@ -108,7 +108,7 @@ def convert(checkpoint: Path, out: Path | None, dtype: str | None, **options: An
       llmtailor convert runs/x/checkpoint-400 out/checkpoint-400 --to fsdp --num-gpu 8
     """
     from llmtailor.recipe import Recipe
-    from llmtailor.storage.stand_in import location_of
+    from llmtailor.storage.local import location_of
 
     base = checkpoint.absolute()
     out = out or base.with_name(f"{base.name}-converted")
@@ -135,8 +135,8 @@ def _run_merge(
         if info is None or info.rank == 0:
             _merge(*choose(), out, None, dry_run=dry_run, **options)
         return
-    from llmtailor.compose.share import meeting
-    from llmtailor.storage.stand_in import stand_in_of
+    from llmtailor.compose.write import meeting
+    from llmtailor.storage.local import stand_in_of
 
     if out is None:
         raise UsageError.at("--distributed", "the ranks communicate next to the output", "name OUT on the command line")

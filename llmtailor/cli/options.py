@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from llmtailor.cli.removed import Choice
+from llmtailor.cli.command import Choice
 from llmtailor.errors import RecipeError, TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class _Location(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and "://" in value:
+            from llmtailor.storage.local import see
             from llmtailor.storage.remote import open_location
-            from llmtailor.storage.stand_in import see
 
             return see(open_location(value))
         return _as_path(super().convert(value, param, ctx))
@@ -49,7 +49,7 @@ def _as_path(value: Any) -> Path:
     path = Path(value)
     if "@" not in path.name:
         return path
-    from llmtailor.storage.stand_in import with_tag
+    from llmtailor.storage.local import with_tag
 
     return with_tag(path)
 

@@ -10,7 +10,7 @@ from llmtailor.errors import Problem, about, counted, printable, ranges, size
 from llmtailor.findings import folded
 from llmtailor.loaders.files import ADAPTER
 from llmtailor.model.parts import condense, group_shares
-from llmtailor.model.states import MASTER
+from llmtailor.model.roles import MASTER
 
 if TYPE_CHECKING:
     from llmtailor.runs.gc import Age, StepAge

@@ -77,7 +77,7 @@ def verify(
       llmtailor verify runs/x/checkpoint-400 --deep
       llmtailor verify runs/x/checkpoint-400 --json | jq -r .verdict
     """
-    from llmtailor.storage.stand_in import stand_in_of
+    from llmtailor.storage.local import stand_in_of
     from llmtailor.verify.verify import to_json, to_text, verify_checkpoint
 
     total = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) if deep else 0
@@ -119,8 +119,8 @@ def latest(run: Path, at: int | None, deep: bool, trust_unrecorded: bool, client
       python train.py --resume_from_checkpoint "$(llmtailor latest runs/x)"
       llmtailor latest runs/x --at 400 --deep
     """
-    from llmtailor.runs.newest import find_latest, latest_to_json
-    from llmtailor.storage.stand_in import location_of
+    from llmtailor.runs.scan import find_latest, latest_to_json
+    from llmtailor.storage.local import location_of
     from llmtailor.verify.verify import to_text
 
     with progress_bar(None, quiet=not deep, label="reading") as on_progress:

@@ -8,9 +8,9 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Plan, Slot
 from llmtailor.checkpoint.placement import without
 from llmtailor.checkpoint.sources import Cut, Sources
-from llmtailor.compose.adam_step import StepChoice
+from llmtailor.compose.averages import StepChoice
 from llmtailor.errors import MismatchError, Problem, some
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State, is_moment
 
 _PARTIAL = (
     "it is a partial checkpoint: name a source for these parts, or let llmtailor merge --run RUN_DIR choose them all"

@@ -16,8 +16,8 @@ from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, FileLayout, Piece, Plan, Slot, Term
 from llmtailor.checkpoint.placement import Absent, AllZero, Placement, Runs, without
 from llmtailor.checkpoint.sources import Cut, Sources, Weights
-from llmtailor.model.states import BUFFER, State
-from llmtailor.storage.stand_in import location_of
+from llmtailor.model.roles import BUFFER, State
+from llmtailor.storage.local import location_of
 
 
 def plan_composite(

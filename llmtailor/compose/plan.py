@@ -11,20 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.checkpoint.index import TRAINER, UNIVERSAL, CheckpointIndex
-from llmtailor.checkpoint.layout import FileLayout, Plan
+from llmtailor.checkpoint.layout import FileLayout, Plan, Regrouping, regroup
 from llmtailor.checkpoint.optimizer import OptimizerLayout, lay_out_optimizer
-from llmtailor.checkpoint.regroup import Regrouping, regroup
 from llmtailor.checkpoint.sources import Cut
 from llmtailor.codes import Code
-from llmtailor.compose.adam_step import StepChoice, choose_steps, rebase_scales, with_steps
-from llmtailor.compose.averages import check_names, number_sources, with_sums
+from llmtailor.compose.averages import (
+    StepChoice,
+    check_names,
+    choose_steps,
+    number_sources,
+    rebase_scales,
+    with_steps,
+    with_sums,
+)
 from llmtailor.compose.checks import check_filled, check_fit, check_one_step, differing_hyperparameters
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.report import FileRow, Report, StepRow, part_rows, source_rows, step_notices
-from llmtailor.engine.moving import Clone
-from llmtailor.engine.space import SPARE_BYTES, free_bytes, space_for
-from llmtailor.engine.staging import check_target, old_output
-from llmtailor.engine.upload import room_to_upload
+from llmtailor.engine.moving import Clone, room_to_upload
+from llmtailor.engine.staging import SPARE_BYTES, check_target, free_bytes, old_output, space_for
 from llmtailor.errors import (
     PathIn,
     Problem,
@@ -48,18 +52,16 @@ from llmtailor.formats.registry import (
 )
 from llmtailor.loaders.files import FOLDER as PARTIAL_FOLDER
 from llmtailor.loaders.files import is_rng_file
-from llmtailor.loaders.known_files import check_replaceable
-from llmtailor.loaders.loader import choose_client, client_of
+from llmtailor.loaders.loader import check_replaceable, choose_client, client_of
 from llmtailor.loaders.trainer_state import state_attempt, state_lags
 from llmtailor.loaders.write import Wanted, lay_out_tokenizer
 from llmtailor.model.parts import ModelStructure, condense
-from llmtailor.model.states import State
+from llmtailor.model.roles import State
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.emit import write_normal_form
 from llmtailor.recipe.parse import load_recipe
 from llmtailor.recipe.resolve import Choice, resolve, weigh
-from llmtailor.storage.listing import Entries
-from llmtailor.storage.stand_in import stand_in_of
+from llmtailor.storage.local import Entries, stand_in_of
 from llmtailor.timing import Stopwatch
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from llmtailor.checkpoint.index import DCP, DEEPSPEED, FSDP, TRAINER, UNIVERSAL, CheckpointIndex
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.checkpoint.sources import Sources
-from llmtailor.compose.adam_step import NOTICEABLE, StepChoice
-from llmtailor.compose.averages import describe
+from llmtailor.compose.averages import NOTICEABLE, StepChoice, describe
 from llmtailor.documents import document, encode
 from llmtailor.errors import Problem, counted
 from llmtailor.findings import folded

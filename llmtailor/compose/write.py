@@ -1,29 +1,53 @@
-"""Writes a planned composite: resume or start over -> execute -> read back -> rename."""
+"""Writes a planned composite, by one process or several ranks: resume or start over, execute, read back, rename.
+
+`prove` reads back an outline of it before any state is moved. ``llmtailor.json`` records sources and checksums.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import tempfile
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from llmtailor import __version__
-from llmtailor.compose.manifest import make_manifest, stated_checksums
+from llmtailor.balance import deal
+from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.layout import Bytes, Copy, FileLayout, Piece, Plan
 from llmtailor.compose.plan import Composition, Options, plan_merge
 from llmtailor.compose.report import Report, card
-from llmtailor.compose.share import gather, leading, read_together, write_share, write_together
+from llmtailor.containers.dcp import METADATA, list_data_records
+from llmtailor.containers.json import MAX_BYTES
+from llmtailor.containers.torch_file import Record, list_records
+from llmtailor.documents import encode
 from llmtailor.engine.copy import Context, FileResult, Moved, execute
-from llmtailor.engine.journal import Identity, Mark, Unfinished, identify, is_another, why_not
-from llmtailor.engine.pool import Stop, stoppable
-from llmtailor.engine.recheck import SourceFile, read_again
-from llmtailor.engine.space import check_space, occupied_bytes
-from llmtailor.engine.staging import Staging, peek, staging_folder
-from llmtailor.engine.upload import Upload, clear, is_unfinished
+from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
+from llmtailor.engine.moving import Upload, clear, is_unfinished
+from llmtailor.engine.pool import Abandoned, Stop, stoppable
+from llmtailor.engine.recheck import SourceFile, Stated, read_again
+from llmtailor.engine.staging import (
+    RANKS,
+    Staging,
+    acquire,
+    check_space,
+    lock_of,
+    occupied_bytes,
+    peek,
+    rank_journal,
+    release,
+    staging_folder,
+)
 from llmtailor.errors import (
     Interrupted,
     PathIn,
@@ -32,23 +56,320 @@ from llmtailor.errors import (
     StorageError,
     TargetError,
     Unanswered,
+    UsageError,
     VerificationError,
 )
 from llmtailor.findings import ERROR, Finding
-from llmtailor.formats.manifest import read_merge
+from llmtailor.formats.manifest import read_manifest, read_merge
 from llmtailor.formats.registry import display_name
 from llmtailor.loaders.files import CARD, MANIFEST
-from llmtailor.loaders.loader import CLIENTS
-from llmtailor.ranks.group import RankGroup
+from llmtailor.loaders.loader import CLIENTS, is_resumed_from
+from llmtailor.model.parts import layer_of
+from llmtailor.model.roles import MODULE, WEIGHT, State
+from llmtailor.ranks.group import LEAVING_S, RankGroup, check_same
+from llmtailor.ranks.launch import RankInfo
 from llmtailor.recipe import Recipe
-from llmtailor.storage.checksums import crc32
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import write_durably
-from llmtailor.storage.stand_in import stand_in_of, stand_ins, with_urls
+from llmtailor.storage.checksums import DIGEST, combine, crc32, part_digest
+from llmtailor.storage.local import (
+    FileFact,
+    Lock,
+    location_of,
+    open_source,
+    stand_in_of,
+    stand_ins,
+    with_urls,
+    write_durably,
+)
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.verify import verify_checkpoint
 
+SCHEMA_MANIFEST = "llmtailor.manifest/1"
+
+
+def make_manifest(
+    composition: Composition,
+    results: Sequence[FileResult],
+    digests: Mapping[SourceFile, str],
+    readme: bytes,
+    merge: str,
+    created: str,
+) -> dict[str, Any]:
+    """Return the content of ``llmtailor.json``.
+
+    ``digests`` are those of the source files; ``readme`` is recorded to detect later edits; ``merge`` is a digest of
+    what was merged, to recognize the same merge.
+    """
+    # Skip ZeRO's rounded masters: a digest depends neither on the stage nor on names on disk.
+    rounded = (MODULE, WEIGHT) if composition.target.has_masters else (MODULE,)
+    crcs: dict[str, list[tuple[State, int, int]]] = defaultdict(list)
+    for state, num_bytes, crc in _state_crcs(results, rounded):
+        crcs[composition.structure.part_of[state.param]].append((state, num_bytes, crc))
+    digest_of = {part: part_digest(found) for part, found in crcs.items()}
+    report = composition.report
+    return {
+        "schema": SCHEMA_MANIFEST,
+        "llmtailor_version": __version__,
+        "merge": merge,
+        "created": created,
+        "base": report.base,
+        "global_step": report.global_step,
+        "world_size": report.world_size,
+        "recipe": {"name": report.recipe, "text": composition.recipe.text},
+        "sources": [
+            {
+                "name": index.name,
+                "path": location_of(index.root.absolute()),
+                "global_step": index.global_step,
+                "files": [
+                    {"path": path, "num_bytes": fact.num_bytes} | _digest_entry(digests.get((number, path)))
+                    for path, fact in index.files.items()
+                ],
+            }
+            for number, index in enumerate(composition.indexes)
+        ],
+        "parts": [{**encode(row), "digest": digest_of.get(layer_of(row.part))} for row in report.parts],
+        "optimizer_steps": encode(report.steps),
+        "files": [
+            {"path": one.path, "num_bytes": one.num_bytes, "crc32": f"{one.crc:08x}"} | _digest_entry(one.digest)
+            for one in results
+        ],
+        "card": {"path": CARD, "num_bytes": len(readme), "crc32": f"{crc32(readme):08x}"},
+        "notices": encode(report.notices),
+    }
+
+
+def _state_crcs(results: Sequence[FileResult], left_out: Container[str]) -> Iterator[tuple[State, int, int]]:
+    """Yield the number of bytes and the CRC-32 of every state but those of some kinds, as written."""
+    runs: dict[State, array[int]] = defaultdict(lambda: array("Q"))  # millions, for a thousand ranks
+    for run in (run for result in results for run in result.runs()):
+        if run.state.kind not in left_out:
+            runs[run.state].extend((run.begin, run.num_bytes, run.crc))
+    for state, packed in runs.items():
+        # elements may be written more than once (a buffer on every rank): count them once, in order
+        written = dict(zip(packed[::3], zip(packed[1::3], packed[2::3], strict=True), strict=True))
+        total, crc = 0, 0
+        for begin in sorted(written):
+            num_bytes, own = written[begin]
+            total, crc = total + num_bytes, combine(crc, own, num_bytes)
+        yield state, total, crc
+
+
+def _digest_entry(digest: str | None) -> dict[str, str]:
+    return {DIGEST: digest} if digest else {}
+
+
+def stated_checksums(composition: Composition, files: Iterable[SourceFile]) -> dict[SourceFile, list[Stated]]:
+    """Return the checksums of these files that the sources state: torch in its files, llmtailor in its manifests."""
+    manifests = [read_manifest(index.root, index.name) for index in composition.indexes]
+    of_dcp = [_data_records(index) for index in composition.indexes]
+    stated: dict[SourceFile, list[Stated]] = defaultdict(list)
+    for number, path in files:
+        index, about = composition.indexes[number], manifests[number]
+        records = of_dcp[number].get(path, ())
+        if path.endswith((".pt", ".pth", ".bin")):
+            records = list_records(index.root, path, PathIn(index.name, path))
+        for record in records:
+            if record.crc is not None:
+                stated[(number, path)].append(Stated(record.name, record.start, record.stop, record.crc))
+        if about is not None and path in about.files and is_resumed_from(path, index):
+            num_bytes, crc = about.files[path]
+            stated[(number, path)].append(Stated("the file", 0, num_bytes, crc))
+    return stated
+
+
+def _data_records(index: CheckpointIndex) -> dict[str, tuple[Record, ...]]:
+    """Return the records of the data files of a source's DCP folders."""
+    folders = [path for path in index.files if path.rpartition("/")[2] == METADATA]
+    found = (list_data_records(index.root, path, PathIn(index.name, path)) for path in folders)
+    return {path: records for each in found for path, records in each.items()}
+
+
 logger = logging.getLogger(__name__)
+_COMMAND = "start all ranks with the same command in the same environment"
+_WAIT = "wait until the sources are complete on all nodes, then rerun the command"
+_MUST_BE_SAME = {
+    "version of llmtailor": (_COMMAND, UsageError),
+    "recipe or options": (_COMMAND, UsageError),
+    "sizes or times of the sources' files": (_WAIT, SourceError),
+    "content of the sources": (_COMMAND, SourceError),
+}
+
+
+@contextmanager
+def meeting(info: RankInfo, out: Path) -> Iterator[RankGroup]:
+    """Yield the ranks that make an output together, which meet in its staging folder.
+
+    Rank 0 holds the output's lock from the beginning to the end. Raises TargetError if another process has it.
+    """
+    out = out.absolute()
+    group = RankGroup(info, staging_folder(out) / RANKS, out, None if info.rank else lock_of(out))
+    if group.lock is not None:
+        # the ranks of an earlier merge may just be leaving
+        acquire(group.lock, out, time.monotonic() + min(LEAVING_S[0], group.limit_s))
+    try:
+        with group:
+            yield group
+    finally:
+        if group.lock is not None:
+            release(group.lock, out)
+
+
+def fingerprint(composition: Composition, identity: Identity) -> dict[str, str]:
+    """Return what must be the same on all ranks."""
+    facts = sorted((path, fact.num_bytes, fact.mtime_ns) for path, fact in identity.sources.items())
+    options = composition.options
+    how = (options.restart, options.replace, options.checksum, options.clone)
+    return {
+        "version of llmtailor": identity.tool_version,
+        "recipe or options": _digest((identity.request, how)),
+        "sizes or times of the sources' files": _digest(facts),
+        "content of the sources": identity.plan,
+    }
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def leading(group: RankGroup | None, stop: Stop) -> Iterator[None]:
+    """On rank 0, end the merge on all ranks when the block ends, and before what it has written is removed."""
+    if group is None:
+        yield
+        return
+    group.attach(stop)
+    try:
+        with _heeding(group):
+            yield
+    except BaseException as error:
+        group.end(error)
+        raise
+    group.end(None)
+
+
+@contextmanager
+def _heeding(group: RankGroup) -> Iterator[None]:
+    """Raise what has ended the work elsewhere, where workers only show that they have stopped."""
+    try:
+        yield
+    except Abandoned:
+        group.check()
+        raise
+
+
+def gather(group: RankGroup, composition: Composition, identity: Identity) -> None:
+    """On rank 0, wait until all ranks have planned. Raises UsageError or SourceError if their plans differ."""
+    check_same(group.collect(fingerprint(composition, identity)), _MUST_BE_SAME)
+
+
+def write_together(
+    group: RankGroup, composition: Composition, staging: Path, context: Context, on_progress: Callable[[int], None]
+) -> list[FileResult]:
+    """On rank 0, write its share; return the results of all ranks in plan order, once all files are there."""
+    group.on_progress = on_progress
+    group.from_first(None)  # the staging folder is ready
+    own = _write(group, composition.plan, staging, context)
+    logger.info("rank 0 has written its %d of %d files", len(own), len(composition.plan.files))
+    results = _collect(group, composition.plan, own)
+    group.wait_for_files(staging, {one.path: one.num_bytes for one in results})
+    return results
+
+
+def read_together(
+    group: RankGroup,
+    composition: Composition,
+    results: Sequence[FileResult],
+    on_progress: Callable[[int], None],
+    stop: Stop,
+) -> dict[SourceFile, str]:
+    """On rank 0, return the digests of all source files that were read, each read again by one of the ranks.
+
+    Raises what `read_again` raises, on whatever rank.
+    """
+    group.from_first([_to_json(one) for one in results])
+    found = group.collect(_read(group, composition, results, on_progress, stop))
+    return dict(sorted(((number, path), digest) for share in found for number, path, digest in share))
+
+
+def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> Moved:
+    """On a rank other than 0, write its share, and return when rank 0 has published the output.
+
+    Raises what ends the merge, wherever it happened.
+    """
+    group.attach(stop)
+    folder, options = staging_folder(composition.out), composition.options
+    group.collect(fingerprint(composition, identity))
+    group.from_first(None)
+    before = peek(composition.out)
+    lock = Lock(rank_journal(folder, group.rank))
+    lock.acquire()
+    try:
+        journal = Journal(lock.fd)
+        journal.begin(identity)
+        context = Context(
+            [index.files for index in composition.indexes],
+            before.marks if before else {},
+            group.count,
+            journal.add,
+            digest=options.checksum,
+            stop=stop,
+            clone=options.clone,
+        )
+        results = _write(group, composition.plan, folder / "out", context)
+    finally:
+        lock.release()
+    _collect(group, composition.plan, results)
+    if options.checksum:
+        written: list[dict[str, Any]] = group.from_first([])
+        everything = list(map(_from_json, composition.plan.files, written))
+        group.collect(_read(group, composition, everything, group.count, stop))
+    group.done()
+    return sum((result.moved for result in results), Moved())
+
+
+def _write(group: RankGroup, plan: Plan, staging: Path, context: Context) -> list[FileResult]:
+    """Write this rank's share of the files. A file is not split."""
+    share = {*deal({file.path: file.num_bytes for file in plan.files}, group.world_size)[group.rank]}
+    with _heeding(group):
+        return execute(replace(plan, files=tuple(file for file in plan.files if file.path in share)), staging, context)
+
+
+def _collect(group: RankGroup, plan: Plan, own: Sequence[FileResult]) -> list[FileResult]:
+    """Return the results of all ranks in plan order, on rank 0."""
+    shares = group.collect({one.path: _to_json(one) for one in own})
+    found = {path: one for share in shares for path, one in share.items()}
+    return [_from_json(file, found[file.path]) for file in plan.files if found]
+
+
+def _read(
+    group: RankGroup,
+    composition: Composition,
+    results: Sequence[FileResult],
+    on_progress: Callable[[int], None],
+    stop: Stop,
+) -> list[tuple[int, str, str]]:
+    """Read this rank's share of the source files again; return their numbers, paths and digests."""
+    asked = composition.plan.summary.read
+    sizes = {(number, path): composition.indexes[number].files[path].num_bytes for number, path in asked}
+    files = sorted(deal(sizes, group.world_size)[group.rank])
+    stated = stated_checksums(composition, files)
+    with _heeding(group):
+        found = read_again(composition.plan, results, set(files), on_progress, stop, stated, set(asked))
+    return [(number, path, found[number, path]) for number, path in files]
+
+
+def _to_json(result: FileResult) -> dict[str, Any]:
+    return {
+        "crc": result.crc,
+        "crcs": base64.b64encode(array("I", result.crcs).tobytes()).decode(),
+        "digest": result.digest,
+        "moved": asdict(result.moved),
+    }
+
+
+def _from_json(file: FileLayout, one: Mapping[str, Any]) -> FileResult:
+    crcs = array("I", base64.b64decode(one["crcs"]))
+    return FileResult(file, one["crc"], crcs, one["digest"], Moved(**one["moved"]))
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -360,3 +681,41 @@ def with_what_is_kept(
 def _has_all(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether a param group has all hyperparameters; a format may add those that its loader asks for."""
     return all(key in written and written[key] == value for key, value in wanted.items())
+
+
+def prove(composition: Composition) -> None:
+    """Write the outline of a composite into a temporary folder, and read it back like the composite.
+
+    The files have their full size, with holes where states will be, so they take as much space as headers and pickles
+    do. Raises what `write` raises if the output does not read back, and OSError if the folder can't be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmtailor-") as name:
+        folder = Path(name)
+        for file in composition.plan.files:
+            _outline(folder / file.path, file, composition.indexes)
+        manifest = make_manifest(composition, (), {}, b"", "", "")
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        check_written(composition, folder)
+
+
+def _outline(path: Path, file: FileLayout, sources: Sequence[CheckpointIndex]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    at = 0
+    with path.open("wb") as out:
+        for piece in file.pieces:
+            if known := _known(piece, sources):
+                out.seek(at)
+                out.write(known)
+            at += piece.num_bytes
+        out.truncate(at)
+
+
+def _known(piece: Piece, sources: Sequence[CheckpointIndex]) -> bytes:
+    """Return the bytes of a piece, nothing for those of states, which a reader does not look at."""
+    if isinstance(piece, Bytes):
+        return piece.data
+    if isinstance(piece, Copy) and piece.state is None and piece.num_bytes <= MAX_BYTES:  # files beside the states
+        index, extent = sources[piece.source], piece.extent
+        with open_source(index.root / extent.path, PathIn(index.name, extent.path)) as source:
+            return bytes(source.read(extent.start, extent.stop))
+    return b""

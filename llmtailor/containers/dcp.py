@@ -27,12 +27,9 @@ from typing import Any
 from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count
-from llmtailor.containers.pickle_machine import MAX_OPCODES
-from llmtailor.containers.pickle_nodes import Call, Global, as_shape
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.torch_zip import list_blob_records
-from llmtailor.containers.unpickle import read_pickle
-from llmtailor.containers.zip import Record
+from llmtailor.containers.torch_file import Record, list_blob_records
+from llmtailor.containers.unpickle import MAX_OPCODES, Call, Global, as_shape, read_pickle
 from llmtailor.errors import COPY_FILE, SourceError, UnsupportedCheckpoint
 from llmtailor.storage.local import read_source
 

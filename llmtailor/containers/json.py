@@ -1,14 +1,27 @@
-"""Untrusted JSON and names: bounded in size, and every malformed value is a SourceError."""
+"""Untrusted JSON and names: bounded in size, and every malformed value is a SourceError.
+
+Typed access to decoded object trees: every wrong or missing value is a SourceError with its location.
+
+A reader of stock files as object trees, from the files themselves or from a partial checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from llmtailor.checkpoint.layout import Copy
+from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
-from llmtailor.errors import damaged
-from llmtailor.storage.local import read_source
+from llmtailor.containers.torch_file import open_torch_file, read_torch_file
+from llmtailor.containers.unpickle import SmallTensor, TensorView, as_shape, as_tensor
+from llmtailor.errors import UnsupportedCheckpoint, damaged
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT
+from llmtailor.storage.local import open_source, read_source
 
 MAX_BYTES = 64 << 20
 """Enough for the log of 400,000 steps in trainer_state.json. The Python objects take up to 20 times as much memory."""
@@ -81,3 +94,245 @@ def is_path_below(path: str) -> bool:
 def is_count(value: Any) -> bool:
     """Return whether a value is a count; True and False are not, though Python treats them as ints."""
     return type(value) is int and 0 <= value < MAX_COUNT
+
+
+_STEP_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+"""torch writes the first; a resume also accepts the others."""
+FLOATING = ("F64", "F32", "F16", "BF16")
+_OF_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_OUR_KINDS = (WEIGHT, MASTER, FROZEN, MODULE, BUFFER)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A contiguous tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+    @property
+    def numel(self) -> int:
+        return self.extent.num_bytes // ITEMSIZE[self.dtype]
+
+
+def read_shapes(node: Any, what: str, where: str) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for name, size in as_dict(node, what, where).items():
+        shape = as_shape(size)
+        if shape is None:
+            raise damaged(where, f"{what} gives no shape for {name}", Code.FIELD_TYPE)
+        shapes[check_name(name, what, where)] = shape
+    return shapes
+
+
+def read_tied(node: Any, where: str) -> dict[str, str]:
+    """Return ``shared_params``: tied names, and the names their values are stored under."""
+    tied = as_dict(node or {}, "shared_params", where)
+    for name in (*tied, *tied.values()):
+        check_name(name, "shared_params", where)
+    if both := tied.keys() & set(tied.values()):
+        raise damaged(where, f"shared_params ties {min(both)}, and ties others to it", Code.TIED)
+    return tied
+
+
+def read_names(node: Any, what: str, where: str) -> frozenset[str]:
+    if not isinstance(node or [], (list, tuple)):
+        raise damaged(where, f"{what} is a {type(node).__name__}, not a list", Code.FIELD_TYPE)
+    return frozenset(check_name(name, what, where) for name in node or ())
+
+
+def extent_of(view: TensorView, what: str, where: str) -> Extent:
+    """Return the extent of a contiguous view's elements. Raises SourceError or UnsupportedCheckpoint."""
+    carried = view.storage.content[0]
+    if not view.is_contiguous:  # torch reads it; here bytes are copied without rearranging them
+        fix = "save it again with contiguous tensors"
+        raise UnsupportedCheckpoint.at(where, f"{what} is not contiguous", fix, Code.STATE_LAYOUT)
+    if not isinstance(carried, Copy) or view.offset + view.numel > view.storage.numel:
+        raise damaged(where, f"{what} extends beyond its storage", Code.STATE_SIZE)
+    itemsize = ITEMSIZE[view.storage.dtype]
+    start = carried.extent.start + view.offset * itemsize
+    return Extent(carried.extent.path, start, start + view.numel * itemsize)
+
+
+def read_tensor(node: Any, what: str, where: str) -> Tensor:
+    view = as_tensor(node)
+    if view is None:
+        raise damaged(where, f"{what} is not a tensor", Code.FIELD_TYPE)
+    return Tensor(view.storage.dtype, view.shape, extent_of(view, what, where))
+
+
+def read_masters(nodes: list[Any], what: str, where: str) -> list[Tensor]:
+    """Return the flat tensors of the master weights. Raises SourceError for one that is not flat."""
+    masters = [read_tensor(node, f"{what}[{number}]", where) for number, node in enumerate(nodes)]
+    for number, master in enumerate(masters):
+        if len(master.shape) != 1:
+            shape = list(master.shape)
+            raise damaged(where, f"{what}[{number}] has shape {shape} instead of being flat", Code.STATE_SIZE)
+    return masters
+
+
+def get(tree: Any, key: str, kind: type, where: str) -> Any:
+    value = as_dict(tree, "the file", where).get(key)
+    if not isinstance(value, kind):
+        if value is None:
+            raise damaged(where, f"{key} is missing", Code.FIELD_MISSING)
+        raise damaged(where, f"{key} is a {type(value).__name__}, not a {kind.__name__}", Code.FIELD_TYPE)
+    return value
+
+
+def get_count(tree: Any, key: str, where: str) -> int:
+    """Return a counter, a non-negative int. Raises SourceError for anything else."""
+    value: int = get(tree, key, int, where)
+    if not is_count(value):
+        raise damaged(where, f"{key} is {value}, not a valid count", Code.FIELD_RANGE)
+    return value
+
+
+def as_dict(value: Any, what: str, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise damaged(where, f"{what} is a {type(value).__name__}, not a dict", Code.FIELD_TYPE)
+    return value
+
+
+def read_elementwise(
+    state: dict[Any, Any], numel: int | None, flat_id: int, where: str
+) -> tuple[dict[str, Tensor], Any]:
+    """Return a sub-group's state as flat tensors, all with ``numel`` elements if that is given, and the step."""
+    kinds = {}
+    for kind, node in state.items():
+        if kind == "step":
+            continue
+        name, view = f"{kind} of sub-group {flat_id}", as_tensor(node)
+        is_flat = view is not None and len(view.shape) == 1
+        if not is_flat and kind not in _OF_ADAM:  # those are elementwise whatever their shape
+            have = f"has shape {list(view.shape)}" if view else "is not a tensor"
+            raise UnsupportedCheckpoint.at(
+                where,
+                f"optimizer state {kind} {have}; only states with one element per element of the params are supported",
+                "use AdamW, DeepSpeedCPUAdam or another optimizer with elementwise state",
+            )
+        if view is None:
+            raise damaged(where, f"{name} is not a tensor", Code.FIELD_TYPE)
+        if numel not in (None, view.numel):
+            raise damaged(where, f"{name} has {view.numel} elements instead of {numel}", Code.STATE_SIZE)
+        kinds[check_kind(kind, where)] = read_tensor(node, f"state[{flat_id}][{kind}]", where)
+    if "step" not in state and _OF_ADAM & kinds.keys():
+        raise damaged(where, f"the step of sub-group {flat_id} is missing", Code.FIELD_MISSING)
+    if "step" not in state:
+        what = f"sub-group {flat_id} has no step; Adam-like optimizers keep one"
+        raise UnsupportedCheckpoint.at(where, what, "leave this checkpoint out")
+    return kinds, state["step"]
+
+
+_OPTION_BYTES = 1024
+"""Larger tensors are no hyperparameters; they stay where they are."""
+
+
+def read_options(root: Path, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the options of a param group, read by `read_option`."""
+    return {key: read_option(root, value, where) for key, value in options.items()}
+
+
+def read_option(root: Path, value: Any, where: str) -> Any:
+    """Return an option of a param group; of small tensors in it, such as ``lr`` and ``betas``, with their bytes.
+
+    Options can then be compared, and written in every layout. Raises SourceError for a file that can't be read.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(read_option(root, one, where) for one in value)
+    view = as_tensor(value)
+    if view is None or view.numel * ITEMSIZE[view.storage.dtype] > _OPTION_BYTES:
+        return value
+    tensor, data = read_tensor(value, "an option of a param group", where), b""
+    if tensor.numel:
+        with open_source(root / tensor.extent.path, where) as file:
+            data = bytes(file.read(tensor.extent.start, tensor.extent.stop))
+    return SmallTensor(tensor.dtype, tensor.shape, data, view.storage.location)
+
+
+def check_kind(kind: Any, where: str) -> str:
+    """Return the name of an elementwise state. Raises SourceError for a name that is reserved here."""
+    if kind in _OUR_KINDS:
+        raise damaged(where, f"an optimizer state is called {kind!r}, which no optimizer uses", Code.FIELD_UNKNOWN)
+    return check_name(kind, "an optimizer state", where)
+
+
+def read_step(root: Path, node: Any, flat_id: int, where: str) -> float:
+    """Return Adam's step, an int or a tensor of one element. Raises SourceError if it is not a number of steps."""
+    if isinstance(node, (int, float)):
+        step: float = node
+    else:
+        tensor = node if isinstance(node, Tensor) else read_tensor(node, f"state[{flat_id}][step]", where)
+        if tensor.dtype not in _STEP_FORMATS or tensor.numel != 1:
+            raise damaged(where, f"the step of sub-group {flat_id} is not a number", Code.FIELD_TYPE)
+        with open_source(root / tensor.extent.path, where) as file:
+            step = struct.unpack(_STEP_FORMATS[tensor.dtype], file.read(tensor.extent.start, tensor.extent.stop))[0]
+    if isinstance(step, bool) or not 0 <= step < MAX_COUNT or step != int(step):
+        raise damaged(where, f"the step of sub-group {flat_id} is {step}, not a number of steps", Code.FIELD_RANGE)
+    return float(step)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A stock file's object tree, as data."""
+
+    tree: Any
+    archive: str | None = None
+    """The stem of the file's name when it was saved; None if unknown"""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A stock file that is not decoded yet."""
+
+    decode: Callable[[], Decoded]
+    """Raises what `Trees.read` raises"""
+    archive: str | None = None
+    """See `Decoded.archive`"""
+    key: bytes | None = None
+    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
+
+
+class Trees(Protocol):
+    """A reader of one checkpoint's stock files."""
+
+    @property
+    def root(self) -> Path: ...
+
+    @property
+    def inside(self) -> Collection[str]:
+        """Stock files, by relative path, that are not files of the folder"""
+        ...
+
+    def read(self, path: str, where: str) -> Decoded:
+        """Decode a stock file; no tensor byte is read. Messages call it ``where``.
+
+        Raises SourceError for missing or damaged files, and UnsafePickle for names that are not on the allow-list.
+        """
+        ...
+
+    def open(self, path: str, where: str) -> Opened:
+        """Read a stock file as far as needed to tell whether it is like another one. Raises what `read` raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTrees:
+    """A reader of stock files as stock software writes them."""
+
+    root: Path
+    inside: Collection[str] = ()
+
+    def read(self, path: str, where: str) -> Decoded:
+        file = read_torch_file(self.root, path, where)
+        return Decoded(file.tree, file.archive)
+
+    def open(self, path: str, where: str) -> Opened:
+        file = open_torch_file(self.root, path, where)
+
+        def decode() -> Decoded:
+            decoded = file.decode()
+            return Decoded(decoded.tree, decoded.archive)
+
+        return Opened(decode, file.archive, file.key)

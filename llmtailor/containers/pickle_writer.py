@@ -10,7 +10,7 @@ import pickle
 import struct
 from typing import Any
 
-from llmtailor.containers.pickle_nodes import STORAGE_CLASSES, Call, Global, Ordered, Storage
+from llmtailor.containers.unpickle import STORAGE_CLASSES, Call, Global, Ordered, Storage
 
 _PROTO, _STOP = b"\x80\x02", b"."
 

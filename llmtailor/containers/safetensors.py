@@ -20,7 +20,7 @@ from llmtailor.checkpoint.placement import Contiguous, Extent
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json, read_strict_json
 from llmtailor.errors import PathIn, Problems, SourceError, damaged
-from llmtailor.model.states import ITEMSIZE, WEIGHT, State
+from llmtailor.model.roles import ITEMSIZE, WEIGHT, State
 from llmtailor.storage.local import open_source
 
 SINGLE = "model.safetensors"

@@ -5,6 +5,10 @@ moved as one range, and a long range does not pass through the buffer (`engine.m
 durable, its worker continues with the next. The CRC-32 of every byte is computed on the way: for the zip records, the
 files and the states. What an earlier run wrote is read back by the same pieces, so only its size and CRC need be
 recorded.
+
+How much of a file is there, and the checksums of what is.
+
+Computes weighted sums of elements of several sources, chunk by chunk, and computes them again as a check.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import logging
 import operator
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -22,18 +26,98 @@ from threading import BoundedSemaphore
 
 from llmtailor.checkpoint.layout import Blend, Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
 from llmtailor.engine import streams
-from llmtailor.engine.blending import blended
-from llmtailor.engine.filled import Filled
 from llmtailor.engine.journal import Mark
-from llmtailor.engine.moving import Clone, Mover
-from llmtailor.engine.pool import Inline, Stop, num_writers, run_all
-from llmtailor.engine.streams import Output, Sources, Store, cannot_write, direct_bytes
-from llmtailor.engine.upload import Upload
-from llmtailor.model.states import ITEMSIZE, State
-from llmtailor.storage.checksums import crc32, new_digest
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.stand_in import STORE_WORKERS, stand_ins
+from llmtailor.engine.moving import Clone, Mover, Upload
+from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
+from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources, Store, cannot_write, changed, direct_bytes
+from llmtailor.errors import SourceError
+from llmtailor.model.roles import ITEMSIZE, State
+from llmtailor.storage.checksums import combine, crc32, new_digest
+from llmtailor.storage.local import STORE_WORKERS, FileFact, stand_ins
 from llmtailor.timing import Stopwatch
+
+
+class Filled:
+    """The pieces that a file has so far, with their checksums."""
+
+    def __init__(self, plan: FileLayout):
+        self.plan = plan
+        self.ranges = _Ranges(piece for piece in plan.pieces if isinstance(piece, Crc))
+        self.crc = 0
+        self.crcs: list[int] = []
+        self.at = 0
+
+    def missing(self) -> tuple[Piece, ...]:
+        return self.plan.pieces[len(self.crcs) :]
+
+    def add(self, piece: Piece, crc: int) -> None:
+        self.ranges.add(self.at, crc, piece.num_bytes)
+        self.crc = combine(self.crc, crc, piece.num_bytes)
+        self.crcs.append(crc)
+        self.at += piece.num_bytes
+
+
+class _Ranges:
+    """The CRC-32 of the ranges that checksum pieces need; they never overlap, and come in order."""
+
+    def __init__(self, wanted: Iterator[Crc]):
+        self.spans = sorted({(piece.start, piece.stop) for piece in wanted}, reverse=True)
+        self.done: dict[tuple[int, int], int] = {}
+        self.crc = 0
+
+    def add(self, start: int, crc: int, length: int) -> None:
+        while self.spans and self.spans[-1][1] <= start:
+            self.done[self.spans.pop()] = self.crc
+            self.crc = 0
+        if self.spans and self.spans[-1][0] <= start:
+            self.crc = combine(self.crc, crc, length)
+
+    def crc_of(self, piece: Crc, at: int) -> int:
+        self.add(at, 0, 0)
+        return self.done[(piece.start, piece.stop)]
+
+
+CHUNK_ELEMENTS = BUFFER_BYTES // 16
+"""So that the fp64 sum and a term fit into a core's cache"""
+
+
+def blended(piece: Blend, sources: Sources, stop: Stop) -> Iterator[bytes]:
+    """Yield the bytes of a piece in order. Raises SourceError or StorageError as `Sources.read_into` does."""
+    from llmtailor.storage.casts import add  # numpy takes a while
+
+    if not piece.terms:
+        for begin in range(0, piece.numel, CHUNK_ELEMENTS):
+            yield bytes(min(CHUNK_ELEMENTS, piece.numel - begin) * ITEMSIZE[piece.dtype])
+        return
+    terms = [sources.chunks(term, CHUNK_ELEMENTS * ITEMSIZE[term.source_dtype]) for term in piece.terms]
+    for read in zip(*terms, strict=True):
+        stop.check()
+        yield add(
+            ((data, term.source_dtype, term.factor) for data, term in zip(read, piece.terms, strict=True)), piece.dtype
+        )
+
+
+def sum_again(
+    plan: Plan, sums: Sequence[Sequence[tuple[Blend, int]]], files: Collection[tuple[int, str]], stop: Stop
+) -> None:
+    """Compute sums again, given with the CRC-32 of what was written, as lists that may be computed in parallel.
+
+    ``files``, positions in `Plan.sources` with paths, are those that may have changed. Raises SourceError if one has,
+    or StorageError.
+    """
+    run_all([partial(_sum_again, plan, pieces, files, stop) for pieces in sums], num_workers(), stop)
+
+
+def _sum_again(plan: Plan, pieces: Sequence[tuple[Blend, int]], files: Collection[tuple[int, str]], stop: Stop) -> None:
+    sources = Sources(plan.sources, {}, {})
+    for piece, wanted in pieces:
+        crc = 0
+        for some in blended(piece, sources, stop):
+            crc = crc32(some, crc)
+        if crc != wanted:
+            suspects = {sources.where(one) for one in piece.terms if (one.source, one.extent.path) in files}
+            raise SourceError(problem for where in sorted(suspects) for problem in changed(where).problems)
+
 
 logger = logging.getLogger(__name__)
 MARK_BYTES = 256 << 20

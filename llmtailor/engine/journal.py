@@ -20,8 +20,7 @@ from typing import Any
 
 from llmtailor.checkpoint.layout import Plan
 from llmtailor.errors import some
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import chunks, write_all
+from llmtailor.storage.local import FileFact, chunks, write_all
 
 
 @dataclass(frozen=True, slots=True)

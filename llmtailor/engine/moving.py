@@ -2,19 +2,31 @@
 
 A file system with reflinks (XFS, Btrfs, some network ones) lets a file share blocks with another one, *clones* them: no
 byte is written, and both files can be changed or deleted independently. Cloned bytes are still read, for the checksums.
+
+Uploads an output to an object store.
+
+A store has no rename that publishes a folder. So a marker is there first and removed last, after everything was read
+back and verified: a folder with the marker is no checkpoint for any command. Each file is uploaded as soon as it is
+made, and its local copy removed, so that local space is needed for few files at a time.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Generator, Iterator
+import shutil
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from llmtailor.checkpoint.layout import Copy, whole_blocks
+from llmtailor.engine.pool import Stop
 from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources
-from llmtailor.errors import StorageError
-from llmtailor.storage.ahead import Ahead
-from llmtailor.storage.local import clone_range
+from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, VerificationError
+from llmtailor.storage.local import UPLOADING, Ahead, Remote, clone_range, list_files, read_source, stand_in_of
 
 Clone = Literal["auto", "never", "require"]
 """Whether an output shares blocks with its sources: where the file system can, never, or fail where it can't"""
@@ -100,3 +112,123 @@ def _copy(piece: Copy, start: int, stop: int, sources: Sources, output: Output) 
         sources.read_into(piece, start, room)
         yield output.commit(len(room))
         start += len(room)
+
+
+_FILES = "files"
+_MAX_MARKER_BYTES = 64 << 20
+_POLL_S = 0.5
+
+
+def is_unfinished(out: Path) -> bool:
+    """Return whether a folder in a store is what an upload left that was cut off."""
+    return stand_in_of(out) is not None and (out / UPLOADING).is_file()
+
+
+def clear(out: Path) -> None:
+    """Remove what such an upload left. Raises TargetError if anything else is there, StorageError, SourceError."""
+    remote, inside = _of(out)
+    try:
+        marker = json.loads(read_source(out / UPLOADING, f"{remote.url}/{UPLOADING}", _MAX_MARKER_BYTES))
+        begun = {UPLOADING, *map(str, marker[_FILES])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise TargetError.at(out, f"{UPLOADING} in it is not llmtailor's", "choose another output") from error
+    if others := sorted(list_files(out).keys() - begun):
+        what = f"an upload to it was interrupted, and other files were added since: {', '.join(others[:3])}"
+        raise TargetError.at(out, what, "choose another output")
+    remote.remove(inside + name for name in sorted(list_files(out), key=lambda name: name == UPLOADING))
+    remote.list()
+    shutil.rmtree(out)  # the stand-in's folders
+
+
+def room_to_upload(num_bytes: Iterable[int]) -> int:
+    """Return the local space that the upload of files of these sizes takes: while one is uploaded, another is made."""
+    return sum(sorted(num_bytes)[-2:])
+
+
+class Upload:
+    """The upload of an output, file by file, as they are made; a context manager around making them.
+
+    After an error in the block the marker stays, so that the next upload begins anew; but an output that was refused
+    is removed.
+
+    Args:
+        out: the stand-in of a folder in a store, with nothing in it.
+        num_bytes: the size of each file that will be uploaded.
+        on_progress: called with numbers of bytes, from several threads.
+        stop: checked between requests.
+    """
+
+    def __init__(self, out: Path, num_bytes: Mapping[str, int], on_progress: Callable[[int], None], stop: Stop) -> None:
+        self.out = out
+        self._names, self._on_progress, self._stop = sorted(num_bytes), on_progress, stop
+        self._remote, self._inside = _of(out)
+        self._room, self._used = room_to_upload(num_bytes.values()), 0
+        self._freed = threading.Condition()
+
+    def __enter__(self) -> Upload:
+        with self._faults():
+            self._remote.put_bytes(self._inside + UPLOADING, json.dumps({_FILES: self._names}).encode())
+        return self
+
+    @contextmanager
+    def room_for(self, num_bytes: int) -> Iterator[None]:
+        """Wait until the files that are made or uploaded now leave local space for another one."""
+        with self._freed:
+            while self._used and self._used + num_bytes > self._room:
+                self._freed.wait(_POLL_S)
+                self._stop.check()
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._used -= num_bytes
+                self._freed.notify_all()
+
+    def take(self, path: Path, name: str, crc: int) -> None:
+        """Upload a local file, read it back from the store, and remove the local one.
+
+        Raises StorageError if the store refuses, or returns something else than bytes of this CRC-32, and Interrupted.
+        """
+        self._stop.check()
+
+        def on_read(num_bytes: int) -> None:
+            self._stop.check()
+            self._on_progress(num_bytes)
+
+        with self._faults():
+            self._remote.put(self._inside + name, path, crc, on_read)
+            path.unlink()
+
+    def show(self) -> None:
+        """Make the stand-in's files those that were uploaded, without the marker."""
+        with self._faults():
+            self._remote.list()
+            (self.out / UPLOADING).unlink(missing_ok=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            with self._faults():
+                self._remote.remove([self._inside + UPLOADING])
+            return
+        shutil.rmtree(self.out, ignore_errors=True)
+        with suppress(OSError, TailorError):
+            self._remote.list()  # so that the same call begins anew
+            if isinstance(error, (SourceError, VerificationError)):
+                clear(self.out)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"can't upload: {error.strerror or error}"
+            raise StorageError.at(self._remote.url, what, "check the store, and rerun the same command") from error
+
+
+def _of(out: Path) -> tuple[Remote, str]:
+    found = stand_in_of(out)
+    assert found is not None, "uploads go to stand-ins"
+    return found[0], f"{found[1]}/" if found[1] else ""

@@ -9,15 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from llmtailor.checkpoint.layout import Blend, Cast, Copy, Plan
-from llmtailor.engine.blending import sum_again
-from llmtailor.engine.copy import FileResult
+from llmtailor.engine.copy import FileResult, sum_again
 from llmtailor.engine.pool import Stop, num_workers, run_all
 from llmtailor.engine.streams import cannot_read, changed
 from llmtailor.errors import COPY_FILE, SourceError
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.checksums import crc32, new_digest
-from llmtailor.storage.local import EndsEarly, whole_file
-from llmtailor.storage.stand_in import locate
+from llmtailor.storage.local import EndsEarly, locate, whole_file
 
 CHUNK_BYTES = 1 << 20
 

@@ -2,6 +2,10 @@
 
 Until the rename the output does not exist (or is the old one, whole, if it may be replaced). An interrupted merge
 leaves a hidden folder with a journal, from which the same merge resumes.
+
+Renames of finished folders that replace others.
+
+Room on disk: what an output needs, what there is.
 """
 
 from __future__ import annotations
@@ -11,19 +15,80 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from llmtailor.checkpoint.layout import Plan
 from llmtailor.engine.journal import Identity, Journal, Unfinished, read_journal
-from llmtailor.engine.placing import check_old, replace_old
-from llmtailor.engine.upload import is_unfinished
-from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered
-from llmtailor.storage.listing import Entries
-from llmtailor.storage.local import fsync_folder, make_folder, rename_new
-from llmtailor.storage.lock import Held, Lock
-from llmtailor.storage.stand_in import location_of, stand_in_of
+from llmtailor.engine.moving import Clone, is_unfinished
+from llmtailor.errors import Interrupted, StorageError, TailorError, TargetError, Unanswered, some
+from llmtailor.storage.local import (
+    Entries,
+    Held,
+    Lock,
+    added_since,
+    fsync_folder,
+    location_of,
+    make_folder,
+    rename_new,
+    replace_folder,
+    stand_in_of,
+)
+
+
+def put_in_place(new: Path, target: Path, aside: Mapping[Path, Path]) -> None:
+    """Rename a finished folder to ``target``, and other folders, possibly including ``target``, to other names.
+
+    Nothing is deleted or copied, and ``target`` exists, whole, at every moment from the first rename on. All are in
+    one folder. Raises TargetError if one of the new names is taken, StorageError if a rename fails.
+    """
+    try:
+        if new != target:
+            if target.exists():
+                if aside[target].exists():
+                    raise FileExistsError(errno.EEXIST, "it exists", str(aside[target]))
+                replace_folder(new, target, aside[target])
+                fsync_folder(target.parent)
+                if new.exists():
+                    rename_new(new, aside[target])
+            else:
+                rename_new(new, target)
+            fsync_folder(target.parent)
+        for folder, name in aside.items():
+            if folder != target:
+                rename_new(folder, name)
+        fsync_folder(target.parent)
+    except FileExistsError as error:
+        raise TargetError.at(error.filename, "the name is already taken", "move that folder away") from error
+    except OSError as error:
+        fix = "check the disk and permissions"
+        raise StorageError.at(target, f"can't rename: {error.strerror}", fix) from error
+
+
+def check_old(folder: Path, out: Path, replaces: Entries) -> None:
+    """Raise TargetError for anything added to an old output since it was found to be replaceable."""
+    if added := added_since(folder, replaces):
+        what = f"the output was not replaced: {some(added, 8)} appeared or changed in the meantime"
+        raise TargetError.at(out, what, "move them elsewhere and rerun the command, or choose another output")
+
+
+def replace_old(new: Path, out: Path, aside: Path, replaces: Entries) -> None:
+    """Replace the old output with a finished one; the old one is then at ``new``, or else at ``aside``.
+
+    The old one is checked before, and again where no other process finds it. Raises TargetError, after putting it back,
+    if something was added to it; or OSError.
+    """
+    check_old(out, out, replaces)
+    replace_folder(new, out, aside)
+    old = new if new.exists() else aside
+    try:
+        check_old(old, out, replaces)
+    except TargetError:
+        replace_folder(old, out, new)
+        raise
+
 
 logger = logging.getLogger(__name__)
 JOURNAL, OWNER, OLD, RANKS = "journal", "owner", "old", "ranks"
@@ -358,3 +423,42 @@ def remove_left_over(out: Path) -> None:
     with left_over(out) as is_unused:
         if is_unused and staging_folder(out).exists():
             shutil.rmtree(staging_folder(out))
+
+
+SPARE_BYTES = 16 << 20
+"""Free space needed for folders, manifest and file system overhead, in addition to the bytes of a plan"""
+
+
+def space_for(plan: Plan, clone: Clone) -> int:
+    """Return the bytes that the files of a plan take; only ``clone="require"`` promises that some are shared."""
+    return plan.num_bytes - (plan.shareable_bytes if clone == "require" else 0) + SPARE_BYTES
+
+
+def check_space(out: Path, num_bytes: int) -> None:
+    """Raise StorageError if the file system of ``out`` has fewer bytes free."""
+    free = free_bytes(out)
+    if free < num_bytes:
+        raise StorageError.at(
+            out,
+            f"{num_bytes:,} bytes are needed, but {free:,} are free",
+            f"free {num_bytes - free:,} bytes, or choose an output on another disk",
+        )
+
+
+def free_bytes(out: Path) -> int:
+    """Return the bytes free for this user on the file system where ``out`` will be."""
+    there = out.absolute()
+    while not there.exists():
+        there = there.parent
+    stat = os.statvfs(there)
+    return stat.f_bavail * stat.f_frsize
+
+
+def occupied_bytes(out: Path) -> int:
+    """Return the space that an earlier merge into ``out`` takes and the next one reuses."""
+    total = 0
+    for folder, _, names in os.walk(staging_folder(out)):
+        for name in names:
+            with suppress(FileNotFoundError):  # another merge is running during a dry run
+                total += (Path(folder) / name).lstat().st_blocks * 512
+    return total

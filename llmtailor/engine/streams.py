@@ -14,10 +14,18 @@ from typing import Protocol
 from llmtailor.checkpoint.layout import BLOCK_BYTES, Cast, Copy, Term
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import SourceError, StorageError
-from llmtailor.storage.ahead import Ahead
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import Changed, EndsEarly, Files, OpenFile, bypass_cache, chunks, write_all
+from llmtailor.storage.local import (
+    Ahead,
+    Changed,
+    EndsEarly,
+    FileFact,
+    Files,
+    OpenFile,
+    bypass_cache,
+    chunks,
+    write_all,
+)
 
 BUFFER_BYTES = 512 << 10
 """Small enough for a core's cache, so that a chunk is read, summed and written without going to memory in between"""

@@ -2,15 +2,28 @@
 
 A reader turns a folder into a `CheckpointIndex` with its `TrainState`. A writer turns the base's index, and what is
 `Wanted`, into the layouts of files. Each format is a folder beside this file; `formats.registry` lists them.
+
+What a reader returns, and what is done alike for all formats: the loader's files enter the index and are compared
+with it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
-from llmtailor.checkpoint.index import CheckpointIndex
+from llmtailor.checkpoint.index import CheckpointIndex, PartSteps, Survey
 from llmtailor.checkpoint.layout import FileLayout
-from llmtailor.errors import Problem
+from llmtailor.codes import Code
+from llmtailor.errors import PathIn, Problem, Problems, attempt
+from llmtailor.findings import NOTE, Finding
+from llmtailor.formats.manifest import read_part_steps
+from llmtailor.loaders.read import TrainerFiles
+from llmtailor.loaders.rng import find_lost_rng
+from llmtailor.loaders.scheduler import compare_scheduler
 from llmtailor.loaders.write import Wanted
 
 
@@ -27,3 +40,95 @@ class Writer(Protocol):
         Raises SourceError or UnsupportedCheckpoint for a base that lacks something that the format needs.
         """
         ...
+
+
+_SHOWN = 3
+
+
+def _no_findings(index: CheckpointIndex) -> Iterable[Finding]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a reader has found; `finish` does the rest."""
+
+    problems: Problems
+    """All reasons to refuse the checkpoint as a source, also those that `finish` finds"""
+    index: CheckpointIndex | None = None
+    """Of the files with states; None if damage hides where they are. Its findings are the reader's."""
+    trainer: TrainerFiles | None = None
+    """The loader's files; None for a folder without any"""
+    check: Callable[[CheckpointIndex], Iterable[Finding]] = _no_findings
+    """Checks of the format with the loader's files in the index. May raise SourceError."""
+
+
+class Reader(Protocol):
+    """A module that reads one format."""
+
+    def detects(self, root: Path) -> bool:
+        """Return whether a folder is, or was, a checkpoint of this format; `read` reports what is missing."""
+        ...
+
+    def read(self, root: Path, name: str, client: str | None = None) -> Draft:
+        """Read what is left of a checkpoint, damaged or not; only the tensor bytes of each ``step`` are read.
+
+        ``client`` is whose loader it is judged by; None for the one that its files say.
+
+        Raises SourceError or UnsupportedCheckpoint for a folder that is not a readable checkpoint.
+        """
+        ...
+
+
+def finish(draft: Draft, root: Path, name: str) -> Survey:
+    """Return the index with the loader's files, the steps of a composite's parts, and all findings."""
+    steps = attempt(lambda: read_part_steps(root, name), draft.problems)
+    if draft.index is None:
+        return Survey(None, draft.problems)
+    index, trainer = draft.index, draft.trainer
+    if trainer is not None:
+        index = replace(
+            index,
+            files={**trainer.files, **index.files},
+            held={**index.held, **trainer.weights},
+            client=trainer.client.name,
+            train=replace(index.train, trees=trainer.trees),
+            findings=(*trainer.findings, *index.findings),
+        )
+    findings = [
+        *index.findings,
+        *(attempt(lambda: [*draft.check(index)], draft.problems) or ()),
+        *(_compare_loader(index, trainer) if trainer is not None else ()),
+        *_links_outside(index),
+    ]
+    known = replace(index, composite=PartSteps(*steps or ()), findings=tuple(findings))
+    return Survey(known, draft.problems)
+
+
+def _compare_loader(index: CheckpointIndex, trainer: TrainerFiles) -> Iterator[Finding]:
+    """Yield findings on the scheduler and on the states of random numbers."""
+    if trainer.scheduler is not None:
+        groups = [group.hyper for group in index.groups]
+        # without ZeRO, the format's check compares the steps
+        expected = index.global_step - index.zero.skipped_steps if index.form.has_masters else None
+        yield from compare_scheduler(trainer.scheduler, PathIn(index.name, trainer.client.scheduler), groups, expected)
+    yield from find_lost_rng({*trainer.files, *trainer.inside}, index.world_size, index.name, trainer.client)
+
+
+def _links_outside(index: CheckpointIndex) -> list[Finding]:
+    """Return findings on symbolic links to outside the folder. They are followed: a Hub cache consists of them."""
+    inside = index.root.resolve()
+    paths = dict.fromkeys([*index.files, *filter(None, [index.zero.tag])])
+    links = [path for path in paths if (index.root / path).is_symlink()]
+    outside = [path for path in links if not (index.root / path).resolve().is_relative_to(inside)]
+    if not outside:
+        return []
+    what = f"{len(outside)} of its files are symbolic links to outside the folder: {', '.join(outside[:_SHOWN])}"
+    fix = "check their targets if you did not create them: a composite gets copies"
+    return [Finding(index.name, what, fix, Code.LINKS_OUTSIDE, NOTE)]
+
+
+def usual_dtype(dtypes: Iterable[str]) -> str:
+    """Return the precision of a training by the dtypes of its weights: ``F32``, ``BF16`` or ``F16``."""
+    counts = Counter(dtypes)
+    return max(("F32", "BF16", "F16"), key=lambda dtype: counts[dtype])

@@ -12,7 +12,7 @@ from llmtailor.checkpoint.index import LIGHTNING
 from llmtailor.checkpoint.lineage import THINNED, Past, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import check_name, is_count, read_json
-from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.formats.common.lightning import is_lightnings
 from llmtailor.formats.deepspeed_common.files import model_name

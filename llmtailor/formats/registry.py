@@ -16,28 +16,26 @@ from llmtailor.checkpoint.placement import without
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA
 from llmtailor.errors import MismatchError, SourceError, damaged, printable
-from llmtailor.formats.common.ask_transformers import describe_model
+from llmtailor.formats import lightning as lightning_reader
+from llmtailor.formats import lightning as lightning_writer
+from llmtailor.formats import plain as plain_reader
+from llmtailor.formats import plain as plain_writer
+from llmtailor.formats import universal as universal_reader
+from llmtailor.formats import universal as universal_writer
+from llmtailor.formats import zero as zero_reader
+from llmtailor.formats import zero as zero_writer
+from llmtailor.formats.common.names import describe_model
 from llmtailor.formats.dcp import read as dcp_reader
 from llmtailor.formats.dcp.write import DcpWriter
-from llmtailor.formats.finish import Reader, finish
-from llmtailor.formats.format import Writer
-from llmtailor.formats.lightning import read as lightning_reader
-from llmtailor.formats.lightning import write as lightning_writer
+from llmtailor.formats.format import Reader, Writer, finish
 from llmtailor.formats.partial import read as partial_reader
-from llmtailor.formats.plain import read as plain_reader
-from llmtailor.formats.plain import write as plain_writer
-from llmtailor.formats.universal import read as universal_reader
-from llmtailor.formats.universal import write as universal_writer
-from llmtailor.formats.zero import read as zero_reader
-from llmtailor.formats.zero import write as zero_writer
 from llmtailor.loaders.files import CONFIG
 from llmtailor.loaders.loader import CLIENTS
 from llmtailor.loaders.read import read_config
-from llmtailor.model.experts import split_experts
-from llmtailor.model.find_parts import find_parts
+from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import BUFFER, FROZEN, WEIGHT, is_moment
-from llmtailor.storage.stand_in import UPLOADING, location_of, see, stand_in_of
+from llmtailor.model.roles import BUFFER, FROZEN, WEIGHT, is_moment
+from llmtailor.storage.local import UPLOADING, location_of, see, stand_in_of
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from llmtailor.errors import PathIn, Problem, SourceError, some
 from llmtailor.loaders.files import ADAPTER, ADAPTER_CONFIG
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
-from llmtailor.model.disk_names import AS_IN_MEMORY, Naming, naming_of, on_disk
+from llmtailor.model.mergekit_data import AS_IN_MEMORY, Naming, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 SHARD_BYTES = 5_000_000_000
 """Larger weights are split over several files, which are then written in parallel."""

@@ -24,7 +24,7 @@ from llmtailor.errors import Problem, UnsupportedCheckpoint, UsageError
 from llmtailor.loaders.files import CKPT, TRAINER_STATE
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
-from llmtailor.runs.newest import compose_newest
+from llmtailor.runs.scan import compose_newest
 from llmtailor.saving.api import SaverCallback, make_saver
 from llmtailor.saving.client_state import LightningClient
 from llmtailor.saving.options import SavingArguments

@@ -10,33 +10,54 @@
 Under DeepSpeed, the Trainer looks for a tag folder ``global_step*``, accelerate for ``pytorch_model`` and Lightning for
 ``checkpoint``; an engine takes any that ``latest`` names. Checked against transformers 5.23, accelerate 1.15, lightning
 2.6.6 and deepspeed 0.19.8.
+
+The files of a checkpoint's folder that a training or llmtailor is known to have made: only these may be removed.
+
+A name is known if the Trainer, DeepSpeed, transformers or PEFT saves something under it, given the other files there:
+``pytorch_model.bin`` is the Trainer's if there are no safetensors, and a user's own if there are. Files that people
+write or edit, above all README.md, are identified by their content. Everything else is unknown, including links, which
+none of these makes. Checked against transformers 5.23, DeepSpeed 0.19 and peft 0.21.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
-from llmtailor.checkpoint.index import (
-    ACCELERATE,
-    DCP,
-    DEEPSPEED,
-    LIGHTNING,
-    TRAINER,
-    UNIVERSAL,
-    CheckpointIndex,
-)
-from llmtailor.errors import MismatchError
+from llmtailor.checkpoint.index import ACCELERATE, DCP, DEEPSPEED, LIGHTNING, TRAINER, UNIVERSAL, CheckpointIndex
+from llmtailor.containers.dcp import DATA_FILE, METADATA
+from llmtailor.containers.json import read_json
+from llmtailor.containers.safetensors import INDEX, SINGLE
+from llmtailor.errors import MismatchError, SourceError, TargetError, some
 from llmtailor.loaders.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CARD,
     CKPT,
+    CONFIG,
     FOLDER,
+    LATEST,
+    LATEST_UNIVERSAL,
+    MANIFEST,
     OPTIM_STATES,
     PARTIAL_MANIFEST,
     TRAINER_STATE,
+    Holds,
+    holds,
+    is_known_name,
+    is_shard_name,
     is_sign_of,
+    is_tensor_file,
+    is_weight_file,
 )
+from llmtailor.storage.local import Entries, FileFact, list_entries, open_source, read_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +228,234 @@ def is_partial(root: Path) -> bool:
 def looks_partial(root: Path) -> bool:
     """Return whether a folder is a partial checkpoint, or the place of an unfinished one."""
     return is_partial(root) or root.absolute().parent.name == FOLDER
+
+
+_SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_OF_RANK = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_BIN = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5}\.bin|\.bin(\.index\.json)?)")
+_TAG = re.compile(r"global_step[0-9]+(_universal)?|pytorch_model")
+_OF_UNIVERSAL = re.compile(r"zero/(optimizer_state\.pt|[^/]+/(\w+\.pt)?)?")
+_DCP_FOLDERS = ("pytorch_model_fsdp_0/", "optimizer_0/")
+_TEMPLATES = "additional_chat_templates"
+_WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json")
+_MAX_CARD_BYTES = 1 << 20
+_PEFT_CARDS = {
+    "b352b01e1abe4fa60cdd3d711655a52a604c6dc548f0fbbfb6c6bfae447c797f",  # huggingface_hub 0.17 and later
+    "549883e85dc3c2115ad098e60382df8c1b9008e4f8062ddc5f6015064a3d33bd",  # before
+}
+"""Digests of the lines of PEFT's model card, without its version"""
+_OF_PEFT = re.compile(r"### Framework versions|- PEFT \S+")
+_OF_FRONT = re.compile(r"(base_model|library_name|pipeline_tag|tags):|\s*- |\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The entries of a folder."""
+
+    known: Entries
+    """Files and folders of known origin"""
+    unknown: tuple[str, ...]
+    """All others, without the contents of unknown folders, which end in ``/``"""
+    is_training: bool
+    """Whether it has any training state: weights and settings alone could be anyone's model"""
+    is_partial: bool
+    """Whether it is a partial checkpoint, finished or not"""
+
+
+def survey_contents(root: Path) -> Contents:
+    """Return the classified entries of a folder; unknown folders are not searched. Raises OSError."""
+    top = list_entries(root)
+    recognizer = _Recognizer(root, top)
+    known: dict[str, FileFact | None] = {}
+    unknown: list[str] = []
+    for path, fact in top.items():
+        if fact is None and path.endswith("/") and (is_known := recognizer.folder(path)):
+            known[path] = fact
+            _sort(root, path, "", is_known, known, unknown)
+        elif fact is not None and recognizer.file(path):
+            known[path] = fact
+        else:
+            unknown.append(path)
+    is_training = any(
+        path == TRAINER_STATE or holds(path, Holds.STATES) or is_shard_name(path.rpartition("/")[2]) for path in known
+    )
+    return Contents(known, tuple(sorted(unknown)), is_training, recognizer.is_partial)
+
+
+def _sort(
+    root: Path,
+    top: str,
+    inside: str,
+    is_known: Callable[[str], bool],
+    known: dict[str, FileFact | None],
+    unknown: list[str],
+) -> None:
+    """Add the entries of folder ``inside`` of a known folder ``top``, and of known folders in it, to either."""
+    for entry, fact in list_entries(root / top / inside).items():
+        name = inside + entry
+        if (fact is None) != name.endswith("/") or not is_known(name):
+            unknown.append(top + name)
+            continue
+        known[top + name] = fact
+        if fact is None:
+            _sort(root, top, name, is_known, known, unknown)
+
+
+def check_replaceable(root: Path, where: str) -> Entries:
+    """Return the entries of a folder that an output may replace; it may be missing or empty.
+
+    Raises TargetError if it is anything but one checkpoint, or holds anything of unknown origin.
+    """
+    if not root.exists():
+        return {}
+    here = Path.cwd().resolve()
+    if here.is_relative_to(root.resolve()) or root.is_mount():
+        what = "it is a mount point" if root.is_mount() else "the current folder lies in it"
+        raise TargetError.at(where, f"the output can't be replaced: {what}", "choose another output")
+    try:
+        contents = survey_contents(root)
+    except OSError as error:
+        what = f"the output can't be read ({error.strerror}), so it is not replaced"
+        raise TargetError.at(where, what, "choose another output") from error
+    reason = ""
+    if contents.unknown:
+        reason = f"it holds files that are not a checkpoint's, or that no training made: {some(contents.unknown, 8)}"
+    elif contents.is_partial:
+        reason = "it is a partial checkpoint, on which other steps of its run may depend"
+    elif contents.known and not contents.is_training:
+        reason = "it is not a checkpoint: it has weights or settings only, no training state"
+    if reason:
+        fix = "move these away, or choose another output" if contents.unknown else "choose another output"
+        what = f"{reason}; --force replaces one checkpoint, and nothing else"
+        raise TargetError.at(where, f"the output is not replaced: {what}", fix)
+    return contents.known
+
+
+class _Recognizer:
+    """A recognizer of files, given the rest of their folder."""
+
+    def __init__(self, root: Path, top: Entries):
+        self.root, self.top = root, top
+        self.is_partial = looks_partial(root)
+        self.is_tag = is_tag_alone(root)
+        self.weights = frozenset() if self.is_partial else frozenset(self._weights())
+        self.names = {*self.weights, *self._code()}
+        self.tags = self._find_tags()
+        self.written = self._written()
+
+    def file(self, path: str) -> bool:
+        if path in self.names or is_known_name(path) or (self.is_tag and is_shard_name(path)):
+            return True
+        if path == METADATA or DATA_FILE.fullmatch(path):
+            return METADATA in self.top
+        if self.is_partial and (path == PARTIAL_MANIFEST or is_tensor_file(path)):
+            return True
+        return self._is_as_written(path) or (path == CARD and _is_of_peft(self.root / path))
+
+    def folder(self, path: str) -> Callable[[str], bool] | None:
+        """Return the function that recognizes a folder's files; None for an unknown folder."""
+        if path[:-1] in self.tags:
+            return lambda name: is_shard_name(name) or bool(_OF_UNIVERSAL.fullmatch(name))
+        if path in _DCP_FOLDERS:
+            return lambda name: name == METADATA or bool(DATA_FILE.fullmatch(name))
+        if path == f"{_TEMPLATES}/":
+            return lambda name: name.endswith(".jinja")
+        if ADAPTER_CONFIG in self.top and (self.root / path / ADAPTER_CONFIG).is_file():  # one other than `default`
+            inner = _Recognizer(self.root / path, list_entries(self.root / path))
+            return lambda name: name == ADAPTER_CONFIG or name in inner.weights or (name == CARD and inner.file(name))
+        return None
+
+    def _weights(self) -> Iterator[str]:
+        if ADAPTER_CONFIG in self.top:
+            yield ADAPTER if ADAPTER in self.top else "adapter_model.bin"
+        elif SINGLE in self.top:  # transformers then reads no other weights
+            yield SINGLE
+        elif INDEX in self.top:
+            yield INDEX
+            listed = self._json(INDEX).get("weight_map")
+            shards = set(listed.values()) if isinstance(listed, dict) else None
+            yield from (path for path in self.top if _SHARD.fullmatch(path) and (shards is None or path in shards))
+        elif sharded := [path for path in self.top if _OF_RANK.fullmatch(path)]:
+            yield from sharded
+        elif orphans := [path for path in self.top if _SHARD.fullmatch(path)]:
+            yield from orphans
+        else:
+            yield from (path for path in self.top if _BIN.fullmatch(path))
+
+    def _code(self) -> Iterator[str]:
+        """Yield modules of the checkpoint's own model, config or tokenizer, as ``auto_map`` names them."""
+        for path in _WITH_CODE:
+            mapped = self._json(path).get("auto_map") if path in self.top else None
+            for name in _texts(mapped):
+                yield f"{name.rpartition('--')[2].partition('.')[0]}.py"
+
+    def _find_tags(self) -> list[str]:
+        tags = [path[:-1] for path in self.top if _TAG.fullmatch(path[:-1]) and path.endswith("/")]
+        stated = []
+        for name in (LATEST, LATEST_UNIVERSAL):
+            if name in self.top:
+                with suppress(SourceError):
+                    stated.append(read_source(self.root / name, name, 4096).decode("utf-8", "replace").strip())
+        return [tag for tag in stated if f"{tag}/" in self.top] or (tags if len(tags) == 1 else [])
+
+    def _written(self) -> Mapping[str, tuple[int, int]]:
+        """Return the files that llmtailor wrote, by the manifest of a composite: path -> size and CRC-32."""
+        content = self._json(MANIFEST) if MANIFEST in self.top else {}
+        rows = content.get("files")
+        rows = [*(rows if isinstance(rows, list) else []), content.get("card")]
+        try:
+            return {str(row["path"]): (int(row["num_bytes"]), int(row["crc32"], 16)) for row in rows if row}
+        except (KeyError, TypeError, ValueError):
+            return {}
+
+    def _is_as_written(self, path: str) -> bool:
+        fact = self.top[path]
+        if path not in self.written or fact is None or fact.num_bytes != self.written[path][0]:
+            return False
+        try:
+            return _crc_of(self.root / path) == self.written[path][1]
+        except SourceError:
+            return False
+
+    def _json(self, path: str) -> Mapping[str, Any]:
+        try:
+            return read_json(self.root / path, path)
+        except SourceError:
+            return {}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _crc_of(path: Path) -> int:
+    crc, step = 0, 1 << 20
+    with open_source(path, path.name) as file:
+        for start in range(0, file.num_bytes, step):
+            crc = zlib.crc32(file.read(start, min(start + step, file.num_bytes)), crc)
+    return crc
+
+
+def _is_of_peft(path: Path) -> bool:
+    """Return whether a model card is the unedited template that PEFT saves with every adapter."""
+    try:
+        text = read_source(path, path.name, _MAX_CARD_BYTES).decode()
+    except (SourceError, UnicodeDecodeError):
+        return False
+    front, _, body = text.removeprefix("---\n").partition("\n---\n")
+    if not all(_OF_FRONT.match(line) for line in front.splitlines()):
+        return False
+    lines = [line.strip() for line in body.splitlines() if line.strip() and not _OF_PEFT.fullmatch(line.strip())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() in _PEFT_CARDS
+
+
+def is_resumed_from(path: str, index: CheckpointIndex) -> bool:
+    """Return whether a resume, or a composite of a partial checkpoint, reads states from a file."""
+    if index.form.is_partial:
+        return path.endswith(".safetensors")
+    is_of_states = holds(path, Holds.STATES) or path in (".", client_of(index).optimizer)
+    return "/" in path or is_of_states or (is_weight_file(path) and not index.form.has_masters)

@@ -10,11 +10,10 @@ from typing import Any
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_json
+from llmtailor.containers.json import Trees, read_json
 from llmtailor.containers.safetensors import (
     survey_weights,
 )
-from llmtailor.containers.trees import Trees
 from llmtailor.errors import PathIn, Problems, SourceError, TailorError, UnsupportedCheckpoint, attempt, damaged, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.loaders.files import (
@@ -39,9 +38,8 @@ from llmtailor.loaders.trainer_state import (
     read_lags,
     read_scales_loss,
 )
-from llmtailor.model.states import WEIGHT, State
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import check_regular
+from llmtailor.model.roles import WEIGHT, State
+from llmtailor.storage.local import FileFact, check_regular
 
 _OPENED = (TRAINER_STATE, SCALER, CONFIG, *(one.scheduler for one in CLIENTS.values()))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import extent_of
-from llmtailor.containers.pickle_nodes import Call, as_tensor
+from llmtailor.containers.json import extent_of
+from llmtailor.containers.unpickle import Call, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn
 from llmtailor.findings import ERROR, WARNING, Finding
 from llmtailor.loaders.files import rng_file

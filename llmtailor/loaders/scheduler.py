@@ -14,7 +14,7 @@ from typing import Any
 from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
-from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.findings import ERROR, Finding
 from llmtailor.loaders.stock_fields import FieldType, Table, check_file, field, is_number, number

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_COUNT
-from llmtailor.containers.pickle_nodes import Call, Global, as_tensor, children
+from llmtailor.containers.unpickle import Call, Global, as_tensor, children
 from llmtailor.errors import COPY_FILE, COPY_OR_ANOTHER
 from llmtailor.findings import ERROR, Finding
 

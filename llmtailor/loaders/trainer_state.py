@@ -23,7 +23,7 @@ from llmtailor.checkpoint.layout import Bytes, FileLayout
 from llmtailor.checkpoint.lineage import Past, continued, is_one_attempt, read_past
 from llmtailor.codes import Code
 from llmtailor.containers.json import is_count, read_json
-from llmtailor.containers.torch_zip import read_attributes
+from llmtailor.containers.torch_file import read_attributes
 from llmtailor.errors import COPY_FILE, Problem, SourceError, damaged
 from llmtailor.findings import ERROR, Finding
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS

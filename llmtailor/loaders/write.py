@@ -34,7 +34,7 @@ from llmtailor.containers.safetensors import (
     list_tied,
     read_weights,
 )
-from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import (
     PathIn,
     Problem,
@@ -61,12 +61,10 @@ from llmtailor.loaders.loader import CLIENTS, client_of
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.rng import as_accelerates, as_trainers
 from llmtailor.loaders.scheduler import is_torch_scheduler, lay_out_scheduler, read_scheduler, regroup_scheduler
-from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
+from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import SavedAs
-from llmtailor.model.states import WEIGHT, State
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import read_source
-from llmtailor.storage.stand_in import see
+from llmtailor.model.roles import WEIGHT, State
+from llmtailor.storage.local import FileFact, read_source, see
 
 _TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 

@@ -6,7 +6,6 @@ asks a policy at a save.
 
 from __future__ import annotations
 
-from llmtailor.policies.by_change import Adaptive
 from llmtailor.policies.check import (
     IN_NO_SAVE,
     MAX_STALENESS,
@@ -19,9 +18,19 @@ from llmtailor.policies.check import (
     state_of,
 )
 from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
-from llmtailor.policies.schedules import Filter, Full, MomentsInTurn, Parity, RoundRobin
-from llmtailor.policies.setback import setbacks
-from llmtailor.policies.spec import DEFAULT_POLICY, POLICIES, make_policy, named_policy
+from llmtailor.policies.schedules import (
+    DEFAULT_POLICY,
+    POLICIES,
+    Adaptive,
+    Filter,
+    Full,
+    MomentsInTurn,
+    Parity,
+    RoundRobin,
+    make_policy,
+    named_policy,
+    setbacks,
+)
 
 __all__ = [
     "DEFAULT_POLICY",

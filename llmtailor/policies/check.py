@@ -15,7 +15,7 @@ from typing import Any
 from llmtailor.errors import Problem, TailorError, UsageError
 from llmtailor.model.parts import ModelStructure, nearest
 from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
-from llmtailor.policies.spec import POLICIES
+from llmtailor.policies.schedules import POLICIES
 
 MAX_STALENESS = "max_staleness"
 IN_NO_SAVE = "in no save"

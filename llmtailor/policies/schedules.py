@@ -1,15 +1,16 @@
-"""Policies with a fixed schedule, which need only the number of the save and keep no state."""
+"""The policies: with a fixed schedule, or by how parts have changed; and an estimate of what a failure costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeAlias
 
 from llmtailor.balance import deal
-from llmtailor.errors import Problem
-from llmtailor.model.parts import EMBED, NORM, ModelStructure
-from llmtailor.policies.policy import Configured, Situation, whole
+from llmtailor.errors import Problem, UsageError
+from llmtailor.model.parts import EMBED, NORM, ModelStructure, nearest
+from llmtailor.policies.policy import Configured, Policy, Situation, number, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +164,197 @@ def _fill(parts: Sequence[str], num_bytes: Mapping[str, int], limit: int, at_lea
         runs[-1].append(part)
         load += num_bytes[part]
     return runs
+
+
+def setbacks(expected_loss: Mapping[str, float], steps: Mapping[str, int]) -> dict[str, float]:
+    """Return part -> by how many steps training falls back if this part alone is taken from its last save.
+
+    A checkpoint in which every part is n steps old is n steps behind. Each part is responsible for a share of this, in
+    proportion to what its change means for the loss; see benchmarks/fidelity.md for how near this comes.
+
+    Args:
+        expected_loss: part -> see `Situation`; parts whose change is unknown are left out of the result.
+        steps: part -> the number of steps in which it has changed that much.
+    """
+    known = {part: loss for part, loss in expected_loss.items() if math.isfinite(loss) and steps.get(part, 0) > 0}
+    a_step = math.fsum(loss / steps[part] for part, loss in known.items())
+    return {part: loss / a_step for part, loss in known.items()} if a_step > 0 else {}
+
+
+STALENESS = 4
+"""Without a bound of the user's, `Adaptive` saves every part at least once while it saves the bytes of this number of
+models."""
+
+
+@dataclass
+class Adaptive(Configured):
+    """A share of the bytes at every save: the parts whose absence would cost most.
+
+    What a part costs if it is left out is ``expected_loss`` (see `Situation`). Parts are ranked by
+    ``expected_loss / bytes * sqrt(age)``. The age is there because a choice now decides about the saves to come, as in
+    the scheduling of updates by their age (I. Kadota et al., "Scheduling Policies for Minimizing Age of Information in
+    Broadcast Wireless Networks", 2018); without it, small budgets let parts starve, with a higher power than the root,
+    the choice comes near to taking turns (benchmarks/fidelity.md). There is no threshold to tune.
+
+    What a save holds more or less than its share, the next ones make up for. So do they for parts that were added
+    because they had become too old.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    needs_drift: ClassVar[bool] = True
+
+    share: float = number(0.0, 0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._credit = 0
+        """Bytes that earlier saves have left over, or negative"""
+        self._asked = 0
+        """Number of the save that was chosen last"""
+
+    def contradictions(self) -> list[Problem]:
+        if 0 < self.share <= 1:
+            return []
+        fix = "give the share of the bytes that a save may hold: more than 0, at most 1"
+        return [Problem(f"policy {self.name}", f"share is {self.share!r}", fix)]
+
+    @property
+    def default_max_staleness(self) -> int:
+        return math.ceil(STALENESS / self.share)
+
+    def choose(self, situation: Situation) -> dict[str, str]:
+        sizes = situation.num_bytes
+        total = sum(sizes[part] for part in situation.parts)
+        allowance = round(self.share * total)
+        if self._asked and self._asked == situation.save - 1:
+            saved = sum(sizes[part] for part in situation.parts if situation.last.get(part) == self._asked)
+            self._credit = max(-total, min(self._credit + allowance - saved, allowance))
+        self._asked = situation.save
+        left = allowance + self._credit
+        chosen: dict[str, str] = {}
+        cost = {part: _known(situation.expected_loss, part) for part in situation.parts}
+        for part in sorted(situation.parts, key=lambda part: _rank(situation, part, cost[part]), reverse=True):
+            if not chosen or 2 * left >= sizes[part]:  # rounded to the nearest
+                left -= sizes[part]
+                chosen[part] = "change unknown" if math.isinf(cost[part]) else f"costs {cost[part]:.2g}"
+        return chosen
+
+    def worst_staleness(self, structure: ModelStructure, parts: Sequence[str]) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"credit": self._credit, "asked": self._asked}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._credit, self._asked = int(state["credit"]), int(state["asked"])
+
+
+def _rank(situation: Situation, part: str, cost: float) -> tuple[float, float]:
+    """Return what the order of parts follows; the second value decides between parts that have not changed."""
+    age = situation.age(part) if part in situation.last else math.inf
+    return cost * math.sqrt(age) / max(1, situation.num_bytes[part]), age
+
+
+def _known(measured: Mapping[str, float] | None, part: str) -> float:
+    """Return what was measured of a part; infinity if it could not be."""
+    assert measured is not None, "measured for policies that need it"
+    found = measured.get(part, math.inf)
+    return math.inf if math.isnan(found) else found
+
+
+AnyPolicy: TypeAlias = Full | Parity | Filter | RoundRobin | MomentsInTurn | Adaptive
+POLICIES: Mapping[str, type[AnyPolicy]] = {
+    kind.name: kind for kind in (Full, Parity, Filter, RoundRobin, MomentsInTurn, Adaptive)
+}
+REMOVED = {"update": "use adaptive, which loses less at the same bytes"}
+"""Policies that llmtailor had and has no more: what to use instead"""
+DEFAULT_POLICY = MomentsInTurn.name
+"""Half of the bytes at the least cost; see benchmarks/fidelity.md"""
+WHERE = "policy"
+MEMBERS = ("name", "needs_drift", "choose", "worst_staleness", "settings")
+"""The members of `Policy`"""
+
+
+def make_policy(spec: str | Mapping[str, object] | Policy) -> Policy:
+    """Return the policy that a spec describes.
+
+    A spec is a name, ``parity``; a name with options, ``filter:first=2,last=2`` (a value without a name sets the first
+    option: ``round_robin:4``); a mapping, ``{"name": "filter", "first": 2}``; or an object that follows `Policy`.
+
+    Raises UsageError, with all problems, for an unknown name or option, a value out of range, or an object that is not
+    a policy.
+    """
+    if isinstance(spec, str):
+        name, _, text = spec.partition(":")
+        words = [word.strip() for word in text.split(",")] if text.strip() else []
+        return _make(name, [_split(word) for word in words], spec)
+    if isinstance(spec, Mapping):
+        title: object = spec.get("name")
+        if not isinstance(title, str):
+            fix = f"add 'name': {', '.join(POLICIES)}"
+            raise UsageError.at(WHERE, f"the mapping {dict(spec)!r} names no policy", fix)
+        return _make(title, [(key, value) for key, value in spec.items() if key != "name"], title)
+    if isinstance(spec, type):
+        raise UsageError.at(WHERE, f"{spec.__name__} is a class", f"make one: {spec.__name__}(...)")
+    if lacking := [member for member in MEMBERS if not hasattr(spec, member)]:
+        what = f"{spec!r} is not a policy: it has no {', '.join(lacking)}"
+        raise UsageError.at(WHERE, what, f"give a name ({', '.join(POLICIES)}) or an object that follows Policy")
+    return spec
+
+
+def _split(word: str) -> tuple[str | None, object]:
+    key, sign, value = word.partition("=")
+    return (key.strip(), _read(value.strip())) if sign else (None, _read(word))
+
+
+def _read(text: str) -> object:
+    """Return the text as a number if possible, else the text, which the policy refuses with a fix."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def named_policy(spec: str) -> type[AnyPolicy] | None:
+    """Return the policy that a spec names, even if its options are invalid."""
+    return POLICIES.get(spec.partition(":")[0].strip().lower().replace("-", "_"))
+
+
+def _make(name: str, given: list[tuple[Any, object]], spec: str) -> Policy:
+    kind = named_policy(name)
+    if kind is None and (instead := REMOVED.get(name.strip().lower())):
+        raise UsageError.at(WHERE, f"there is no policy {name.strip()!r} any more", instead)
+    if kind is None:
+        raise UsageError.at(WHERE, f"there is no policy {name.strip()!r}", nearest(name, POLICIES))
+    where = f"policy {kind.name}"
+    options = {one.name: one for one in fields(kind)}
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    for at, (key, value) in enumerate(given):
+        option = options.get(next(iter(options), "") if key is None and at == 0 else key)
+        if option is None:
+            what = f"{value!r} is not an option" if key is None else f"there is no option {key!r}"
+            problems.append(Problem(where, f"{what} (in {spec!r})", nearest(key or "", options)))
+        elif option.name in values:
+            problems.append(Problem(where, f"{option.name} is given twice (in {spec!r})", "give it once"))
+        else:
+            values[option.name] = _whole(value) if option.metadata["kind"] is int else value
+    for option in options.values():
+        if option.name not in values and option.default is MISSING:
+            what = f"{option.name} is missing (in {spec!r})"
+            problems.append(Problem(where, what, f"write {kind.name}:{option.name}=4"))
+            values[option.name] = option.metadata["least"]
+    try:
+        policy = kind(**values)
+    except UsageError as error:
+        problems += error.problems
+    if problems:
+        raise UsageError(problems)
+    return policy
+
+
+def _whole(value: object) -> object:
+    """Return a float such as 2e9 as the whole number that it stands for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

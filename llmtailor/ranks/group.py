@@ -6,6 +6,8 @@ the others read rank 0's. A number in the status grows as long as the process ru
 
 Rank 0's status calls the others by a random token; they answer with that token, and rank 0 lists who has answered. A
 rank believes rank 0 only once it is listed, so what earlier groups have left on the board means nothing.
+
+The ranks that do the same steps at the same time, whatever way they exchange values.
 """
 
 from __future__ import annotations
@@ -17,20 +19,86 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from llmtailor.errors import PathIn, Problem, SourceError, StorageError, TailorError, Unanswered, ranges, ranks_text
-from llmtailor.ranks.board import FileBoard, await_messages
-from llmtailor.ranks.codec import as_error, from_json, merged, to_json
+from llmtailor.ranks.board import FileBoard, as_error, await_messages, from_json, merged, to_json
 from llmtailor.ranks.launch import RankInfo
-from llmtailor.ranks.team import Team
-from llmtailor.storage.local import make_folder
-from llmtailor.storage.lock import Lock
+from llmtailor.storage.local import Lock, make_folder
 from llmtailor.timing import TIME_LIMIT, time_limit
+
+_T = TypeVar("_T")
+
+
+class Team(ABC):
+    """This process, and the others that take the same steps."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @abstractmethod
+    def gather(self, mine: _T) -> list[_T]:
+        """Return every rank's value, in rank order, on every rank; also a barrier."""
+
+    @abstractmethod
+    def from_first(self, value: _T) -> _T:
+        """Return rank 0's value on every rank."""
+
+    def together(self, call: Callable[[], _T]) -> list[_T]:
+        """Make a call on every rank and return all results. An error on one rank is raised on all.
+
+        OSError becomes StorageError. An unexpected exception is raised unchanged on its own rank, and as a TailorError
+        on the others.
+        """
+        return self._call(call, self.world_size)
+
+    def on_first(self, call: Callable[[], _T]) -> _T:
+        """Make a call on rank 0 and return its result on every rank; raises as `together` does."""
+        return self._call(lambda: call() if self.is_first else None, 1)[0]  # type: ignore[return-value]
+
+    def _call(self, call: Callable[[], _T], num_callers: int) -> list[_T]:
+        result, refusal, bug = None, None, None
+        try:
+            result = call()
+        except Exception as error:
+            refusal, bug = to_json(as_error(error)), None if isinstance(error, (TailorError, OSError)) else error
+        results = self.gather((result, refusal))
+        if bug is not None:
+            raise bug
+        if refusals := {rank: from_json(one) for rank, (_, one) in enumerate(results) if one is not None}:
+            raise merged(refusals, num_callers)
+        return [result for result, _ in results]  # type: ignore[misc]
+
+
+def check_same(
+    found: Sequence[Mapping[str, object]], must_be_same: Mapping[str, tuple[str, type[TailorError]]]
+) -> None:
+    """Check that all ranks have the same facts, given those of each by name.
+
+    ``must_be_same`` has the fix and the error of each fact, in the order in which one follows from the others: only the
+    first difference of a rank is reported. Raises the error of the lowest exit code.
+    """
+    differing: dict[str, list[int]] = defaultdict(list)
+    for rank, facts in enumerate(found):
+        for name in [name for name in must_be_same if facts[name] != found[0][name]][:1]:
+            differing[name].append(rank)
+    if differing:
+        kind = min((must_be_same[name][1] for name in differing), key=lambda kind: kind.exit_code)
+        raise kind(
+            Problem(ranks_text(ranks), f"not the same {name} as on rank 0", must_be_same[name][0])
+            for name, ranks in differing.items()
+        )
+
 
 logger = logging.getLogger(__name__)
 LIMIT_S = 180.0
@@ -42,8 +110,6 @@ LEAVING_S = (10.0, 60.0)
 """Seconds for which rank 0 waits, in the end, for ranks that never answered, and for those that still write"""
 WORKING, DONE, IDLE, FAILED, ENDED = "working", "done", "idle", "failed", "ended"
 """Stages. A rank that is done is no longer needed; one that is idle has left without having done its share."""
-
-_T = TypeVar("_T")
 
 
 class Stoppable(Protocol):

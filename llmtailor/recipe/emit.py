@@ -22,7 +22,7 @@ from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import ModelStructure, condense, expert_number, layer_number, layer_of, with_layers
 from llmtailor.recipe import DTYPES, ONLY_MOMENTS, Assignment, Origin, Recipe
 from llmtailor.recipe.selectors import SelectorError, numbering, read_selector, select
-from llmtailor.storage.stand_in import location_of, stand_in_of
+from llmtailor.storage.local import location_of, stand_in_of
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")

@@ -19,8 +19,8 @@ import yaml
 from llmtailor.errors import Problem, RecipeError
 from llmtailor.model.parts import nearest
 from llmtailor.recipe.selectors import quote
+from llmtailor.storage.local import with_tag
 from llmtailor.storage.remote import open_location
-from llmtailor.storage.stand_in import with_tag
 
 MAX_BYTES = 1 << 20
 

@@ -24,8 +24,7 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.loaders.files import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.attempts import Judge
-from llmtailor.runs.folder import Kind, RunFolder
+from llmtailor.runs.folder import Judge, Kind, RunFolder
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
 from llmtailor.verify.diff import Compared, diff_parts

@@ -15,6 +15,15 @@
     RUN/partial/step-00000100.abandoned             one of an abandoned attempt
     RUN/partial/.step-00000100.llmtailor-thinning   a partial checkpoint while ``thin`` writes it
     RUN/partial/attempts.json                       the record of attempts, see `runs.attempts`
+
+Which attempt of a run a checkpoint belongs to, and whether that attempt was abandoned.
+
+A run is a chain of attempts: each start of the training is one, and records which step of which earlier attempt it
+continues. Resuming at step 400 abandons everything saved after that step. A composite never mixes abandoned states
+with those that replaced them.
+
+There are two sources. ``partial/attempts.json`` lists every start, including one that died before its first save.
+Each checkpoint also states its own attempt (`loaders.trainer_state`), wherever it is copied to.
 """
 
 from __future__ import annotations
@@ -23,27 +32,28 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.lineage import Past, RunCheckpoint, read_past
+from llmtailor.checkpoint.lineage import UNRECORDED, Past, RunCheckpoint, read_past
 from llmtailor.checkpoint.step_names import ABANDONED, NAMES, step_of
 from llmtailor.codes import Code
 from llmtailor.containers.json import read_json
-from llmtailor.errors import SourceError, StorageError, TailorError, TargetError, some
+from llmtailor.errors import Problem, SourceError, StorageError, TailorError, TargetError, some
+from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.partial.manifest import folder_name, read_manifest, step_in_name
 from llmtailor.formats.registry import display_name, is_checkpoint
 from llmtailor.loaders.files import FOLDER, PARTIAL_MANIFEST
-from llmtailor.loaders.known_files import survey_contents
-from llmtailor.loaders.loader import is_partial, looks_partial
-from llmtailor.storage.local import UNFINISHED, fsync_file, fsync_folder, replace_durably, try_link
-from llmtailor.storage.lock import Held, Lock
+from llmtailor.loaders.loader import is_partial, looks_partial, survey_contents
+from llmtailor.storage.local import UNFINISHED, Held, Lock, fsync_file, fsync_folder, replace_durably, try_link
 
 _LOCK = ".lock"
 _locks: dict[Path, Lock] = {}
@@ -415,3 +425,88 @@ def carrying_out(run: Path, what: str, fix: str) -> Iterator[None]:
         late = StorageError.at(error.filename or run, f"{what}: {error.strerror or error}", fix)
         late.came_late = True
         raise late from error
+
+
+FOREVER = sys.maxsize
+"""The last step of a lineage that may still continue"""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Decides which checkpoints of a run do not belong to its current attempt."""
+
+    folder: RunFolder
+    present: Past | None
+    """The current attempt, open-ended; None: no attempts are known, and every checkpoint belongs to the run"""
+    begins_at: int
+    """Checkpoints up to this step may be older than the attempt record, and need not state their attempt."""
+    trust_unrecorded: bool = False
+
+    @classmethod
+    def of(cls, folder: RunFolder, at: int | None, trust_unrecorded: bool = False) -> Judge:
+        """Read the record of attempts or, without one, what the checkpoints up to step ``at`` state.
+
+        Without a record, as in a folder assembled by hand, the current attempt is that of the newest checkpoint that no
+        other one abandons. Raises SourceError for a damaged record.
+        """
+        if recorded := folder.attempts():
+            last = recorded[-1]
+            own = [one for one in recorded if one.lineage == last.lineage or one.lineage in last.history]
+            present = Past(FOREVER, last.lineage, last.history)
+            return cls(folder, present, min(one.step for one in own), trust_unrecorded)
+        until = (path for step, path in folder.checkpoints() if at is None or step <= at)
+        return cls(folder, _newest_alive(filter(None, map(stated_attempt, until))), FOREVER, trust_unrecorded)
+
+    def why_not(self, path: Path, step: int) -> Problem | None:
+        """Return why a checkpoint must not be used with those of the current attempt, or None."""
+        code, name = self._judge(path, step), display_name(path)
+        if code is Code.GIVEN_UP:
+            what = "it belongs to an abandoned attempt: the run has since resumed from an earlier step"
+            return Problem(name, what, "to use it anyway, name it in a recipe", code)
+        if code is Code.UNRECORDED and not self.trust_unrecorded:
+            what = "it does not record its attempt, although this run records attempts"
+            fix = "if the run continues from it, use --trust-unrecorded or name it in a recipe"
+            return Problem(name, what, fix, code)
+        return None
+
+    def _judge(self, path: Path, step: int) -> Code | None:
+        """Return how a checkpoint relates to the current attempt; None: it belongs to it.
+
+        GIVEN_UP: it belongs to an attempt that another one replaced. UNRECORDED: it states no attempt and is later than
+        the start of the attempt record, or it belongs to a training that resumed from the current attempt without the
+        saver.
+        """
+        stated = stated_attempt(path)
+        if self._is_own(step, stated):
+            return None
+        root = self._root(stated) if stated else None
+        if root is not None and root >= self._newest_recorded:  # nothing else continues from there
+            return None
+        return Code.GIVEN_UP if stated and root is None else Code.UNRECORDED
+
+    def _is_own(self, step: int, stated: Past | None) -> bool:
+        if self.present is None:
+            return True
+        return step <= self.begins_at if stated is None else self.present.includes(stated)
+
+    def _root(self, stated: Past) -> int | None:
+        """Return the step of the current attempt that an unrecorded training resumed from, or None.
+
+        A training that resumed from a step of an earlier attempt is the current attempt itself.
+        """
+        if self.present is None or not stated.lineage.startswith(UNRECORDED):
+            return None
+        step = stated.history.get(self.present.lineage)
+        return step if stated.lineage == f"{UNRECORDED}{self.present.lineage}@{step}" else None
+
+    @cached_property
+    def _newest_recorded(self) -> int:
+        """The newest step that the current attempt is known to have saved"""
+        there = self.folder.checkpoints()
+        return next((step for step, path in there if self._is_own(step, stated_attempt(path))), -1)
+
+
+def _newest_alive(stated: Iterable[Past]) -> Past | None:
+    known = list(stated)
+    alive = [one for one in known if not any(other.abandons(one) for other in known)]
+    return max(alive, key=lambda past: past.step, default=None)

@@ -29,11 +29,10 @@ from llmtailor.checkpoint.lineage import (
 from llmtailor.engine.staging import left_over
 from llmtailor.errors import Problem, SourceError, VerificationError, some
 from llmtailor.formats.registry import display_name
-from llmtailor.loaders.known_files import survey_contents
+from llmtailor.loaders.loader import survey_contents
 from llmtailor.recipe import ONLY_MOMENTS
 from llmtailor.runs.folder import Kind, RunFolder, carrying_out, files_in, freed_bytes, remove_partial
-from llmtailor.runs.newest import check_newest
-from llmtailor.runs.scan import Scan, scan_run
+from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 logger = logging.getLogger(__name__)
 BUG = "this is a bug in llmtailor: please report it; nothing was removed"

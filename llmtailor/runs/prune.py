@@ -67,10 +67,9 @@ from llmtailor.loaders.files import (
     is_accelerates,
     is_rng_file,
 )
-from llmtailor.loaders.known_files import survey_contents
-from llmtailor.loaders.loader import client_of, is_partial
+from llmtailor.loaders.loader import client_of, is_partial, survey_contents
 from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
-from llmtailor.model.states import WEIGHT, State
+from llmtailor.model.roles import WEIGHT, State
 from llmtailor.policies import Choice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
 from llmtailor.runs.folder import (
@@ -79,8 +78,7 @@ from llmtailor.runs.folder import (
     freed_bytes,
 )
 from llmtailor.runs.gc import BUG, StepAge, compare_ages
-from llmtailor.runs.newest import check_newest
-from llmtailor.runs.scan import Scan, scan_run
+from llmtailor.runs.scan import Scan, check_newest, scan_run
 
 _SCRIPT = re.compile(r"zero_to_\w+\.py")
 _OF_A_RESUME = (LATEST, LATEST_UNIVERSAL, OPTIMIZER, SCHEDULER, SCALER)

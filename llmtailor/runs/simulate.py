@@ -16,10 +16,9 @@ from llmtailor.checkpoint.lineage import Ledger, RunCheckpoint
 from llmtailor.containers.json import read_json
 from llmtailor.documents import document
 from llmtailor.errors import SourceError, UsageError
-from llmtailor.formats.common.ask_transformers import describe_config
+from llmtailor.formats.common.names import describe_config
 from llmtailor.loaders.files import CONFIG
-from llmtailor.model.experts import split_experts
-from llmtailor.model.find_parts import find_parts
+from llmtailor.model.find_parts import find_parts, split_experts
 from llmtailor.model.parts import ModelStructure
 from llmtailor.policies import Policy, Situation, check_policy, choose, saves_masters
 from llmtailor.runs.gc import deletable

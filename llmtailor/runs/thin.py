@@ -30,7 +30,7 @@ from llmtailor.compose.plan import plan_merge
 from llmtailor.engine.copy import Context, Moved, execute
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
-from llmtailor.engine.space import check_space, space_for
+from llmtailor.engine.staging import check_space, space_for
 from llmtailor.errors import (
     PathIn,
     Problem,
@@ -43,7 +43,7 @@ from llmtailor.errors import (
 from llmtailor.formats.registry import display_name, index_checkpoint
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import ModelStructure
-from llmtailor.model.states import ITEMSIZE, WEIGHT, is_moment
+from llmtailor.model.roles import ITEMSIZE, WEIGHT, is_moment
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.runs.folder import (
     Kind,
@@ -66,8 +66,7 @@ from llmtailor.runs.prune import (
 )
 from llmtailor.runs.scan import describe_checkpoint
 from llmtailor.storage.checksums import crc_of_range, crc_of_zeros
-from llmtailor.storage.listing import FileFact, added_since
-from llmtailor.storage.local import Files, fsync_folder, replace_folder, write_durably
+from llmtailor.storage.local import FileFact, Files, added_since, fsync_folder, replace_folder, write_durably
 from llmtailor.timing import Stopwatch
 
 logger = logging.getLogger(__name__)

@@ -17,14 +17,12 @@ from typing import Any
 from llmtailor.checkpoint.index import DEEPSPEED, CheckpointIndex
 from llmtailor.checkpoint.step_names import ASIDE, DAMAGED, REPLACED, step_of
 from llmtailor.containers.json import MAX_NAME, is_path_below, read_json
-from llmtailor.engine.placing import put_in_place
-from llmtailor.engine.staging import remove_left_over
+from llmtailor.engine.staging import put_in_place, remove_left_over
 from llmtailor.errors import SourceError, StorageError, TargetError
 from llmtailor.loaders.files import LATEST
 from llmtailor.runs.folder import Kind, RunFolder
 from llmtailor.salvage.plan import Salvage
-from llmtailor.storage.listing import list_files
-from llmtailor.storage.local import fsync_folder, replace_durably
+from llmtailor.storage.local import fsync_folder, list_files, replace_durably
 
 RECORD = ".llmtailor-replacing"
 _PREFIX = re.compile(f"({'|'.join(ASIDE)})?")

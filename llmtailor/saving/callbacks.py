@@ -34,7 +34,7 @@ from llmtailor.formats.other_optimizers import unsupported, unsupported_name
 from llmtailor.loaders.files import TRAINER_STATE, TRAINING_ARGS
 from llmtailor.loaders.trainer_state import CALLBACKS, MARK, make_mark
 from llmtailor.policies import Policy
-from llmtailor.ranks.team import check_same
+from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder
 from llmtailor.saving.api import FSDP1, FSDP1_FIX, SaverCallback, make_saver
 from llmtailor.saving.client_state import TrainerClient

@@ -20,7 +20,7 @@ from llmtailor.formats.other_optimizers import unsupported
 from llmtailor.formats.partial.manifest import ParamFact, bundle_name, frozen_name
 from llmtailor.loaders.files import WHOLE_MODEL
 from llmtailor.loaders.loader import CLIENTS, Client
-from llmtailor.model.states import BUFFER, MASTER
+from llmtailor.model.roles import BUFFER, MASTER
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.training import (
     Constant,

@@ -19,11 +19,10 @@ from typing import Any, cast
 import torch
 
 from llmtailor.formats.partial.manifest import ParamFact
-from llmtailor.model.disk_names import naming_of, on_disk
-from llmtailor.model.experts import split_experts
-from llmtailor.model.find_parts import find_parts
+from llmtailor.model.find_parts import find_parts, split_experts
+from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import ModelStructure, Param, Piece, SavedAs
-from llmtailor.model.states import EXP_AVG_SQ, MASTER
+from llmtailor.model.roles import EXP_AVG_SQ, MASTER
 from llmtailor.policies import Policy, check_policy, staleness_limit
 from llmtailor.saving.training import Fragment, Ranks, Training, describe, tied_names
 

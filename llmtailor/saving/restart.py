@@ -17,10 +17,9 @@ from llmtailor.formats.manifest import stated_attempt
 from llmtailor.formats.partial.manifest import read_manifest
 from llmtailor.loaders.files import MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark
-from llmtailor.ranks.board import await_messages
-from llmtailor.ranks.codec import as_error, from_json, to_json
+from llmtailor.ranks.board import as_error, await_messages, from_json, to_json
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.newest import compose_newest, continues
+from llmtailor.runs.scan import compose_newest, continues
 from llmtailor.saving.save import abandon_after
 from llmtailor.saving.training import Ranks, Training
 

@@ -7,16 +7,20 @@ with those of the training. The messages of a save, by key::
     SAVE_ID/RANK     each rank: what it has written, or why not
     SAVE_ID/alive    a number that grows while any rank writes
     SAVE_ID/result   rank 0: the save is published, or why not
+
+Finishes saves in progress when the process ends: normally, by an exception, or by SIGTERM.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,13 +32,12 @@ import torch
 from llmtailor.checkpoint.lineage import Ledger, Past
 from llmtailor.errors import Problem, StorageError, TailorError, Unanswered, UsageError
 from llmtailor.formats.partial.manifest import BundleFact
-from llmtailor.ranks.board import Pulse, StoreBoard, await_messages, turns
-from llmtailor.ranks.codec import as_error, from_json, merged, to_json
-from llmtailor.ranks.team import check_same
+from llmtailor.ranks.board import Pulse, StoreBoard, as_error, await_messages, from_json, merged, to_json, turns
+from llmtailor.ranks.group import check_same
 from llmtailor.runs.folder import RunFolder, holds_unknown, remove_partial
 from llmtailor.runs.gc import deletable
-from llmtailor.runs.newest import prove_step
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG
+from llmtailor.runs.scan import prove_step
 from llmtailor.saving.options import SavingOptions
 from llmtailor.saving.snapshot import ANY_STEP, STUCK, Arena, Snapshot, StepBarrier, storage_of
 from llmtailor.saving.tiers import Finished, TierCopier
@@ -664,3 +667,50 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:
         return []
+
+
+GRACE_S = 20.0
+"""Seconds that saves in progress get. torchrun kills its ranks 30 s after SIGTERM, and so do many schedulers."""
+
+_open: dict[int, Callable[[float], object]] = {}
+"""What finishes the saves of each saver by a point in monotonic time, by the saver's id"""
+_owner = os.getpid()
+
+
+def finish_at_end(saver: object, finish: Callable[[float], object]) -> None:
+    """Call ``finish`` with the time until which it may take if the process ends before `release`.
+
+    A handler for SIGTERM is installed only if nobody has one, from the main thread.
+    """
+    global _owner
+    _owner = os.getpid()
+    _open[id(saver)] = finish
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def release(saver: object) -> None:
+    """Forget a saver that was closed."""
+    _open.pop(id(saver), None)
+    if (
+        not _open
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is _on_sigterm
+    ):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@atexit.register
+def _finish_all() -> None:
+    if os.getpid() != _owner:  # a fork, such as a worker of a DataLoader, has no threads of ours
+        return
+    until = time.monotonic() + GRACE_S
+    for finish in list(_open.values()):
+        with suppress(Exception):
+            finish(until)
+
+
+def _on_sigterm(number: int, frame: object) -> None:
+    _finish_all()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -37,9 +37,9 @@ from llmtailor.policies import (
     setbacks,
     state_of,
 )
-from llmtailor.ranks.codec import as_error
+from llmtailor.ranks.board import as_error
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving import shutdown
+from llmtailor.saving import save as shutdown
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
     Change,

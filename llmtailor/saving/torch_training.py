@@ -18,9 +18,9 @@ from llmtailor.formats.other_optimizers import UNSAVED_FIX, unsupported
 from llmtailor.formats.partial.manifest import ParamFact, frozen_name
 from llmtailor.formats.weights import NAMING
 from llmtailor.loaders.files import OPTIMIZER, SCALER
-from llmtailor.model.disk_names import on_disk
+from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
-from llmtailor.model.states import FROZEN, MASTER
+from llmtailor.model.roles import FROZEN, MASTER
 from llmtailor.saving.model import Names, is_adapted, saved_names
 from llmtailor.saving.snapshot import not_compiled
 from llmtailor.saving.training import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.partial.manifest import ParamFact
 from llmtailor.ranks.board import OwnStore, StoreBoard
-from llmtailor.ranks.team import Team
+from llmtailor.ranks.group import Team
 from llmtailor.saving.snapshot import DTYPES
 
 

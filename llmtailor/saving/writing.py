@@ -37,7 +37,7 @@ from llmtailor.formats.partial.write import Bundle
 from llmtailor.loaders.files import PARTIAL_MANIFEST, TRAINER_STATE
 from llmtailor.loaders.trainer_state import read_mark, with_mark
 from llmtailor.model.parts import Piece
-from llmtailor.model.states import BUFFER, MASTER
+from llmtailor.model.roles import BUFFER, MASTER
 from llmtailor.runs.folder import link_or_copy
 from llmtailor.saving.model import is_adapted
 from llmtailor.saving.snapshot import (

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from isal import isal_zlib  # several times faster than zlib's own
 from xxhash import xxh3_128
 
-from llmtailor.model.states import State
+from llmtailor.model.roles import State
 from llmtailor.storage.local import Files
 
 _BLOCK = 1 << 20

@@ -1,10 +1,19 @@
-"""Local files and folders: writes survive a power cut, and reads never hang.
+"""Local files and folders: writes survive a power cut, reads never hang, one writer holds a folder at a time.
 
 Renames neither overwrite nor leave a gap, by flags of Linux's renameat2 that the standard library lacks; file systems
 without them (NFS, some FUSE ones) and other systems use the closest that POSIX offers.
 
 Source files must be regular ones: a pipe would block forever, and opening some devices has side effects. Symbolic
 links are followed, whatever they point to: copying only reads what the user may read anyway.
+
+The lock is taken on a file opened for writing, because NFS refuses to lock a folder. On file systems without locks
+(Lustre as it is often mounted, NFS without its lock service), an exclusively created file replaces it if the caller
+names one. There, a holder on another node can't be checked, so it is never assumed dead.
+
+By itself Linux reads 128 KiB ahead, and a reader that sums and writes in between waits for the disk again and again.
+
+A URL that was opened (see `storage.remote`) has a stand-in: a folder whose files have names and sizes, but whose bytes
+are elsewhere.
 """
 
 from __future__ import annotations
@@ -14,18 +23,213 @@ import errno
 import fcntl
 import os
 import re
+import socket
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Protocol
 
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, StorageError, damaged
-from llmtailor.storage.ahead import Ahead
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.stand_in import Remote, locate, served_by
+
+
+@dataclass(frozen=True, slots=True)
+class FileFact:
+    """A file as indexed; a later change means that the source changed during the run."""
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    """Also change with a new hard link or a mount, so they are a reason to compare contents, not to refuse"""
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> FileFact:
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+    def is_like(self, other: FileFact) -> bool:
+        """Return whether size and modification time agree."""
+        return (self.num_bytes, self.mtime_ns) == (other.num_bytes, other.mtime_ns)
+
+
+Entries = Mapping[str, FileFact | None]
+"""Relative path -> size and time of a regular file, None for anything else. Folders' paths end in ``/``."""
+
+
+def list_entries(folder: Path) -> dict[str, FileFact | None]:
+    """Return the direct entries of a folder, sorted by name; links are not followed. Raises OSError."""
+    found: dict[str, FileFact | None] = {}
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda one: one.name):
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                found[f"{entry.name}/"] = None
+            else:
+                found[entry.name] = FileFact.of(status) if stat.S_ISREG(status.st_mode) else None
+    return found
+
+
+def added_since(folder: Path, before: Entries) -> list[str]:
+    """Return the entries of a folder, at any depth, that are new or changed since ``before``. Raises OSError.
+
+    A new folder is listed without its content.
+    """
+    found: list[str] = []
+    for name, fact in list_entries(folder).items():
+        known = before.get(name)
+        if name not in before or not (fact.is_like(known) if fact and known else fact is known):
+            found.append(name)
+        elif name.endswith("/"):
+            inside = {path[len(name) :]: old for path, old in before.items() if path.startswith(name) and path != name}
+            found += [name + path for path in added_since(folder / name, inside)]
+    return found
+
+
+def list_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and modification time of every file at any depth, without following links, by relative path."""
+    found = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = Path(where) / name
+            status = path.lstat()
+            found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+AHEAD_BYTES = 32 << 20
+_MIN_BYTES = 128 << 10
+
+
+class Ahead:
+    """Bytes ``start``..``stop`` of an open file that will be read in order; without ``stop``, all from ``start`` on."""
+
+    def __init__(self, fd: int, start: int, stop: int | None = None) -> None:
+        self._fd, self._asked = fd, start
+        self._stop = sys.maxsize if stop is None else stop
+        self._wanted = start if self._stop - start > _MIN_BYTES else self._stop
+
+    def reached(self, at: int) -> None:
+        """Take note that the bytes before ``at`` have been read; call it before each read."""
+        if at >= self._wanted and self._asked < self._stop:
+            count = min(AHEAD_BYTES, self._stop - self._asked)
+            with suppress(OSError):  # it is only a hint
+                os.posix_fadvise(self._fd, self._asked, count, os.POSIX_FADV_WILLNEED)
+            self._asked += count
+            self._wanted = self._asked - AHEAD_BYTES // 2
+
+
+class Remote(Protocol):
+    """What a stand-in stands for. Its methods raise OSError, or StorageError if the store doesn't answer."""
+
+    url: str
+    root: Path
+    """The stand-in"""
+
+    def holds(self, name: str) -> bool:
+        """Return whether the store has a file of this name. An output in the making is in the stand-in only."""
+        ...
+
+    def fill(self, name: str, start: int, stop: int) -> None:
+        """Get bytes of a file into its stand-in, where they stay."""
+        ...
+
+    def fetch(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a file."""
+        ...
+
+    def stream(self, name: str, start: int, stop: int) -> Iterator[bytes]:
+        """Yield bytes of a file in order, with some of them ahead."""
+        ...
+
+    def put(self, name: str, source: Path, crc: int, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Write a local file to the store, and read it back; ``on_read`` is called with numbers of bytes.
+
+        Raises StorageError if the store returns something else than bytes of this CRC-32.
+        """
+        ...
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        """Write a small file to the store."""
+        ...
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files from the store, but not their stand-ins."""
+        ...
+
+    def list_once(self) -> None:
+        """Make the stand-in's files those that are there, unless that was done."""
+        ...
+
+    def list(self) -> None:
+        """Make the stand-in's files those that are there now."""
+        ...
+
+
+UPLOADING = "llmtailor-uploading"
+"""A file that is in a folder of a store while the others are uploaded: a JSON list of their names"""
+STORE_WORKERS = 8
+"""Files that are read from or written to stores at once"""
+stand_ins: dict[Path, Remote] = {}
+"""By root"""
+
+
+def stand_in_of(path: Path) -> tuple[Remote, str] | None:
+    """Return what a path stands for: the store's folder, and the name in it; None for a path of this machine."""
+    for root, remote in stand_ins.items():
+        if path == root or root in path.parents:
+            return remote, "" if path == root else str(path.relative_to(root))
+    return None
+
+
+def served_by(path: Path) -> tuple[Remote, str] | None:
+    """Return the store that has the bytes of a file, and its name there; None if they are on this machine."""
+    found = stand_in_of(path)
+    return found if found is not None and found[0].holds(found[1]) else None
+
+
+def see(path: Path) -> Path:
+    """Return the path; of a stand-in, list its folder if that was not done. Raises StorageError."""
+    if found := stand_in_of(path):
+        found[0].list_once()
+    return path
+
+
+def location_of(path: Path) -> str:
+    """Return a path as a user would write it: the URL, if it is a stand-in."""
+    found = stand_in_of(path)
+    return str(path) if found is None else f"{found[0].url}/{found[1]}".rstrip("/")
+
+
+def with_urls(text: str) -> str:
+    """Return a text in which paths of stand-ins are URLs."""
+    for root, remote in stand_ins.items():
+        text = text.replace(str(root), remote.url)
+    return text
+
+
+def with_tag(path: Path) -> Path:
+    """Return the tag folder that ``DIR@TAG`` names; any other path as it is."""
+    folder, _, tag = path.name.rpartition("@")
+    if not folder or not tag or path.exists():
+        return path
+    named = path.parent / folder / tag
+    return named if named.is_dir() else path
+
+
+def locate(location: str) -> Path:
+    """Return the path of a location: the stand-in, if it is a URL that was opened."""
+    for root, remote in stand_ins.items():
+        if location == remote.url or location.startswith(f"{remote.url}/"):
+            return root / location[len(remote.url) :].strip("/")
+    return Path(location)
+
 
 UNFINISHED = re.compile(r"\..+\.llmtailor-new")
 """Names of files that `replace_durably` was writing when it was killed"""
@@ -385,3 +589,99 @@ def check_regular(mode: int, where: str) -> None:
 def _unreadable(where: str, error: OSError) -> SourceError:
     fix = "run as a user who may read it" if isinstance(error, PermissionError) else "check the disk"
     return SourceError.at(where, f"the file can't be read: {error.strerror or error}", fix, Code.FILE_UNREADABLE)
+
+
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}
+
+
+class Held(Exception):
+    """Another process has the lock; the argument describes it, if known."""
+
+
+class Lock:
+    """A lock on a file, held by this process: forked children (data loader workers) neither have nor keep it."""
+
+    def __init__(self, path: Path, owner: Path | None = None):
+        """``owner`` is the file to create if there are no locks; without one, others are then not kept out."""
+        self.path = path
+        self.owner = owner
+        self.fd = -1
+        """The locked file, open for reading and writing; -1 if the lock is not held"""
+        self._times = 0
+        self._owns_file = False
+
+    def acquire(self, *, create: bool = True) -> None:
+        """Take the lock, or increment its count if held; ``create`` makes the file if it is missing.
+
+        Raises Held, FileNotFoundError (also if the file was removed in the meantime), or another OSError.
+        """
+        if self.fd >= 0:
+            self._times += 1
+            return
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o666)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Held("") from None
+            except OSError as error:
+                if error.errno not in _WITHOUT_LOCKS:
+                    raise
+                self._own()
+            if not os.path.samestat(os.fstat(fd), self.path.stat()):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        except BaseException:
+            os.close(fd)
+            self._disown()
+            raise
+        self.fd, self._times = fd, 1
+        _held.add(self)
+
+    def release(self) -> None:
+        """Undo one `acquire`; the last one releases the lock."""
+        self._times = max(0, self._times - 1)
+        if self.fd >= 0 and not self._times:
+            self._disown()
+            os.close(self.fd)
+            self.fd = -1
+
+    def _own(self) -> None:
+        if self.owner is None:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        try:
+            fd = os.open(self.owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            raise Held(_read(self.owner)) from None
+        self._owns_file = True
+        try:
+            write_all(fd, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode())
+        finally:
+            os.close(fd)
+
+    def _disown(self) -> None:
+        if self._owns_file and self.owner is not None:
+            with suppress(OSError):
+                self.owner.unlink()
+        self._owns_file = False
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Close the copies in a forked child, because an open one holds the lock."""
+    for lock in list(_held):
+        if lock.fd >= 0:
+            os.close(lock.fd)
+        lock.fd, lock._times, lock._owns_file = -1, 0, False
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _read(owner: Path) -> str:
+    try:
+        return owner.read_text(errors="replace")[:200] or "an unknown process"
+    except OSError:
+        return "an unknown process"

@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 
 from llmtailor.errors import StorageError, UsageError
 from llmtailor.storage.checksums import crc32
-from llmtailor.storage.local import EndsEarly
-from llmtailor.storage.stand_in import locate, see, stand_ins
+from llmtailor.storage.local import EndsEarly, locate, see, stand_ins
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

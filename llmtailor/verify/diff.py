@@ -25,7 +25,7 @@ from llmtailor.checkpoint.layout import Bytes, Copy, Piece
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.checkpoint.placement import Runs, common
 from llmtailor.containers.json import read_json
-from llmtailor.containers.pickle_nodes import Call, Ordered, as_tensor
+from llmtailor.containers.unpickle import Call, Ordered, as_tensor
 from llmtailor.documents import document
 from llmtailor.engine.pool import num_workers, run_all, stoppable
 from llmtailor.engine.streams import cannot_read
@@ -33,8 +33,7 @@ from llmtailor.errors import MismatchError, PathIn, Problem, UsageError
 from llmtailor.formats.registry import find_structure, index_checkpoint, with_experts
 from llmtailor.loaders.files import CONFIG, TRAINER_STATE, Holds, holds, is_rng_file, is_tokenizer_file
 from llmtailor.model.parts import ModelStructure, condense, layer_of, nearest
-from llmtailor.model.roles import place_of
-from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, WEIGHT, State, place_of
 from llmtailor.storage.casts import FLOATING, cast, widen
 from llmtailor.storage.local import Files, open_source, read_source
 from llmtailor.verify.values import BLOCK_ELEMENTS, CHUNK_ELEMENTS, bits_of

@@ -8,10 +8,10 @@ from typing import Any, Literal, TypedDict
 
 from llmtailor.checkpoint.index import CheckpointIndex
 from llmtailor.checkpoint.placement import common, count
-from llmtailor.containers.pickle_nodes import as_number
+from llmtailor.containers.unpickle import as_number
 from llmtailor.documents import encode
 from llmtailor.formats.registry import absent_parts, find_structure, index_checkpoint, split_parts
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, WEIGHT
 
 _FEW = 8
 _HYPER: tuple[Literal["lr", "weight_decay", "betas", "eps"], ...] = ("lr", "weight_decay", "betas", "eps")

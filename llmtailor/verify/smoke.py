@@ -28,7 +28,7 @@ from llmtailor.errors import Interrupted, Problem, UsageError, some
 from llmtailor.findings import ERROR, NOTE, Finding
 from llmtailor.loaders.files import CONFIG
 from llmtailor.loaders.loader import client_of
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import crc32
 from llmtailor.storage.local import Files

@@ -24,9 +24,8 @@ from llmtailor.errors import PathIn, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.loaders.files import ADAPTER_CONFIG, CONFIG, MANIFEST, is_weight_file
-from llmtailor.loaders.known_files import is_resumed_from
-from llmtailor.loaders.loader import client_of
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.loaders.loader import client_of, is_resumed_from
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 _NOT_MOMENTS = {WEIGHT, MASTER, FROZEN, BUFFER}
 _NOT_READ = "a DeepSpeed resume does not read them, but evaluation and inference do"

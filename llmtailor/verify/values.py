@@ -22,18 +22,17 @@ from llmtailor.checkpoint.placement import Extent, Runs
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import read_json
-from llmtailor.containers.torch_zip import list_records
-from llmtailor.containers.zip import Record
+from llmtailor.containers.torch_file import Record, list_records
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.errors import COPY_OR_ANOTHER, PathIn, SourceError, some
 from llmtailor.findings import ERROR, NOTE, WARNING, Finding
 from llmtailor.formats.manifest import ManifestFacts
 from llmtailor.formats.registry import find_structure
 from llmtailor.loaders.files import CONFIG
-from llmtailor.loaders.known_files import is_resumed_from
-from llmtailor.model.disk_names import naming_of, on_disk
+from llmtailor.loaders.loader import is_resumed_from
+from llmtailor.model.mergekit_data import naming_of, on_disk
 from llmtailor.model.parts import SavedAs
-from llmtailor.model.states import (
+from llmtailor.model.roles import (
     BUFFER,
     EXP_AVG,
     EXP_AVG_SQ,

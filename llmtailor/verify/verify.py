@@ -15,7 +15,7 @@ from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.checkpoint.placement import Runs
 from llmtailor.codes import Code
 from llmtailor.containers.json import MAX_BYTES
-from llmtailor.containers.torch_zip import list_records
+from llmtailor.containers.torch_file import list_records
 from llmtailor.documents import document
 from llmtailor.errors import PathIn, Problem, SourceError, UnsupportedCheckpoint, counted
 from llmtailor.findings import ERROR, NOTE, SEVERITIES, WARNING, Finding, folded
@@ -23,7 +23,7 @@ from llmtailor.formats.dcp.folder import is_of_fsdp
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.partial import manifest as partial
 from llmtailor.formats.partial.manifest import step_in_name
-from llmtailor.formats.plain.read import detects as is_plain
+from llmtailor.formats.plain import detects as is_plain
 from llmtailor.formats.registry import absent_parts, display_name, find_structure, split_parts, survey_checkpoint
 from llmtailor.loaders.files import (
     CONFIG,
@@ -39,7 +39,7 @@ from llmtailor.loaders.files import (
 )
 from llmtailor.loaders.loader import client_of, looks_partial
 from llmtailor.model.parts import condense, with_layers
-from llmtailor.model.states import MASTER, State
+from llmtailor.model.roles import MASTER, State
 from llmtailor.storage.local import read_source
 from llmtailor.timing import Stopwatch
 from llmtailor.verify.structure import check_index, check_manifest, check_step, join, lost_elements

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtailor.model.experts import split_experts
-from llmtailor.model.find_parts import find_parts_by_name
+from llmtailor.model.find_parts import find_parts_by_name, split_experts
 from llmtailor.model.parts import Piece, condense, group_shares, layer_of, step_of, with_layers
 from llmtailor.recipe.emit import spell
 from llmtailor.recipe.selectors import select

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from attempts.world import PARTS, World, call, read_full, step_of
 from helpers.cases import diagonal
-from llmtailor.runs import newest
+from llmtailor.runs import scan as newest
 from llmtailor.saving import SaveFailed
 
 

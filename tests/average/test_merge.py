@@ -22,7 +22,7 @@ from llmtailor.compose.write import write
 from llmtailor.engine.staging import peek
 from llmtailor.errors import Interrupted, MismatchError, SourceError
 from llmtailor.formats.registry import display_name, find_structure, index_checkpoint
-from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, State
 from llmtailor.recipe.parse import parse_recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint

@@ -21,7 +21,7 @@ from llmtailor.checkpoint.sources import AVERAGE, NEWEST, RESET  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.errors import MismatchError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import MASTER, MODULE, WEIGHT, State  # noqa: E402
+from llmtailor.model.roles import MASTER, MODULE, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Average, Recipe, Select, Whole  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from oracle.zero3 import MOMENTS, differ  # noqa: E402

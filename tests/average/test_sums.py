@@ -14,12 +14,12 @@ from llmtailor.checkpoint.layout import Blend, Bytes, FileLayout, Plan, Slot, Te
 from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
 from llmtailor.checkpoint.sources import Mix, Sources
 from llmtailor.compose.fill import plan_composite
-from llmtailor.engine import blending
+from llmtailor.engine import copy as blending
 from llmtailor.engine.copy import execute
 from llmtailor.engine.pool import Stop
 from llmtailor.engine.recheck import read_again
 from llmtailor.errors import SourceError
-from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.casts import add
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -6,8 +6,8 @@ import click
 import pytest
 
 from helpers.commands import run_here
+from llmtailor.cli.command import REMOVED
 from llmtailor.cli.main import cli
-from llmtailor.cli.removed import REMOVED
 
 
 @pytest.mark.parametrize(("command", "option"), sorted(REMOVED))

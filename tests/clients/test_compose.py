@@ -27,8 +27,8 @@ from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import UnsafePickle  # noqa: E402
 from llmtailor.formats.registry import find_structure, index_checkpoint  # noqa: E402
 from llmtailor.loaders.files import TRAINER_STATE  # noqa: E402
-from llmtailor.model.states import MASTER, WEIGHT  # noqa: E402
-from llmtailor.runs.newest import find_latest  # noqa: E402
+from llmtailor.model.roles import MASTER, WEIGHT  # noqa: E402
+from llmtailor.runs.scan import find_latest  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from plain import training as plain  # noqa: E402
 from thin.scene import call, contents, copy_of, folders  # noqa: E402

@@ -24,7 +24,7 @@ from llmtailor.containers.safetensors import SINGLE  # noqa: E402
 from llmtailor.errors import MismatchError, SourceError, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import WARNING  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT  # noqa: E402
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402
 from real.harness import Run, Runs, train  # noqa: E402
 from real.spec import Spec as TrainersSpec  # noqa: E402

@@ -20,11 +20,11 @@ from llmtailor.checkpoint.step_names import step_of
 from llmtailor.cli.main import cli
 from llmtailor.errors import SourceError
 from llmtailor.formats.registry import display_name, index_checkpoint
-from llmtailor.model.states import WEIGHT
+from llmtailor.model.roles import WEIGHT
 from llmtailor.runs.folder import RunFolder
-from llmtailor.runs.newest import find_latest
+from llmtailor.runs.scan import find_latest
 from llmtailor.salvage import replace as replacing
-from llmtailor.storage.stand_in import with_tag
+from llmtailor.storage.local import with_tag
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from thin.scene import call, folders
 

@@ -21,7 +21,7 @@ from llmtailor.findings import ERROR, WARNING
 from llmtailor.loaders.loader import detect_client
 from llmtailor.loaders.rng import ACCELERATE_TABLE
 from llmtailor.loaders.stock_fields import Field
-from llmtailor.runs.newest import find_latest
+from llmtailor.runs.scan import find_latest
 from llmtailor.verify.inspect import inspect_checkpoint
 from llmtailor.verify.smoke import try_resume
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint

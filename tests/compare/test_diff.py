@@ -13,7 +13,7 @@ import llmtailor
 from helpers.checkpoints import edit, make, model_states, optim_states
 from helpers.commands import run_here
 from llmtailor.cli.main import DIFFERENT
-from llmtailor.model.states import EXP_AVG, MASTER, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, MASTER, WEIGHT, State
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.verify.diff import BLOCK_ELEMENTS, Change, compare
+from llmtailor.verify.diff import Change, compare
+from llmtailor.verify.values import BLOCK_ELEMENTS
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llmtailor.checkpoint.index import CheckpointIndex, TensorEntry
-from llmtailor.model.states import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.model.roles import FROZEN, ITEMSIZE, MASTER, WEIGHT, State
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 

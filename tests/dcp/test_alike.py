@@ -7,9 +7,7 @@ import zlib
 
 import torch
 
-from llmtailor.containers.torch_alike import AlikeBlobs
-from llmtailor.containers.views import Held, Window
-from llmtailor.containers.zip import read_records
+from llmtailor.containers.torch_file import AlikeBlobs, Held, Window, read_records
 
 
 def blob_of(*tensors: torch.Tensor) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtailor.checkpoint.placement import Boxes, Extent
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 
 
 @st.composite

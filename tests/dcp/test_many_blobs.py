@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 import torch.distributed.checkpoint as dcp
 
-from llmtailor.containers import torch_zip
+from llmtailor.containers import torch_file as torch_zip
 from llmtailor.errors import Problems
 from llmtailor.formats.dcp.folder import read_folder
 

@@ -21,7 +21,7 @@ import oracle.any  # noqa: E402
 from dcp.holding import assert_same_held  # noqa: E402
 from dcp.runs import THREE_RANKS, TWO_RANKS  # noqa: E402
 from dcp.spec import Spec  # noqa: E402
-from llmtailor.model.states import MASTER  # noqa: E402
+from llmtailor.model.roles import MASTER  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from oracle.zero3 import MOMENTS, Snapshot  # noqa: E402
 from real import runs as deepspeed_runs  # noqa: E402

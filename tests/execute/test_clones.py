@@ -27,7 +27,7 @@ from llmtailor.engine import copy as runner
 from llmtailor.engine import moving
 from llmtailor.engine.copy import Context, Moved, execute
 from llmtailor.errors import Interrupted, SourceError, StorageError
-from llmtailor.model.states import MASTER, State
+from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
 from synthetic import SHAPES
 
@@ -254,7 +254,7 @@ def same(one: object, other: object) -> bool:
 @pytest.mark.parametrize("sizes", [(3000,), (5000, 11, 70_001), (1, 2048, 4096, 9)])
 def test_torch_finds_the_storages_of_a_padded_file(tmp_path, small_limits, sizes):
     """Also where it does not read the places but would compute them: under a fake mode, and for the meta device."""
-    from llmtailor.containers.torch_zip import lay_out_torch_file, read_torch_file
+    from llmtailor.containers.torch_file import lay_out_torch_file, read_torch_file
 
     tree = {f"t{at}": torch.arange(size, dtype=torch.float32) + at for at, size in enumerate(sizes)}
     torch.save({"longer pickle": "x" * 300, **tree}, tmp_path / "source.pt")

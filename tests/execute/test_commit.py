@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from llmtailor.engine import placing
 from llmtailor.engine import staging as commit
+from llmtailor.engine import staging as placing
 from llmtailor.engine.journal import Identity, Mark
-from llmtailor.engine.space import check_space, free_bytes, occupied_bytes
-from llmtailor.engine.staging import Staging, check_target, peek
+from llmtailor.engine.staging import Staging, check_space, check_target, free_bytes, occupied_bytes, peek
 from llmtailor.errors import Interrupted, SourceError, StorageError, TargetError, VerificationError
 from llmtailor.storage import local as rename
-from llmtailor.storage.listing import FileFact, list_entries
-from llmtailor.storage.lock import Held, Lock
+from llmtailor.storage.local import FileFact, Held, Lock, list_entries
 
 IDENTITY = Identity("1", "plan", {"/source": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 

@@ -9,8 +9,8 @@ import pytest
 from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Plan, Zeros
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.engine.journal import identify, is_another, why_not
-from llmtailor.model.states import MASTER, WEIGHT, State
-from llmtailor.storage.listing import FileFact
+from llmtailor.model.roles import MASTER, WEIGHT, State
+from llmtailor.storage.local import FileFact
 
 FACT = FileFact(100, 5, 6, 7)
 PLAN = Plan(

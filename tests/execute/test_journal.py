@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, read_journal
-from llmtailor.storage.listing import FileFact
+from llmtailor.storage.local import FileFact
 
 IDENTITY = Identity("1", "plan", {"/source é": FileFact(1, 2, 3, 4)}, "request", "recipe.yaml", "today", 10)
 

@@ -23,7 +23,7 @@ from llmtailor.engine import copy as runner
 from llmtailor.engine import pool, streams
 from llmtailor.engine.copy import Context, execute
 from llmtailor.errors import SourceError
-from llmtailor.model.states import MASTER, WEIGHT, State
+from llmtailor.model.roles import MASTER, WEIGHT, State
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 
 from llmtailor.formats.weights import NAMING
-from llmtailor.model.disk_names import on_disk
+from llmtailor.model.mergekit_data import on_disk
 from llmtailor.model.parts import Param
 from real.models import build
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtailor.containers.pickle_nodes import as_tensor
-from llmtailor.containers.torch_alike import open_torch_file
-from llmtailor.containers.views import Buffered
+from llmtailor.containers.torch_file import Buffered, open_torch_file
+from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import SourceError
 from llmtailor.storage.local import open_source
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 loading = pytest.importorskip("transformers.core_model_loading", reason="transformers 4 saves names as they are")
 
-from llmtailor.model.disk_names import FAMILIES, UNCHANGED, naming_of, on_disk  # noqa: E402
+from llmtailor.model.mergekit_data import FAMILIES, UNCHANGED, naming_of, on_disk  # noqa: E402
 from llmtailor.model.parts import Param  # noqa: E402
 
 SIZES = {"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "num_experts": 3, "num_local_experts": 3}

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from helpers.checkpoints import make
 from llmtailor.loaders.files import is_tokenizer_file
-from llmtailor.loaders.known_files import survey_contents
+from llmtailor.loaders.loader import survey_contents
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.cases import examples
-from llmtailor.containers.pickle_nodes import Call, Global, Ordered
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.unpickle import MAX_DEPTH, read_pickle
+from llmtailor.containers.unpickle import MAX_DEPTH, Call, Global, Ordered, read_pickle
 from llmtailor.errors import SourceError, UnsafePickle
 from llmtailor.formats.partial.trees import encode
 

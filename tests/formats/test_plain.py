@@ -17,12 +17,11 @@ from helpers.checkpoints import SMALL, make
 from llmtailor.checkpoint.optimizer import without_names
 from llmtailor.codes import Code
 from llmtailor.errors import SourceError, UnsupportedCheckpoint
-from llmtailor.formats.common.ask_transformers import ModelFacts
-from llmtailor.formats.common.names import derived_names
+from llmtailor.formats.common.names import ModelFacts, derived_names
 from llmtailor.formats.common.optimizer import SavedGroup, SavedOptimizer
-from llmtailor.formats.plain.read import detects
+from llmtailor.formats.plain import detects
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.states import MASTER, State
+from llmtailor.model.roles import MASTER, State
 from oracle import zero3
 from plain.composing import read, to_plain, to_zero
 from real.models import build

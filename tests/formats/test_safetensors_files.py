@@ -20,7 +20,7 @@ from llmtailor.containers.safetensors import (
     read_weights,
 )
 from llmtailor.errors import SourceError
-from llmtailor.model.states import WEIGHT, State
+from llmtailor.model.roles import WEIGHT, State
 
 SEEDED = torch.Generator().manual_seed(0)
 TENSORS = {

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from helpers.render import render
-from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.loaders.scheduler import lay_out_scheduler, regroup_scheduler
 

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers.render import render
 from llmtailor.checkpoint.layout import Bytes, Copy, Zeros
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.containers.pickle_nodes import as_tensor, make_tensor
-from llmtailor.containers.torch_zip import ALIGNMENT, lay_out_torch_file, read_torch_file
+from llmtailor.containers.torch_file import ALIGNMENT, lay_out_torch_file, read_torch_file
+from llmtailor.containers.unpickle import as_tensor, make_tensor
 from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint
 
 DTYPES = [

@@ -27,7 +27,7 @@ from campaigns import fuzz
 from helpers.cases import every, examples
 from llmtailor.errors import SourceError, TailorError
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.states import BUFFER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, WEIGHT, State
 from llmtailor.recipe import Recipe
 from oracle import any as oracle
 from oracle import zero3, zero12

@@ -19,12 +19,11 @@ from safetensors import safe_open
 
 from campaigns import fuzz
 from helpers.cases import examples
-from llmtailor.containers.pickle_nodes import Call, Global, Ordered, Storage, as_tensor
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_zip import read_torch_file
-from llmtailor.containers.unpickle import read_pickle
+from llmtailor.containers.torch_file import read_torch_file
+from llmtailor.containers.unpickle import Call, Global, Ordered, Storage, as_tensor, read_pickle
 from llmtailor.errors import SourceError
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 
 # --- pickles, against CPython's own machine --------------------------------------------------------------------------
 

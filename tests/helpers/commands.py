@@ -14,7 +14,8 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 from llmtailor.cli.main import main
-from llmtailor.storage import remote, stand_in
+from llmtailor.storage import local as stand_in
+from llmtailor.storage import remote
 
 
 def run_here(*words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:

@@ -39,7 +39,7 @@ resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
 from llmtailor.cli.tables import inspection_text
 from llmtailor.errors import TailorError
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_zip import read_torch_file
+from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.verify.inspect import inspect_checkpoint
 
 def inspect(path):

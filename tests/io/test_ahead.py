@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from llmtailor.storage.ahead import AHEAD_BYTES, Ahead
+from llmtailor.storage.local import AHEAD_BYTES, Ahead
 
 STEP = 1 << 20
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtailor.model.states import State
+from llmtailor.model.roles import State
 from llmtailor.storage.casts import cast
 from llmtailor.storage.checksums import combine, crc32, part_digest
 

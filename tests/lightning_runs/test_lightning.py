@@ -33,10 +33,10 @@ from llmtailor.findings import ERROR, NOTE  # noqa: E402
 from llmtailor.formats.manifest import stated_attempt  # noqa: E402
 from llmtailor.formats.registry import display_name, find_structure, index_checkpoint  # noqa: E402
 from llmtailor.loaders.files import CKPT  # noqa: E402
-from llmtailor.model.states import WEIGHT, State  # noqa: E402
+from llmtailor.model.roles import WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.runs.folder import RunFolder  # noqa: E402
-from llmtailor.runs.newest import find_latest  # noqa: E402
+from llmtailor.runs.scan import find_latest  # noqa: E402
 from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from real.harness import TrainingFailed, train  # noqa: E402

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import FileLayout, Zeros
 from llmtailor.codes import Code
-from llmtailor.compose import share
+from llmtailor.compose import write as share
 from llmtailor.engine.copy import FileResult, Moved
 from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.pool import Stop
@@ -32,11 +32,19 @@ from llmtailor.errors import (
 )
 from llmtailor.findings import WARNING, Finding
 from llmtailor.ranks import group as ranks_group
-from llmtailor.ranks.board import FileBoard, OwnStore, Pulse, StoreBoard, await_messages
-from llmtailor.ranks.codec import as_error, from_json, merged, to_json
-from llmtailor.ranks.group import RankGroup
+from llmtailor.ranks.board import (
+    FileBoard,
+    OwnStore,
+    Pulse,
+    StoreBoard,
+    as_error,
+    await_messages,
+    from_json,
+    merged,
+    to_json,
+)
+from llmtailor.ranks.group import RankGroup, check_same
 from llmtailor.ranks.launch import RankInfo, find_rank
-from llmtailor.ranks.team import check_same
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {

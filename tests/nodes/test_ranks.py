@@ -18,7 +18,7 @@ from faults.driver import Server
 from faults.scene import RECIPE, Scene, contents
 from helpers.commands import run_here
 from llmtailor.engine.staging import acquire, lock_of, release
-from llmtailor.storage.lock import Lock
+from llmtailor.storage.local import Lock
 from nodes.ranks import SILENT_S, Ranks
 
 MERGE = ["merge", "recipe.yaml", "out", "--quiet", "--distributed"]

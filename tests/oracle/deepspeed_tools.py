@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, State
 from oracle.zero3 import MOMENTS, Snapshot, differ
 from oracle.zero12 import MODEL
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle.zero3 import Snapshot
 
 FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle.zero3 import MOMENTS, Snapshot, read_weights
 
 MODEL = "mp_rank_00_model_states.pt"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 import llmtailor
-from llmtailor.model.states import BUFFER, FROZEN, MASTER
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER
 from oracle.any import load
 from oracle.zero3 import MOMENTS, differ
 from partial.composing import compose

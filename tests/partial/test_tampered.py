@@ -28,7 +28,7 @@ from helpers.cases import diagonal  # noqa: E402
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import RecipeError, SourceError, TailorError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import State  # noqa: E402
+from llmtailor.model.roles import State  # noqa: E402
 from llmtailor.runs.scan import scan_run  # noqa: E402
 from llmtailor.verify.inspect import inspect_checkpoint  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402

@@ -13,9 +13,9 @@ from safetensors.torch import load_file  # noqa: E402
 import llmtailor  # noqa: E402
 from llmtailor.checkpoint.optimizer import without_names  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
-from llmtailor.formats.plain.read import detects  # noqa: E402
+from llmtailor.formats.plain import detects  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import FROZEN, MASTER, WEIGHT, State  # noqa: E402
+from llmtailor.model.roles import FROZEN, MASTER, WEIGHT, State  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from plain.composing import read, to_plain  # noqa: E402

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers.indexes import make_index
+from llmtailor.checkpoint.layout import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.checkpoint.optimizer import ParamGroup
-from llmtailor.checkpoint.regroup import DEFAULT, KEEP, LAYER, find_decaying, regroup
 from llmtailor.errors import MismatchError, SourceError
 from llmtailor.model.find_parts import find_parts_by_name
 from llmtailor.model.parts import Param

@@ -14,7 +14,7 @@ from llmtailor.checkpoint.layout import Bytes, Cast, Copy, Crc, FileLayout, Slot
 from llmtailor.checkpoint.placement import Contiguous, Extent, Sliced
 from llmtailor.checkpoint.sources import Cut, Sources
 from llmtailor.compose.fill import plan_composite
-from llmtailor.model.states import EXP_AVG, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, MASTER, MODULE, WEIGHT, State
 
 PADDING = 0xAB
 """What the sources have where no element is; it must never come out."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.indexes import make_index
 from llmtailor.checkpoint.optimizer import OptimizerLayout, ParamGroup, SubGroup
 from llmtailor.checkpoint.sources import Sources
-from llmtailor.compose.adam_step import bias_factor, choose_steps
+from llmtailor.compose.averages import bias_factor, choose_steps
 from llmtailor.compose.report import step_notices
 
 HYPER = {"betas": (0.9, 0.999)}

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import as_saved
 from oracle.zero3 import MOMENTS, Snapshot, assert_same, compose, differ, load

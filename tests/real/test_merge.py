@@ -16,7 +16,7 @@ import torch
 
 import llmtailor
 from helpers.cases import every
-from llmtailor.model.states import FROZEN, MASTER, State
+from llmtailor.model.roles import FROZEN, MASTER, State
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint
 from oracle.deepspeed_tools import assert_universal_agrees, assert_zero_to_fp32_agrees
 from oracle.weights import EXPERTS, with_weights

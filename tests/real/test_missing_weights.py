@@ -15,7 +15,7 @@ import transformers
 
 import llmtailor
 from llmtailor.compose.report import Report
-from llmtailor.model.states import WEIGHT
+from llmtailor.model.roles import WEIGHT
 from oracle.any import load
 from oracle.zero3 import differ
 from real.harness import Runs

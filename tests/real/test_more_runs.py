@@ -21,7 +21,7 @@ import llmtailor
 from llmtailor.compose.report import Report
 from llmtailor.errors import UnsupportedCheckpoint
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.states import MASTER
+from llmtailor.model.roles import MASTER
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load
 from oracle.zero3 import assert_same, compose, differ

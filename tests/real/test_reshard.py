@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 import llmtailor
-from llmtailor.model.states import BUFFER, FROZEN, MASTER, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, MASTER, WEIGHT, State
 from oracle import zero12
 from oracle.any import load
 from oracle.deepspeed_tools import assert_universal_agrees

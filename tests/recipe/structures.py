@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmtailor.checkpoint.lineage import RunCheckpoint
 from llmtailor.errors import Problem, RecipeError
-from llmtailor.model.experts import split_experts
+from llmtailor.model.find_parts import split_experts
 from llmtailor.model.parts import EMBED, HEAD, NORM, ModelStructure, layer_part
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.parse import parse_recipe

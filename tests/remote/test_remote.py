@@ -19,7 +19,8 @@ from helpers.commands import forget_urls, run_here
 from helpers.faulty import FaultyFileSystem, failing
 from llmtailor.compose import write as writing
 from llmtailor.errors import StorageError, TargetError, VerificationError
-from llmtailor.storage import remote, stand_in
+from llmtailor.storage import local as stand_in
+from llmtailor.storage import remote
 from llmtailor.storage.checksums import crc32
 
 

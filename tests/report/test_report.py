@@ -20,7 +20,7 @@ import llmtailor
 from attempts.world import PARTS, World
 from helpers.commands import run_here
 from llmtailor.report import chart
-from llmtailor.runs.newest import compose_newest
+from llmtailor.runs.scan import compose_newest
 from report.parsing import Page
 
 HOSTILE = '</style><script>alert("x")</script>\x1b[31m\x00\u202e&'

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.states import BUFFER, State
+from llmtailor.model.roles import BUFFER, State
 from oracle.any import load
 from oracle.zero3 import Snapshot
 

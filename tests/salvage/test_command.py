@@ -17,7 +17,7 @@ from helpers.checkpoints import edit, make, model_states, optim_states
 from helpers.commands import run_here
 from llmtailor.compose.write import write
 from llmtailor.errors import StorageError, TargetError
-from llmtailor.runs.newest import find_latest
+from llmtailor.runs.scan import find_latest
 from llmtailor.salvage import replace as replacing
 from llmtailor.salvage.plan import plan_salvage
 from llmtailor.salvage.replace import plan_replacement, put_salvaged_in_place

@@ -15,7 +15,7 @@ from transformers import Trainer  # noqa: E402
 
 from llmtailor.compose.write import write  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import EXP_AVG, State  # noqa: E402
+from llmtailor.model.roles import EXP_AVG, State  # noqa: E402
 from llmtailor.salvage.plan import Salvage, plan_salvage, rows  # noqa: E402
 from llmtailor.saving import attach  # noqa: E402
 from llmtailor.verify.verify import verify_checkpoint  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 
 from llmtailor.compose.write import write
 from llmtailor.errors import SourceError
-from llmtailor.model.states import EXP_AVG, MASTER, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, MASTER, WEIGHT, State
 from llmtailor.salvage.plan import Salvage, gain, plan_salvage, rows
 from llmtailor.verify.verify import verify_checkpoint
 from oracle.any import load

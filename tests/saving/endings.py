@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from llmtailor.engine import streams
-from llmtailor.saving import shutdown
+from llmtailor.saving import save as shutdown
 from saving.loop import Loop
 
 write_all = streams.write_all

@@ -27,10 +27,12 @@ from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.layout import BLOCK_BYTES  # noqa: E402
 from llmtailor.engine import streams  # noqa: E402
 from llmtailor.errors import StorageError, UsageError  # noqa: E402
-from llmtailor.saving import SaveFailed, SavingOptions, saver, shutdown, writing  # noqa: E402
+from llmtailor.formats.partial.trees import lay_out_tensors  # noqa: E402
+from llmtailor.saving import SaveFailed, SavingOptions, saver, writing  # noqa: E402
+from llmtailor.saving import save as shutdown  # noqa: E402
 from llmtailor.saving.snapshot import ANY_STEP, Arena, LiveTensors, Snapshot, StepBarrier, storage_of  # noqa: E402
 from llmtailor.saving.torch_training import PlainTraining  # noqa: E402
-from llmtailor.saving.writing import Share, lay_out_tensors, write_share  # noqa: E402
+from llmtailor.saving.writing import Share, write_share  # noqa: E402
 from real.harness import start_ranks  # noqa: E402
 from saving.loop import Disk, Loop  # noqa: E402
 

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.saving import SaveFailed, saver_for  # noqa: E402
-from llmtailor.saving.saver import RunRecord  # noqa: E402
+from llmtailor.saving.save import RunRecord  # noqa: E402
 from saving.loop import Disk, Loop  # noqa: E402
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
 from llmtailor.errors import SourceError, TargetError, UsageError  # noqa: E402
-from llmtailor.runs.newest import Newest, compose_newest  # noqa: E402
+from llmtailor.runs.scan import Newest, compose_newest  # noqa: E402
 from llmtailor.saving import PartialSaving, SavingOptions, attach, newest_checkpoint  # noqa: E402
 from llmtailor.saving.options import VARIABLES, SavingArguments, from_environment  # noqa: E402
 from partial.alone import Alone  # noqa: E402

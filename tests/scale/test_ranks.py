@@ -17,11 +17,11 @@ from llmtailor.checkpoint.layout import Copy
 from llmtailor.checkpoint.sources import Sources
 from llmtailor.compose.fill import plan_composite
 from llmtailor.compose.plan import Options, plan_merge
-from llmtailor.containers import torch_zip
-from llmtailor.containers.torch_zip import lay_out_torch_file
+from llmtailor.containers import torch_file as torch_zip
+from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.formats.deepspeed_common.trees import RankFiles, ZeroTarget, make_shards
 from llmtailor.formats.registry import index_checkpoint, survey_checkpoint
-from llmtailor.model.states import BUFFER, FROZEN, State
+from llmtailor.model.roles import BUFFER, FROZEN, State
 from llmtailor.recipe import Recipe
 from synthetic import SHAPES, lay_out, make_checkpoint
 

@@ -16,12 +16,12 @@ from helpers.checkpoints import SMALL, make
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.cli.main import cli
 from llmtailor.engine.pool import Stop
-from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.recipe import Recipe
 from llmtailor.recipe.strategies import StrategyOptions
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.prune import plan_conversion
-from llmtailor.runs.scan import choose_for_run, find_structure
+from llmtailor.runs.scan import choose_for_run
 from llmtailor.runs.thin import write_conversion
 
 SHORT = replace(SMALL, num_layers=2)

@@ -18,7 +18,7 @@ from helpers.commands import run_here
 from llmtailor.checkpoint import layout
 from llmtailor.formats.partial.trees import PADDING
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.states import MASTER, State
+from llmtailor.model.roles import MASTER, State
 from llmtailor.runs import thin as service
 from llmtailor.runs.prune import ThinOptions, plan_thinning
 from synthetic import SHAPES

@@ -20,11 +20,11 @@ from dcp.holding import assert_holds, read, same  # noqa: E402
 from helpers.cases import mostly_long  # noqa: E402
 from helpers.commands import run_here  # noqa: E402
 from llmtailor.checkpoint.index import CheckpointIndex  # noqa: E402
-from llmtailor.engine import space  # noqa: E402
+from llmtailor.engine import staging as space  # noqa: E402
 from llmtailor.engine.pool import Stop  # noqa: E402
 from llmtailor.errors import StorageError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import WEIGHT  # noqa: E402
+from llmtailor.model.roles import WEIGHT  # noqa: E402
 from llmtailor.runs import thin as service  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from real.harness import Runs  # noqa: E402

@@ -10,8 +10,8 @@ import transformers
 
 from helpers.checkpoints import SMALL, load, make, model_states
 from helpers.indexes import make_index
+from llmtailor.checkpoint.layout import DEFAULT, LAYER, find_decaying, regroup
 from llmtailor.checkpoint.optimizer import ParamGroup
-from llmtailor.checkpoint.regroup import DEFAULT, LAYER, find_decaying, regroup
 from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.model.parts import Param
 from llmtailor.training import LayerGroupsMixin, decaying_names, layer_param_groups

@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 import llmtailor  # noqa: E402
 from llmtailor.checkpoint.layout import Plan  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
-from llmtailor.containers.pickle_nodes import Call, Global  # noqa: E402
-from llmtailor.containers.torch_zip import lay_out_torch_file, read_torch_file  # noqa: E402
+from llmtailor.containers.torch_file import lay_out_torch_file, read_torch_file  # noqa: E402
+from llmtailor.containers.unpickle import Call, Global  # noqa: E402
 from llmtailor.engine.copy import execute  # noqa: E402
 from llmtailor.errors import SourceError, UnsafePickle, UnsupportedCheckpoint  # noqa: E402
 from llmtailor.recipe import Recipe  # noqa: E402

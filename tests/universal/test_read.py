@@ -17,7 +17,7 @@ from dcp.holding import read  # noqa: E402
 from helpers.commands import run_here as run  # noqa: E402
 from llmtailor.errors import MismatchError, SourceError, TargetError  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import BUFFER, WEIGHT  # noqa: E402
+from llmtailor.model.roles import BUFFER, WEIGHT  # noqa: E402
 from llmtailor.recipe import Recipe, Select  # noqa: E402
 from llmtailor.verify.verify import RESUMABLE, verify_checkpoint  # noqa: E402
 from oracle.zero3 import Snapshot  # noqa: E402

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from llmtailor.model.states import EXP_AVG, MASTER
+from llmtailor.model.roles import EXP_AVG, MASTER
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, to_json, verify_checkpoint
 from real.runs import BATCHES
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from helpers.cases import every, examples
 from helpers.checkpoints import edit, make, optim_states
 from llmtailor.formats.registry import index_checkpoint
-from llmtailor.model.states import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import EXP_AVG, EXP_AVG_SQ, FROZEN, MASTER, MODULE, WEIGHT, State
 from llmtailor.storage.checksums import Intervals, crc32
 from llmtailor.verify import values as reading
 from llmtailor.verify.structure import all_held

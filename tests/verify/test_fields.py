@@ -17,7 +17,7 @@ from helpers.fields import Damage, damages_of, places_of, unlike  # noqa: E402
 from llmtailor.codes import Code  # noqa: E402
 from llmtailor.findings import ERROR  # noqa: E402
 from llmtailor.formats.common.optimizer import OPTIMIZER_TABLE  # noqa: E402
-from llmtailor.formats.deepspeed_common.tables import MODEL, ZERO3, ZERO12  # noqa: E402
+from llmtailor.formats.deepspeed_common.shards import MODEL, ZERO3, ZERO12  # noqa: E402
 from llmtailor.loaders.rng import RNG_TABLE  # noqa: E402
 from llmtailor.loaders.scheduler import SCHEDULER_TABLE  # noqa: E402
 from llmtailor.loaders.stock_fields import Field, Table  # noqa: E402

@@ -23,7 +23,7 @@ from llmtailor.codes import Code  # noqa: E402
 from llmtailor.errors import UnsupportedCheckpoint  # noqa: E402
 from llmtailor.findings import NOTE  # noqa: E402
 from llmtailor.formats.registry import index_checkpoint  # noqa: E402
-from llmtailor.model.states import State  # noqa: E402
+from llmtailor.model.roles import State  # noqa: E402
 from llmtailor.verify.verify import NOT_RESUMABLE, RESUMABLE, verify_checkpoint  # noqa: E402
 from plain.training import train  # noqa: E402
 

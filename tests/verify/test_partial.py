@@ -17,8 +17,8 @@ pytest.importorskip("accelerate")
 from llmtailor.cli.main import cli  # noqa: E402
 from llmtailor.errors import SourceError, UsageError  # noqa: E402
 from llmtailor.formats.registry import display_name, index_checkpoint  # noqa: E402
-from llmtailor.model.states import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
-from llmtailor.salvage.choose import assess  # noqa: E402
+from llmtailor.model.roles import EXP_AVG_SQ, FROZEN, MASTER, State  # noqa: E402
+from llmtailor.salvage.plan import assess  # noqa: E402
 from llmtailor.verify.verify import DAMAGED, INTACT, INTACT_WITH_WARNINGS, Verdict, verify_checkpoint  # noqa: E402
 from partial.scene import FORMS, bundles, edit_manifest, flip, make_run, mend_manifest, partials  # noqa: E402
 

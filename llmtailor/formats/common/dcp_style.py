@@ -14,10 +14,10 @@ from typing import Any
 from llmtailor.checkpoint.index import FOLDERS, SHARDS, WHOLE, DcpEntry, DcpStyle
 from llmtailor.checkpoint.layout import Copy
 from llmtailor.codes import Code
-from llmtailor.containers.fields import as_dict, get, read_tensor
-from llmtailor.containers.pickle_nodes import as_ints, make_tensor
+from llmtailor.containers.json import as_dict, get, read_tensor
+from llmtailor.containers.unpickle import as_ints, make_tensor
 from llmtailor.errors import damaged
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 
 STYLE = "dcp/style"
 """The name of the tree; no stock file has it"""

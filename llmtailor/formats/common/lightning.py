@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmtailor.codes import Code
-from llmtailor.containers.fields import as_dict, get, get_count
-from llmtailor.containers.json import is_count
-from llmtailor.containers.pickle_nodes import Ordered, as_tensor
+from llmtailor.containers.json import as_dict, get, get_count, is_count
+from llmtailor.containers.unpickle import Ordered, as_tensor
 from llmtailor.errors import COPY_FILE, Problem, SourceError, UnsupportedCheckpoint, damaged
 from llmtailor.findings import ERROR, Finding
 from llmtailor.loaders.files import LIGHTNINGS

@@ -23,10 +23,19 @@ from typing import Any
 
 from llmtailor.checkpoint.optimizer import NAME_KEYS, SAVED_NAMES
 from llmtailor.codes import Code
-from llmtailor.containers.fields import FLOATING, Tensor, as_dict, check_kind, get, read_options, read_step, read_tensor
-from llmtailor.containers.json import check_name
-from llmtailor.containers.pickle_nodes import as_ints, as_tensor
-from llmtailor.containers.trees import Trees
+from llmtailor.containers.json import (
+    FLOATING,
+    Tensor,
+    Trees,
+    as_dict,
+    check_kind,
+    check_name,
+    get,
+    read_options,
+    read_step,
+    read_tensor,
+)
+from llmtailor.containers.unpickle import as_ints, as_tensor
 from llmtailor.errors import COPY_FILE, PathIn, Problem, SourceError, UnsupportedCheckpoint, damaged, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.other_optimizers import another, flattened, naming_others, refuse_others

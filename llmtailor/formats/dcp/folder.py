@@ -29,17 +29,14 @@ from llmtailor.checkpoint.index import TensorEntry
 from llmtailor.checkpoint.placement import Boxes, Bundled, Contiguous, Extent, Placement
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA, Blob, Chunk, Entry, KeyPath, read_metadata
-from llmtailor.containers.fields import Tensor, as_dict, get, read_tensor
-from llmtailor.containers.json import check_name, is_count
-from llmtailor.containers.pickle_nodes import as_tensor
+from llmtailor.containers.json import Tensor, as_dict, check_name, get, is_count, read_tensor
 from llmtailor.containers.safetensors import read_header
-from llmtailor.containers.torch_alike import AlikeBlobs
-from llmtailor.containers.torch_zip import decode_torch_file, read_torch_file
-from llmtailor.containers.views import Window
+from llmtailor.containers.torch_file import AlikeBlobs, Window, decode_torch_file, read_torch_file
+from llmtailor.containers.unpickle import as_tensor
 from llmtailor.errors import COPY_CHECKPOINT, COPY_FILE, PathIn, Problems, SourceError, counted, some
 from llmtailor.findings import WARNING, Finding
 from llmtailor.formats.other_optimizers import naming_others
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
 
 _SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")

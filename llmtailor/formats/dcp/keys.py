@@ -24,7 +24,7 @@ from llmtailor.checkpoint.index import DcpEntry
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import KeyPath
-from llmtailor.containers.fields import check_kind
+from llmtailor.containers.json import check_kind
 from llmtailor.errors import COPY_CHECKPOINT, Problem, SourceError, UnsupportedCheckpoint, some
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.dcp.folder import Stored

@@ -42,12 +42,11 @@ from llmtailor.checkpoint.placement import Sliced
 from llmtailor.checkpoint.step_names import step_of
 from llmtailor.codes import Code
 from llmtailor.containers.dcp import DATA_FILE, METADATA
-from llmtailor.containers.fields import FLOATING, Tensor, read_option, read_step, read_tied
-from llmtailor.containers.pickle_nodes import SmallTensor
-from llmtailor.containers.trees import FileTrees
+from llmtailor.containers.json import FLOATING, FileTrees, Tensor, read_option, read_step, read_tied
+from llmtailor.containers.unpickle import SmallTensor
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.read import listed_buffers, listed_ties
+from llmtailor.formats.common.states import listed_buffers, listed_ties
 from llmtailor.formats.dcp.folder import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -60,15 +59,14 @@ from llmtailor.formats.dcp.folder import (
     read_shards,
 )
 from llmtailor.formats.dcp.keys import BUFFERS, TIED, Optimizer, check_options, sort_keys, split_model
-from llmtailor.formats.finish import Draft, usual_dtype
+from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.manifest import read_manifest
 from llmtailor.formats.other_optimizers import refuse_others
 from llmtailor.loaders.files import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, is_rng_file
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.model.parts import Param
-from llmtailor.model.states import BUFFER, EXP_AVG, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
-from llmtailor.storage.listing import FileFact
-from llmtailor.storage.local import open_source
+from llmtailor.model.roles import BUFFER, EXP_AVG, FROZEN, ITEMSIZE, MASTER, WEIGHT, State
+from llmtailor.storage.local import FileFact, open_source
 
 _MIXED = "silent: copy the whole checkpoint again; its files come from different saves"
 

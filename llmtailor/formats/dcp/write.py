@@ -24,12 +24,12 @@ from llmtailor.checkpoint.layout import Copy, FileLayout, Piece, Slot
 from llmtailor.checkpoint.optimizer import ParamGroup, without_names
 from llmtailor.checkpoint.placement import Absent
 from llmtailor.containers.dcp import METADATA, Blob, Chunk, Entry, KeyPath, lay_out_metadata
-from llmtailor.containers.pickle_nodes import SmallTensor, as_tensor, make_tensor
 from llmtailor.containers.safetensors import WeightFile, lay_out_weights
-from llmtailor.containers.torch_zip import lay_out_torch_blob, lay_out_torch_file
+from llmtailor.containers.torch_file import lay_out_torch_blob, lay_out_torch_file
+from llmtailor.containers.unpickle import SmallTensor, as_tensor, make_tensor
 from llmtailor.errors import MismatchError, Problem, UnsupportedCheckpoint, some
 from llmtailor.formats.common.dcp_style import cut_rows
-from llmtailor.formats.common.write import check_masters, kinds_by_param, lay_out_master_weights, step_node
+from llmtailor.formats.common.states import check_masters, kinds_by_param, lay_out_master_weights, step_node
 from llmtailor.formats.dcp.folder import MODEL_FILE, OPTIMIZER_FILE, SHARDING
 from llmtailor.formats.dcp.keys import ADAMW, BUFFERS, GROUPS, STATE, TIED, merge_alike
 from llmtailor.formats.dcp.read import MODEL_FOLDER, OPTIMIZER_FOLDER
@@ -44,7 +44,7 @@ from llmtailor.loaders.write import (
     saved_scheduler,
     scheduler_tree,
 )
-from llmtailor.model.states import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
+from llmtailor.model.roles import BUFFER, ITEMSIZE, KIND_OF_ROLE, State
 
 Content = Callable[[int, int], tuple[Piece, ...]]
 """What elements ``begin``..``end`` of a tensor consist of"""

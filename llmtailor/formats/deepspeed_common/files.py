@@ -24,8 +24,7 @@ from llmtailor.containers.json import is_path_below
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, counted, printable
 from llmtailor.loaders.files import LATEST, MODEL_STATES, OPTIM_STATES, UNSHARDED_MODEL, WHOLE_MODEL, is_shard_name
 from llmtailor.loaders.loader import CLIENTS, is_tag_alone
-from llmtailor.storage.local import read_source
-from llmtailor.storage.stand_in import locate, location_of
+from llmtailor.storage.local import locate, location_of, read_source
 
 UNIVERSAL = UNIVERSAL_SUFFIX
 """What the names of the tag folders of universal checkpoints end in"""

@@ -28,6 +28,10 @@ full.
 `read_all` reads the files of all ranks. Of files that are alike, one is decoded, and the others share what was read
 from it. Whether they are alike is decided by their bytes: under ZeRO-3 the files of most ranks differ in the names of
 their archives and in tensors, whose places are the same.
+
+The fields of DeepSpeed's files that decide a training (deepspeed 0.19.8); see `loaders.stock_fields`.
+
+What the readers of the files refuse on their own is not listed.
 """
 
 from __future__ import annotations
@@ -39,20 +43,92 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llmtailor.codes import Code
-from llmtailor.containers import fields
-from llmtailor.containers.fields import Tensor, as_dict, get, get_count, read_tensor
-from llmtailor.containers.json import check_name, is_count
-from llmtailor.containers.pickle_nodes import Call, Ordered, Storage, as_ints, as_tensor, children
-from llmtailor.containers.trees import Decoded, Trees
+from llmtailor.containers import json as fields
+from llmtailor.containers.json import Decoded, Tensor, Trees, as_dict, check_name, get, get_count, is_count, read_tensor
+from llmtailor.containers.unpickle import Call, Ordered, Storage, as_ints, as_tensor, children
 from llmtailor.errors import COPY_CHECKPOINT, AnotherOptimizer, PathIn, Problems, SourceError, damaged, some
 from llmtailor.findings import Finding
 from llmtailor.formats.deepspeed_common.files import ShardFiles, check_archive, unsupported_parallelism
-from llmtailor.formats.deepspeed_common.tables import MODEL, ZERO3, ZERO12
 from llmtailor.formats.other_optimizers import naming_others, refuse_others
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.scheduler import SchedulerFacts, read_scheduler
-from llmtailor.loaders.stock_fields import ADAM_KINDS, Table, check_fields, facts_of_rank
-from llmtailor.model.states import MASTER
+from llmtailor.loaders.stock_fields import (
+    ADAM_KINDS,
+    ANYTHING,
+    FLAG,
+    FROM_ZERO,
+    FieldType,
+    Table,
+    check_fields,
+    count,
+    facts_of_rank,
+    field,
+    find,
+    is_a,
+    number,
+    optimizer_fields,
+)
+from llmtailor.model.roles import MASTER
+
+_OUTER = "optimizer_state_dict"
+_SCALER_CLASSES = {"LossScaler", "DynamicLossScaler"}
+_MOST_SCALE = 2.0**64
+"""A loss scale beyond this overflows in fp16 for dozens of steps, whatever the loss."""
+
+
+def _class_of(value: Any) -> str:
+    return getattr(value.func, "name", "") if isinstance(value, Call) else ""
+
+
+def _is_dynamic(tree: Any) -> bool:
+    """Whether the loss scaler is one that adapts."""
+    return any(_class_of(one) == "DynamicLossScaler" for _, one in find(tree, (_OUTER, "loss_scaler")))
+
+
+_SCALER = FieldType("loss scaler", lambda value: _class_of(value) in _SCALER_CLASSES)
+_SCALE = number(f"number > 0, up to {_MOST_SCALE:g}", lambda value: 0 < value <= _MOST_SCALE)
+_SCALER_FIELDS = (
+    field(f"{_OUTER}.loss_scaler", _SCALER, if_missing=None),
+    field(f"{_OUTER}.loss_scaler.cur_scale", _SCALE, is_alike=True),
+    field(f"{_OUTER}.loss_scaler.cur_iter", count(), is_alike=True, applies=_is_dynamic),
+    field(f"{_OUTER}.loss_scaler.scale_window", count("count from 1 up", 1), is_alike=True, applies=_is_dynamic),
+)
+_OPTIM_FILE = "TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt"
+
+ZERO3 = Table(
+    "ZeRO-3, optimizer states",
+    _OPTIM_FILE,
+    (
+        *_SCALER_FIELDS,
+        field(f"{_OUTER}.dynamic_loss_scale", FLAG, is_alike=True),
+        *optimizer_fields(f"{_OUTER}.optimizer_state_dict."),
+    ),
+)
+
+ZERO12 = Table(
+    "ZeRO-1 and ZeRO-2, optimizer states",
+    _OPTIM_FILE,
+    (
+        *_SCALER_FIELDS,
+        field(f"{_OUTER}.dynamic_loss_scale", FLAG, if_missing=None, is_alike=True),
+        field(f"{_OUTER}.clip_grad", FROM_ZERO, if_missing=None, is_alike=True),
+        field(f"{_OUTER}.ds_version", FieldType("version", is_a(str)), if_missing=Code.VERSION_MISSING),
+        *optimizer_fields(f"{_OUTER}.base_optimizer_state."),
+    ),
+)
+
+MODEL = Table(
+    "Model states, all stages",
+    "TAG/[zero_pp_rank_R_]mp_rank_00_model_states.pt",
+    (
+        field("mp_world_size", ANYTHING),
+        field("global_samples", count(), if_missing=None, is_alike=True),
+        field("lr_scheduler", ANYTHING, if_missing=None, is_alike=True),
+        field("lr_scheduler.last_batch_iteration", count("step", -1), if_missing=None),
+    ),
+)
+TABLES = (ZERO3, ZERO12, MODEL)
+
 
 _EXTRA = "_extra_state"
 """torch's name for what a module keeps besides tensors"""

@@ -21,13 +21,13 @@ from typing import Any
 from llmtailor.checkpoint.index import CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout, Piece, Slot, Zeros
 from llmtailor.checkpoint.optimizer import OptimizerLayout, SubGroup, Vector, lay_out_vector, part_size
-from llmtailor.containers.pickle_nodes import Call, Global, Ordered, make_tensor
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.torch_zip import Content, TorchLayout, pickle_content
+from llmtailor.containers.torch_file import Content, TorchLayout, pickle_content
+from llmtailor.containers.unpickle import Call, Global, Ordered, make_tensor
 from llmtailor.formats.deepspeed_common.files import UNIVERSAL, model_name, optim_name
 from llmtailor.loaders.files import ADAPTER_CONFIG
 from llmtailor.loaders.loader import CLIENTS, Client
-from llmtailor.model.states import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
+from llmtailor.model.roles import BUFFER, FROZEN, ITEMSIZE, MASTER, MODULE, WEIGHT, State
 
 DS_VERSION = "0.19.8"
 _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")

@@ -37,7 +37,7 @@ from llmtailor.containers.safetensors import MAX_DIMENSIONS
 from llmtailor.errors import PathIn, SourceError
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.model.parts import SavedAs
-from llmtailor.model.states import ITEMSIZE, is_moment
+from llmtailor.model.roles import ITEMSIZE, is_moment
 from llmtailor.storage.local import read_source
 
 _CRC = re.compile(r"[0-9a-f]{8}")

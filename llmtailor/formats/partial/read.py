@@ -24,19 +24,18 @@ from llmtailor.checkpoint.index import (
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.checkpoint.placement import Absent, Bundled, Contiguous, Extent, Runs, Sliced, count, union
 from llmtailor.codes import Code
-from llmtailor.containers.json import is_count, is_path_below, read_strict_json
+from llmtailor.containers.json import Decoded, Opened, is_count, is_path_below, read_strict_json
 from llmtailor.containers.safetensors import WeightFile, read_header
-from llmtailor.containers.trees import Decoded, Opened
 from llmtailor.containers.unpickle import check_tree
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, attempt
 from llmtailor.findings import Finding
 from llmtailor.formats.common.dcp_style import STYLE, read_style
 from llmtailor.formats.common.lightning import read_optimizer_tree, without_states
 from llmtailor.formats.common.optimizer import parse_optimizer, read_optimizer
-from llmtailor.formats.common.read import make_index
+from llmtailor.formats.common.states import make_index
 from llmtailor.formats.deepspeed_common.files import ShardFiles
 from llmtailor.formats.deepspeed_common.read import read_shards
-from llmtailor.formats.finish import Draft
+from llmtailor.formats.format import Draft
 from llmtailor.formats.partial.manifest import (
     SCHEMA_BUNDLE,
     TREE,
@@ -50,8 +49,8 @@ from llmtailor.formats.partial.trees import PADDING, decode
 from llmtailor.loaders.loader import looks_partial
 from llmtailor.loaders.read import read_trainer_files
 from llmtailor.model.parts import Param
-from llmtailor.model.states import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
-from llmtailor.storage.listing import FileFact
+from llmtailor.model.roles import BUFFER, EXP_AVG, EXP_AVG_SQ, FROZEN, ITEMSIZE, MASTER, State
+from llmtailor.storage.local import FileFact
 
 _FIX = "leave this checkpoint out; its save is damaged"
 _ABSENT = Absent()

@@ -33,11 +33,19 @@ from llmtailor.checkpoint.layout import (
     shareable_start,
 )
 from llmtailor.checkpoint.placement import Extent
-from llmtailor.containers.pickle_machine import check_keys
-from llmtailor.containers.pickle_nodes import Call, Global, Ordered, TensorView, as_shape, as_tensor, make_tensor
 from llmtailor.containers.safetensors import lay_out_header
-from llmtailor.containers.unpickle import ALLOWED
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.containers.unpickle import (
+    ALLOWED,
+    Call,
+    Global,
+    Ordered,
+    TensorView,
+    as_shape,
+    as_tensor,
+    check_keys,
+    make_tensor,
+)
+from llmtailor.model.roles import ITEMSIZE
 
 PLACEHOLDER = "flat"
 STORED = "tensor"

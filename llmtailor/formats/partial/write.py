@@ -14,11 +14,11 @@ from typing import Any
 from llmtailor.checkpoint.index import DCP, FSDP, UNIVERSAL, CheckpointIndex, TensorEntry
 from llmtailor.checkpoint.layout import Copy, FileLayout, Slot, Zeros
 from llmtailor.checkpoint.optimizer import part_size
-from llmtailor.containers.fields import extent_of
-from llmtailor.containers.pickle_nodes import Ordered, TensorView
+from llmtailor.containers.json import extent_of
+from llmtailor.containers.unpickle import Ordered, TensorView
 from llmtailor.errors import PathIn, UnsupportedCheckpoint
 from llmtailor.formats.common.dcp_style import STYLE, cut_rows, style_tree
-from llmtailor.formats.common.write import optimizer_tree
+from llmtailor.formats.common.states import optimizer_tree
 from llmtailor.formats.deepspeed_common.files import describe_shards, optim_name
 from llmtailor.formats.deepspeed_common.trees import ZeroTarget, make_shards, slice_of
 from llmtailor.formats.partial.manifest import (
@@ -53,9 +53,9 @@ from llmtailor.loaders.files import (
 from llmtailor.loaders.loader import client_of
 from llmtailor.loaders.read import read_config
 from llmtailor.loaders.write import carry
-from llmtailor.model.disk_names import AS_IN_MEMORY, naming_of, on_disk
+from llmtailor.model.mergekit_data import AS_IN_MEMORY, naming_of, on_disk
 from llmtailor.model.parts import Param, SavedAs
-from llmtailor.model.states import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
+from llmtailor.model.roles import BUFFER, FROZEN, KIND_OF_ROLE, MASTER, WEIGHT, State, is_moment
 
 
 @dataclass(slots=True)

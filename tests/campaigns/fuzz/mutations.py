@@ -7,7 +7,7 @@ import random
 import re
 from typing import Any
 
-from llmtailor.containers.pickle_nodes import Call, Ordered
+from llmtailor.containers.unpickle import Call, Ordered
 
 NUMBERS = (
     0,

@@ -19,12 +19,11 @@ from campaigns.fuzz import dcp, partial
 from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 from campaigns.fuzz.partial import SEPARATOR
 from llmtailor.compose.plan import Options, plan_merge
-from llmtailor.containers.pickle_nodes import Storage
 from llmtailor.containers.pickle_writer import write_pickle
 from llmtailor.containers.safetensors import INDEX, SINGLE, read_weights
-from llmtailor.containers.torch_zip import read_torch_file
-from llmtailor.containers.unpickle import read_pickle
-from llmtailor.formats.common import ask_transformers as model
+from llmtailor.containers.torch_file import read_torch_file
+from llmtailor.containers.unpickle import Storage, read_pickle
+from llmtailor.formats.common import names as model
 from llmtailor.formats.manifest import read_part_steps
 from llmtailor.formats.registry import index_checkpoint
 from llmtailor.recipe import Recipe

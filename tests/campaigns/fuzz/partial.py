@@ -14,12 +14,12 @@ from campaigns.fuzz.mutations import DROP, mutate_bytes, mutate_tree
 from llmtailor.checkpoint.lineage import Ledger
 from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.engine.pool import Stop
-from llmtailor.formats.registry import index_checkpoint
+from llmtailor.formats.registry import find_structure, index_checkpoint
 from llmtailor.loaders.files import PARTIAL_MANIFEST
 from llmtailor.recipe import Recipe
 from llmtailor.runs.folder import RunFolder
 from llmtailor.runs.prune import plan_conversion
-from llmtailor.runs.scan import find_structure, scan_run
+from llmtailor.runs.scan import scan_run
 from llmtailor.runs.thin import write_conversion
 from llmtailor.verify.inspect import describe
 

@@ -1,8 +1,16 @@
-"""From a checkpoint without DeepSpeed, of the Trainer or of accelerate, to a `CheckpointIndex`.
+"""Checkpoints without DeepSpeed, of the Trainer or of accelerate: reader and layout.
 
 There are no separate master weights: the weights are what the optimizer updates, so the same bytes are held under
 both kinds. An fp32 run (``bf16=True`` is one, by autocast) has fp32 in both; a bf16 model has bf16 weights and moments.
 Adam counts its ``step`` per param here, so every param is its own sub-group, numbered through the groups.
+
+From a ZeRO base the weights are the fp32 master weights, as nothing else would keep them: the Trainer should build the
+model in fp32 (with ``bf16=True`` it then computes in bf16, by autocast). They have the params' own names, which is
+what a resume looks for, also from a partial base. From a plain base the files keep their names, order and
+dtypes, unless a resume would not find a param by its name there.
+
+The groups list the names of their params, so that the checkpoint can be read again whatever its groups are: as the
+base's do, and else under a key of ours; the Trainer keeps the key and saves it again.
 """
 
 from __future__ import annotations
@@ -12,30 +20,35 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmtailor.checkpoint.index import ACCELERATE, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.layout import FileLayout
 from llmtailor.codes import Code
-from llmtailor.containers.json import read_json
+from llmtailor.containers.json import FileTrees, read_json
 from llmtailor.containers.safetensors import SINGLE
-from llmtailor.containers.trees import FileTrees
+from llmtailor.containers.torch_file import lay_out_torch_file
 from llmtailor.errors import PathIn, Problem, Problems, SourceError, UnsupportedCheckpoint, attempt, some
 from llmtailor.findings import ERROR, WARNING, Finding
-from llmtailor.formats.common.ask_transformers import ModelFacts, describe_model
-from llmtailor.formats.common.names import derived_names, fit, has_names, listed_names
+from llmtailor.formats.common.names import ModelFacts, derived_names, describe_model, fit, has_names, listed_names
 from llmtailor.formats.common.optimizer import SavedOptimizer, read_optimizer
-from llmtailor.formats.common.read import (
+from llmtailor.formats.common.states import (
+    check_masters,
     check_steps,
     find_stateless,
     frozen_by_guess,
     hold_weights,
+    kinds_by_param,
+    lay_out_master_weights,
     listed_buffers,
     listed_ties,
     make_index,
+    optimizer_tree,
 )
-from llmtailor.formats.finish import Draft, usual_dtype
+from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.weights import read_adapter
 from llmtailor.loaders.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
+    ENGINE_FILES,
     OPTIMIZER,
     SCALER,
     SCHEDULER,
@@ -44,7 +57,8 @@ from llmtailor.loaders.files import (
 )
 from llmtailor.loaders.loader import CLIENTS
 from llmtailor.loaders.read import TrainerFiles, read_trainer_files
-from llmtailor.model.states import WEIGHT, State
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files, made_client_files
+from llmtailor.model.roles import WEIGHT, State
 
 OTHER_WEIGHTS = "pytorch_model.bin"
 _NOT_PLAIN = ("latest", "zero_to_fp32.py", "pytorch_model", "optimizer_0", "pytorch_model_fsdp.bin")
@@ -207,3 +221,41 @@ def _ask_model(
 
 def _world_size(files: Iterable[str]) -> int:
     return max((rank + 1 for path in files if (rank := rank_of(path)) is not None), default=1)
+
+
+check = check_masters
+
+
+def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a composite's files except the tokenizer's, and notices.
+
+    Raises SourceError for a base that lacks something that a resume needs, UnsupportedCheckpoint for weights in more
+    files than the client reads.
+    """
+    _check_base(base, wanted.client)
+    if wanted.client == ACCELERATE and (skipped := base.zero.skipped_steps):
+        what = f"{skipped} of its steps were skipped, and accelerate counts steps as Adam does, without these"
+        raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
+    beside, notices = made_client_files(base, wanted)
+    weights = lay_out_master_weights(base)
+    if wanted.client == ACCELERATE and [one.path for one in weights] != [SINGLE]:
+        what = f"accelerate reads its weights from {SINGLE} only, and they take {len(weights) - 1} files"
+        raise UnsupportedCheckpoint.at(base.name, what, "use --stage 1, 2 or 3, or --to fsdp")
+    optimizer = lay_out_torch_file(CLIENTS[wanted.client].optimizer, optimizer_tree(base, wanted.layout))
+    made = [optimizer, *weights, *beside]
+    dtype = "F32" if base.form.has_masters else None  # config.json follows the weights, which are the master weights
+    return lay_out_trainer_files(base, wanted, made, dtype, ENGINE_FILES, has_weights=True), notices
+
+
+def _check_base(base: CheckpointIndex, client: str) -> None:
+    problems = []
+    if base.client == client and CLIENTS[client].needs_scheduler and not base.offers(SCHEDULER):
+        what = "there is no scheduler state; without DeepSpeed, a resume then drops the optimizer state as well"
+        problems.append(
+            Problem(PathIn(base.name, SCHEDULER), what, "use a base whose run used the Trainer's scheduler")
+        )
+    if not kinds_by_param(base):
+        what = "its optimizer has made no step yet, so it has no states"
+        problems.append(Problem(base.name, what, "use a later checkpoint as base"))
+    if problems:
+        raise SourceError(problems)

@@ -1,18 +1,36 @@
-"""Layout of a Trainer checkpoint with DeepSpeed shards of any ZeRO stage."""
+"""A Trainer checkpoint with DeepSpeed shards of any ZeRO stage: reader and layout. `deepspeed_common` does the work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from llmtailor.checkpoint.index import CheckpointIndex, TrainState
 from llmtailor.checkpoint.layout import Bytes, FileLayout
-from llmtailor.errors import Problem
+from llmtailor.containers.json import FileTrees
+from llmtailor.errors import Problem, Problems
+from llmtailor.formats.deepspeed_common.files import survey_shard_files
+from llmtailor.formats.deepspeed_common.read import lay_out_engine, read_shards
 from llmtailor.formats.deepspeed_common.trees import RankFiles, ZeroTarget
-from llmtailor.formats.deepspeed_common.write import lay_out_engine
+from llmtailor.formats.format import Draft
 from llmtailor.loaders.files import LATEST
-from llmtailor.loaders.write import (
-    Wanted,
-)
+from llmtailor.loaders.loader import is_tag_alone
+from llmtailor.loaders.write import Wanted
+
+
+def detects(root: Path) -> bool:
+    """Return whether a folder has what DeepSpeed leaves in the root of a checkpoint."""
+    return (root / LATEST).exists() or any(root.glob("global_step*")) or is_tag_alone(root)
+
+
+def read(root: Path, name: str, client: str | None = None) -> Draft:
+    """Read a checkpoint with DeepSpeed shards; no tensor byte is read except the 4 bytes of each ``step``.
+
+    Raises SourceError or UnsupportedCheckpoint for any other folder; the draft reports damage.
+    """
+    problems = Problems()
+    files = survey_shard_files(root, name, problems)
+    return read_shards(FileTrees(root), files, name, problems, client)
 
 
 def check(dtype: str | None, allow_split: bool) -> None:

@@ -7,18 +7,33 @@ central directory does not show this padding, so offsets are taken from the loca
 Writing follows torch's own layout (same records, same alignment, data descriptors, zip64 end records), with more
 padding before storages that can share blocks with the files they are copied from. The CRCs of tensor records are
 filled in once the bytes have streamed past.
+
+The directory of a zip file of stored records, read so strictly that every other reader finds the same records.
+
+Readers of zip files differ: where they look for the end, how they treat bytes before the first record, which of two
+equal names they use, whether case matters. A crafted file can show harmless content to one reader and an exploit to
+``torch.load``. So the end records must end the file, the directory must directly precede them, the first record must
+start the file, records must not overlap, and names must differ by more than case.
+
+Views of an open file: a part of it as a file of its own, and one that is read in blocks.
+
+Which torch files are alike? Tells it by their bytes, without decoding them.
+
+The ranks of a training write thousands of files that differ in nothing but the archive's name, which is in the header
+of every record, and in tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from llmtailor.checkpoint.layout import (
     BLOCK_BYTES,
@@ -34,14 +49,239 @@ from llmtailor.checkpoint.layout import (
 )
 from llmtailor.checkpoint.placement import Extent
 from llmtailor.codes import Code
-from llmtailor.containers.pickle_nodes import Call, Storage
 from llmtailor.containers.pickle_writer import write_pickle
-from llmtailor.containers.unpickle import read_pickle
-from llmtailor.containers.views import Buffered, Window
-from llmtailor.containers.zip import BadZip, Compressed, Record, read_records
+from llmtailor.containers.unpickle import Call, Storage, read_pickle
 from llmtailor.errors import SourceError, UnsupportedCheckpoint, damaged
-from llmtailor.model.states import ITEMSIZE
+from llmtailor.model.roles import ITEMSIZE
 from llmtailor.storage.local import SourceFile, open_source
+
+MAX_RECORDS = 1 << 20
+"""A checkpoint's largest files have about 100,000 tensors."""
+MAX_NAME_BYTES = 1024
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_CRC_AT = 16
+_END = struct.Struct("<4sHHHHIIH")
+_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_STORED, _DEFLATED = 0, 8
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+
+
+class BadZip(ValueError):
+    """The error for a file that is not a zip of stored records, or that readers could interpret differently."""
+
+
+class Compressed(BadZip):
+    """The error for a file with deflated records. ``torch.load`` reads them; here bytes are copied unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes ``start``..``stop`` of the file."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int | None
+    """CRC-32; None for a deflated record, whose checksum is of other bytes, or one written without (torch writes 0)"""
+    crc_at: int = 0
+    """Where it is in the directory, counted from the start of the file"""
+
+
+def read_records(file: SourceFile, may_be_deflated: bool = False) -> dict[str, Record]:
+    """Return the records by name, in the order of the directory.
+
+    Raises BadZip, `Compressed` for deflated records unless ``may_be_deflated``, or SourceError if reading fails.
+    """
+    start, stop, count = find_directory(file)
+    if count > MAX_RECORDS:
+        raise BadZip(f"it has {count:,} records, more than {MAX_RECORDS:,}")
+    if stop - start > count * (_ENTRY.size + 2 * MAX_NAME_BYTES):
+        raise BadZip(f"its directory of {count:,} records takes {stop - start:,} bytes")
+    records: dict[str, Record] = {}
+    spans = []
+    for name, size, at, crc, is_deflated, crc_at in _entries(file.read(start, stop), count):
+        if is_deflated and not may_be_deflated:
+            raise Compressed(f"record {_shown(name)} is compressed")
+        begin = _data_start(file, name, at, start)
+        if begin + size > start:
+            raise BadZip(f"record {_shown(name)} is not where the directory says")
+        text = name.decode()
+        if text in records:
+            raise BadZip(f"record {_shown(name)} occurs twice")
+        records[text] = Record(text, begin, begin + size, None if is_deflated else crc or None, start + crc_at)
+        spans.append((at, begin + size))
+    spans.sort()
+    if spans and spans[0][0] != 0:
+        raise BadZip(f"there are {spans[0][0]} bytes before the first record")
+    for (_, before), (at, _) in itertools.pairwise(spans):
+        if at < before:
+            raise BadZip("records overlap")
+    _check_names(records)
+    return records
+
+
+def find_directory(file: SourceFile) -> tuple[int, int, int]:
+    """Return the start and end of the directory, and its number of entries."""
+    end_at = file.num_bytes - _END.size
+    if end_at < 0:
+        raise BadZip("it is too short")
+    signature, *disks, here, count, size, start, comment = _END.unpack(file.read(end_at, file.num_bytes))
+    if signature != b"PK\x05\x06" or comment:
+        raise BadZip("it does not end with the end record")
+    stop = end_at
+    locator_at = end_at - _LOCATOR.size
+    if locator_at >= _END64.size:
+        signature, disk, end64_at, num_disks = _LOCATOR.unpack(file.read(locator_at, end_at))
+        if signature == b"PK\x06\x07":
+            if end64_at != locator_at - _END64.size or disk or num_disks > 1:
+                raise BadZip("the zip64 end record is misplaced")
+            short = (here, count, size, start)
+            signature, own_size, _, _, *disks64, here, count, size, start = _END64.unpack(
+                file.read(end64_at, locator_at)
+            )
+            if signature != b"PK\x06\x06" or own_size != _END64.size - 12:
+                raise BadZip("the zip64 end record is damaged")
+            limits = (_U16, _U16, _U32, _U32)
+            if any(a not in (b, top) for a, b, top in zip(short, (here, count, size, start), limits, strict=True)):
+                raise BadZip("its two end records contradict each other")
+            disks += disks64
+            stop = end64_at
+    if any(disks) or here != count:
+        raise BadZip("it is split into several files")
+    if start + size != stop:
+        raise BadZip("its directory is not where the end record says")
+    return start, stop, count
+
+
+def _entries(directory: bytes, count: int) -> Iterator[tuple[bytes, int, int, int, bool, int]]:
+    """Yield (name, size in the file, offset of the local header, CRC-32, whether it is deflated, where the CRC-32 is in
+    the directory) of each entry.
+    """
+    at = 0
+    for _ in range(count):
+        if at + _ENTRY.size > len(directory):
+            raise BadZip("its directory ends early")
+        fields, crc_at = _ENTRY.unpack_from(directory, at), at + _CRC_AT
+        signature, flags, method, crc, packed, size = fields[0], fields[3], fields[4], *fields[7:10]
+        name_len, extra_len, comment_len, disk, offset = *fields[10:14], fields[16]
+        at += _ENTRY.size
+        name, extra = directory[at : at + name_len], directory[at + name_len : at + name_len + extra_len]
+        at += name_len + extra_len + comment_len
+        if signature != b"PK\x01\x02" or at > len(directory) or name_len > MAX_NAME_BYTES or disk:
+            raise BadZip("an entry of its directory is damaged")
+        if _U32 in (size, packed, offset):
+            size, packed, offset = _wide(extra, size, packed, offset)
+        if method not in (_STORED, _DEFLATED) or flags & 1 or (method == _STORED and packed != size):
+            raise BadZip(f"record {_shown(name)} is encrypted, or compressed by a method torch does not read")
+        yield name, packed, offset, crc, method == _DEFLATED, crc_at
+    if at != len(directory):
+        raise BadZip("its directory has more entries than the end record says")
+
+
+def _wide(extra: bytes, *short: int) -> tuple[int, ...]:
+    """Return 32-bit fields, with those that overflow read from the zip64 extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1 and length >= 8 * short.count(_U32) and at + 4 + length <= len(extra):
+            wide = iter(struct.unpack_from(f"<{short.count(_U32)}Q", extra, at + 4))
+            return tuple(next(wide) if field == _U32 else field for field in short)
+        at += 4 + length
+    raise BadZip("an entry of its directory lacks its zip64 sizes")
+
+
+def _data_start(file: SourceFile, name: bytes, at: int, stop: int) -> int:
+    """Return where a record's data begins: the local header is padded, which the directory does not show."""
+    end = at + _LOCAL.size + len(name)
+    if end > stop:
+        raise BadZip(f"record {_shown(name)} is not where the directory says")
+    header = file.read(at, end)
+    signature, _, flags, method, *_, name_len, extra_len = _LOCAL.unpack_from(header)
+    if (
+        signature != b"PK\x03\x04"
+        or method not in (_STORED, _DEFLATED)
+        or flags & 1
+        or name_len != len(name)
+        or header[_LOCAL.size :] != name
+    ):
+        raise BadZip(f"record {_shown(name)} is not where the directory says")
+    return end + int(extra_len)
+
+
+def _check_names(records: dict[str, Record]) -> None:
+    folded = {name.casefold() for name in records}
+    if len(folded) < len(records):
+        raise BadZip("two records have names that differ only by case")
+    prefixes = {name.partition("/")[0] for name in records}
+    if len(prefixes) > 1:
+        raise BadZip("its records are in several folders")
+    for name in records:
+        if "\\" in name or "\0" in name or ".." in name.split("/") or name.startswith("/"):
+            raise BadZip(f"record {_shown(name.encode())} is outside the file's folder")
+
+
+def _shown(name: bytes) -> str:
+    return name[:80].decode(errors="replace")
+
+
+_BLOCK = 4096
+_MAX_BLOCK = 1 << 20
+
+
+class Window(SourceFile):
+    """Bytes ``start``..``stop`` of an open file, read as a file of their own."""
+
+    def __init__(self, file: SourceFile, start: int, stop: int):
+        super().__init__(file.fd, stop - start, file.where, file.fill)
+        self.start = start
+
+    def read(self, start: int, stop: int) -> bytes:
+        return super().read(self.start + start, self.start + stop)
+
+
+class Buffered(SourceFile):
+    """A file of which headers are read: in blocks, because they lie close together.
+
+    The beginning and the end are kept. Blocks grow where one follows the other, and are small between tensors.
+    """
+
+    def __init__(self, file: SourceFile):
+        super().__init__(file.fd, file.num_bytes, file.where, file.fill)
+        self._file = file
+        self._size = _BLOCK
+        self._end = self._fetch(max(0, self.num_bytes - _BLOCK) if self.num_bytes > 4 * _BLOCK else 0, self.num_bytes)
+        self._begin = self._last = self._end
+
+    def read(self, start: int, stop: int) -> bytes:
+        for at, data in (self._last, self._begin, self._end):
+            if at <= start and stop <= at + len(data):
+                return data[start - at : stop - at]
+        after = start - self._last[0] - len(self._last[1])
+        self._size = min(2 * self._size, _MAX_BLOCK) if 0 <= after < _BLOCK else _BLOCK
+        if stop - start > self._size:
+            return self._file.read(start, stop)
+        self._last = self._fetch(start, min(start + self._size, self.num_bytes))
+        if start == 0:
+            self._begin = self._last
+        return self._last[1][: stop - start]
+
+    def _fetch(self, start: int, stop: int) -> tuple[int, bytes]:
+        return start, self._file.read(start, stop)
+
+
+class Held(SourceFile):
+    """A file whose bytes are in memory."""
+
+    def __init__(self, data: bytes, where: str):
+        super().__init__(-1, len(data), where)
+        self._data = data
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._data[start:stop]
+
 
 ALIGNMENT = 64
 MAX_PICKLE_BYTES = 64 << 20
@@ -399,3 +639,143 @@ def _records_in(file: SourceFile, where: str) -> tuple[Record, ...]:
     except (BadZip, UnicodeDecodeError) as error:
         raise _no_zip(file, where, error) from error
     return tuple(sorted(found.values(), key=lambda record: record.start))
+
+
+T = TypeVar("T")
+_HEADERS_ONLY = 512
+"""A file with at most so many bytes per record consists of headers."""
+_AHEAD = 2048
+"""Enough for what precedes the elements in a blob"""
+_HASH = "/.data/serialization_id"
+_CRC_IN_DESCRIPTOR = 4
+"""Where the checksum is in the data descriptor, which follows the elements"""
+_NAME_AT = 30
+"""Where the name of the first record is: after the fixed part of a zip's local header, whose bytes 26 and 27 have its
+length"""
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A file that is open no longer, and whose pickle is not decoded yet."""
+
+    archive: str
+    """See `TorchFile.archive`"""
+    key: bytes | None
+    """Equal for files that differ in their names only, or in tensors of more than 8 bytes; None if that is unknown"""
+    decode: Callable[[], TorchFile]
+    """Raises what `read_torch_file` raises"""
+
+
+def open_torch_file(root: Path, path: str, where: str) -> Undecoded:
+    """Read ``root/path`` as far as needed to tell whether it is like another file. Raises as `read_torch_file`."""
+    with open_source(root / path, where) as source:
+        whole = _read_headers_only(Buffered(source))
+        if whole is None:
+            return open_torch_blob(source, path, where)
+    archive, key = _key_of(*whole)
+    return Undecoded(archive, key, lambda: decode_torch_file(Held(whole[0], where), path, where))
+
+
+def open_torch_blob(file: SourceFile, path: str, where: str) -> Undecoded:
+    """Do the same for an open file, or a `Window` of one; what comes before the window does not count for the key."""
+    parsed, first = parse_torch_file(Buffered(file), where), file.start if isinstance(file, Window) else 0
+    return Undecoded(parsed.archive, parsed.key(), lambda: parsed.decode(path, first, where))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form(Generic[T]):
+    """What is equal in blobs that are alike."""
+
+    head: bytes
+    """What precedes the elements"""
+    tail: bytes
+    """What follows them, with zeros for what differs"""
+    differing: tuple[tuple[int, int], ...]
+    """The spans of the tail that differ: checksums, and what is in `hashes`"""
+    hashes: tuple[tuple[int, int, int], ...]
+    """Records that state a hash of the whole blob: begin, end, and where their own CRC-32 is"""
+    found: T
+
+    def is_like(self, tail: bytes) -> bool:
+        blank = bytearray(tail)
+        for begin, end in self.differing:
+            blank[begin:end] = bytes(end - begin)
+        return blank == self.tail and all(
+            zlib.crc32(tail[begin:end]) == int.from_bytes(tail[at : at + 4], "little") for begin, end, at in self.hashes
+        )
+
+
+class AlikeBlobs(Generic[T]):
+    """What was found in blobs of one tensor each, by all of their bytes but the elements and their checksums.
+
+    The ranks of FSDP write hundreds of thousands of blobs, of a few hundred forms.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[int, list[_Form[T]]] = {}
+        """By the size of the blobs"""
+        self._file: SourceFile | None = None
+        self._read: tuple[int, bytes] = (0, b"")
+        """The last bytes read of it, and where they begin"""
+
+    def find(self, blob: Window, file: SourceFile) -> T | None:
+        """Return what was added for a blob that is alike; this one is a window of ``file``."""
+        stop = blob.start + blob.num_bytes
+        for form in self._forms.get(blob.num_bytes, ()):
+            has_head = self._bytes(file, blob.start, blob.start + len(form.head)) == form.head
+            if has_head and form.is_like(self._bytes(file, stop - len(form.tail), stop)):
+                return form.found
+        return None
+
+    def add(self, blob: Window, found: T) -> None:
+        """Add what was found in a blob; one with several tensors is not like any other."""
+        records = read_records(Buffered(blob))
+        storages = [one for name, one in records.items() if name.partition("/")[2].startswith("data/")]
+        if len(storages) != 1:
+            return
+        [elements] = storages
+        first = elements.stop
+        hashes = [one for name, one in records.items() if name.endswith(_HASH) and one.start > first]
+        spans = [(one.start, one.stop) for one in hashes]
+        for one in (elements, *hashes):
+            spans += [(one.stop + _CRC_IN_DESCRIPTOR, one.stop + _CRC_IN_DESCRIPTOR + 4), (one.crc_at, one.crc_at + 4)]
+        form = _Form(
+            blob.read(0, elements.start),
+            b"",
+            tuple((begin - first, end - first) for begin, end in spans),
+            tuple((one.start - first, one.stop - first, one.crc_at - first) for one in hashes),
+            found,
+        )
+        tail = bytearray(blob.read(first, blob.num_bytes))
+        for begin, end in form.differing:
+            tail[begin:end] = bytes(end - begin)
+        self._forms.setdefault(blob.num_bytes, []).append(replace(form, tail=bytes(tail)))
+
+    def _bytes(self, file: SourceFile, start: int, stop: int) -> bytes:
+        """Read bytes, with some more: after a blob's end the next one begins."""
+        at, data = self._read
+        if self._file is not file or start < at or stop > at + len(data):
+            at, data = self._read = start, file.read(start, min(stop + _AHEAD, file.num_bytes))
+            self._file = file
+        return data[start - at : stop - at]
+
+
+def _read_headers_only(file: SourceFile) -> tuple[bytes, int] | None:
+    """Return all bytes of a file, and its number of records, if most of it is headers."""
+    try:
+        start, _, count = find_directory(file)
+    except BadZip:
+        return None
+    if start > min(count * _HEADERS_ONLY, MAX_PICKLE_BYTES):
+        return None
+    return file.read(0, file.num_bytes), count
+
+
+def _key_of(data: bytes, count: int) -> tuple[str, bytes | None]:
+    """Return the archive's name, and what identifies the bytes apart from it; None if they hold it elsewhere, too."""
+    length = int.from_bytes(data[26:28], "little")
+    name = data[_NAME_AT : _NAME_AT + length].partition(b"/")[0] + b"/"
+    nameless = b"\xff" * len(name)
+    if data.count(name) != 2 * count or nameless in data:
+        return name[:-1].decode(errors="replace"), None
+    return name[:-1].decode(errors="replace"), hashlib.sha256(data.replace(name, nameless)).digest()

@@ -1,4 +1,4 @@
-"""From Lightning's one file to a `CheckpointIndex`.
+"""Lightning's one file: reader and layout.
 
 A composite is a folder with this file, a manifest, and what was beside its base. What is not in the file is known as
 follows: the ids in the optimizer's groups count the params in the order of ``state_dict``, which is that of the
@@ -13,27 +13,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtailor.checkpoint.index import LIGHTNING, TensorEntry
+from llmtailor.checkpoint.index import LIGHTNING, CheckpointIndex, TensorEntry
+from llmtailor.checkpoint.layout import FileLayout, Slot
 from llmtailor.checkpoint.placement import Contiguous
 from llmtailor.codes import Code
-from llmtailor.containers.fields import FLOATING, read_tensor
-from llmtailor.containers.json import check_name
-from llmtailor.containers.pickle_nodes import as_tensor
-from llmtailor.containers.trees import FileTrees
-from llmtailor.errors import PathIn, Problems, attempt
+from llmtailor.containers.json import FLOATING, FileTrees, check_name, read_tensor
+from llmtailor.containers.torch_file import lay_out_torch_file
+from llmtailor.containers.unpickle import Ordered, as_tensor, make_tensor
+from llmtailor.errors import PathIn, Problem, Problems, attempt
 from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.common import lightning
-from llmtailor.formats.common.ask_transformers import ModelFacts
-from llmtailor.formats.common.names import derived_names, fit, has_names, listed_names
+from llmtailor.formats.common.lightning import OPTIMIZERS, SCHEDULERS, STATE_DICT, regrouped
+from llmtailor.formats.common.names import ModelFacts, derived_names, fit, has_names, listed_names
 from llmtailor.formats.common.optimizer import parse_optimizer
-from llmtailor.formats.common.read import check_steps, find_stateless, frozen_by_guess, hold_weights, make_index
-from llmtailor.formats.finish import Draft, usual_dtype
+from llmtailor.formats.common.states import (
+    check_masters,
+    check_steps,
+    find_stateless,
+    frozen_by_guess,
+    hold_weights,
+    make_index,
+    optimizer_tree,
+)
+from llmtailor.formats.format import Draft, usual_dtype
 from llmtailor.formats.other_optimizers import naming_others
 from llmtailor.loaders.files import CKPT
 from llmtailor.loaders.loader import CLIENTS
 from llmtailor.loaders.read import TrainerFiles, file_fact, read_trainer_files
 from llmtailor.loaders.scheduler import check_scheduler, compare_scheduler, read_scheduler
-from llmtailor.model.states import ITEMSIZE, WEIGHT, State
+from llmtailor.loaders.write import Wanted, lay_out_trainer_files
+from llmtailor.model.roles import ITEMSIZE, KIND_OF_ROLE, WEIGHT, State
 
 _SUFFIX = ".ckpt"
 _COUNTER = "num_batches_tracked"
@@ -137,3 +146,28 @@ def _facts(weights: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> Model
     # norms and biases, which are decayed in no recipe for two groups, are vectors
     matrices = frozenset(name for name, shape in params.items() if len(shape) > 1)
     return ModelFacts(params, matrices, tied, frozenset(buffers))
+
+
+check = check_masters
+
+
+def lay_out(base: CheckpointIndex, wanted: Wanted) -> tuple[list[FileLayout], list[Problem]]:
+    """Return the layouts of a composite's files, and notices. Raises SourceError if its scheduler's lists don't fit."""
+    tree = dict(base.train.trees[CKPT])
+    tree[STATE_DICT] = _state_dict(base, tree[STATE_DICT])
+    tree[OPTIMIZERS] = [optimizer_tree(base, wanted.layout)]
+    if wanted.from_group is not None:
+        tree |= regrouped(tree, f"{base.name}: {SCHEDULERS}", len(base.groups), wanted.from_group)
+    made = [lay_out_torch_file(CKPT, tree)]
+    return lay_out_trainer_files(base, wanted, made, None, frozenset(), has_weights=True), []
+
+
+def _state_dict(base: CheckpointIndex, names: Mapping[str, Any]) -> Ordered:
+    """Return the weights in the order of the base's, bound to states. Tied names share their tensors."""
+    made: dict[str, Any] = {}
+    for param in base.params.values():
+        state = State(param.name, KIND_OF_ROLE[param.role])
+        dtype = base.held[state].live_dtype
+        made[param.name] = make_tensor(dtype, param.shape, (Slot(state, dtype, 0, param.numel),) if param.numel else ())
+    content = {name: made.get(base.tied.get(name, name), node) for name, node in names.items()}
+    return Ordered(content.items(), getattr(names, "attributes", None))

@@ -1,1 +1,0 @@
-"""Lightning's checkpoint without DeepSpeed and FSDP: one torch file with everything."""

@@ -1,1 +1,0 @@
-"""The Hugging Face Trainer's checkpoint without DeepSpeed: optimizer.pt and safetensors."""
