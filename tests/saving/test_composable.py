@@ -169,11 +169,12 @@ def test_the_proof_moves_no_state(tmp_path, monkeypatch):
         check(composition, folder)
 
     check = prove.check_written
-    monkeypatch.setattr(prove, "check_written", look)
-    loop = Loop(tmp_path, hidden=256).start()
-    loop.train()
-    loop.save()
-    loop.saver.close()
+    with monkeypatch.context() as during_the_save:
+        during_the_save.setattr(prove, "check_written", look)
+        loop = Loop(tmp_path, hidden=256).start()
+        loop.train()
+        loop.save()
+        loop.saver.close()
     sizes = {path.name: path.stat().st_size for path in compose_into(tmp_path).iterdir()}
     for name in ("model.safetensors", "optimizer.pt"):
         size, taken = seen[name]
