@@ -17,7 +17,7 @@ from llmtailor.policies.check import (
     staleness_limit,
     state_of,
 )
-from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
+from llmtailor.policies.policy import PartChoice, Policy, Situation, Stateful
 from llmtailor.policies.schedules import (
     DEFAULT_POLICY,
     POLICIES,
@@ -39,7 +39,7 @@ __all__ = [
     "OLDEST",
     "POLICIES",
     "Adaptive",
-    "Choice",
+    "PartChoice",
     "Filter",
     "Full",
     "MomentsInTurn",

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmtailor.errors import Problem, TailorError, UsageError
 from llmtailor.model.parts import ModelStructure, nearest
-from llmtailor.policies.policy import Choice, Policy, Situation, Stateful
+from llmtailor.policies.policy import PartChoice, Policy, Situation, Stateful
 from llmtailor.policies.schedules import POLICIES
 
 MAX_STALENESS = "max_staleness"
@@ -23,7 +23,7 @@ OLDEST = "oldest"
 """Reasons for parts that the policy left out"""
 
 
-def choose(policy: Policy, situation: Situation, max_staleness: int) -> Choice:
+def choose(policy: Policy, situation: Situation, max_staleness: int) -> PartChoice:
     """Return the parts that a policy chooses, and every part that would otherwise exceed `max_staleness` saves.
 
     `max_staleness` is what `check_policy` returned. If the policy's own schedule keeps within it, only parts due now
@@ -31,7 +31,7 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> Choice:
     them are, some time after the base): per save at most an even share and one part.
 
     Never raises because of a policy, which must not end a training run. Invalid parts of its answer are reported in
-    `Choice.problems`, and the rest counts. An empty answer becomes the part that has not been saved for longest.
+    `PartChoice.problems`, and the rest counts. An empty answer becomes the part that has not been saved for longest.
     """
     wanted, problems = ask(policy, situation)
     own = _own_bound(policy, situation)
@@ -41,7 +41,7 @@ def choose(policy: Policy, situation: Situation, max_staleness: int) -> Choice:
     reasons = wanted | added
     ordered = {part: reasons[part] for part in situation.parts if part in reasons}
     masters = tuple(part for part in situation.parts if part not in ordered) if saves_masters(policy) else ()
-    return Choice(ordered, frozenset(added), tuple(problems), masters)
+    return PartChoice(ordered, frozenset(added), tuple(problems), masters)
 
 
 def saves_masters(policy: Policy) -> bool:
@@ -170,7 +170,7 @@ def check_policy(
 
 def _simulate(
     original: Policy, state: Mapping[str, Any] | None, first: Situation, limit: int, *, resume: bool
-) -> list[Choice]:
+) -> list[PartChoice]:
     """Return the choices of a policy, save by save."""
     policy, last, answers = _rewound(original, state), dict(first.last), []
     for save in range(1, NUM_SAVES + 1):

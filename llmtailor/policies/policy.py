@@ -94,7 +94,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PartChoice:
     """The parts that a save holds."""
 
     parts: Mapping[str, str]

@@ -70,7 +70,7 @@ from llmtailor.loaders.files import (
 from llmtailor.loaders.loader import client_of, is_partial, survey_contents
 from llmtailor.model.parts import ModelStructure, condense, layer_of, with_layers
 from llmtailor.model.roles import WEIGHT, State
-from llmtailor.policies import Choice, Policy, Situation, choose, make_policy, named_policy
+from llmtailor.policies import PartChoice, Policy, Situation, choose, make_policy, named_policy
 from llmtailor.recipe.selectors import select
 from llmtailor.runs.folder import (
     RunFolder,
@@ -284,10 +284,10 @@ class Chooser:
         assert bound is not None, "only policies that need drift have no bound"
         return cls(policy, bound, structure, tuple(trained))
 
-    def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> Choice:
+    def choose(self, ledger: Ledger, step: int, num_bytes: Mapping[str, int]) -> PartChoice:
         """Return the parts that a step's checkpoint keeps, and why; the first one of a ledger keeps all."""
         if not ledger.held_by:
-            return Choice(dict.fromkeys(self.trained, BASE), frozenset())
+            return PartChoice(dict.fromkeys(self.trained, BASE), frozenset())
         situation = Situation(step, ledger.saves, self.structure, self.trained, num_bytes, ledger.last)
         return choose(self.policy, situation, self.bound)
 

@@ -257,7 +257,7 @@ Samples = dict[tuple[str, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PartChanges:
     """What was measured of the parts since each was last saved."""
 
     drift: Mapping[str, float] = field(default_factory=dict)
@@ -266,7 +266,7 @@ class Change:
     """Part -> see `policies.Situation`"""
 
 
-def change_of(ranks: Sequence[Sums]) -> Change:
+def change_of(ranks: Sequence[Sums]) -> PartChanges:
     """Return the change of every recorded part from the sums of all ranks.
 
     Without ``exp_avg_sq`` (Lion), the relative change stands for the expected loss.
@@ -279,7 +279,7 @@ def change_of(ranks: Sequence[Sums]) -> Change:
         expected[part] = weighed
     if not any(expected.values()):
         expected = dict(drift)
-    return Change(drift, expected)
+    return PartChanges(drift, expected)
 
 
 class Drift:

@@ -28,7 +28,7 @@ from llmtailor.formats.other_optimizers import UNSAVED_FIX
 from llmtailor.formats.partial.manifest import Manifest
 from llmtailor.policies import (
     DEFAULT_POLICY,
-    Choice,
+    PartChoice,
     Policy,
     Situation,
     choose,
@@ -39,10 +39,9 @@ from llmtailor.policies import (
 )
 from llmtailor.ranks.board import as_error
 from llmtailor.runs.folder import RunFolder
-from llmtailor.saving import save as shutdown
 from llmtailor.saving.client_state import ClientState
 from llmtailor.saving.model import (
-    Change,
+    PartChanges,
     Drift,
     Samples,
     Sums,
@@ -60,7 +59,9 @@ from llmtailor.saving.save import (
     SaveReport,
     Work,
     check_chosen,
+    finish_at_end,
     open_background,
+    release,
     save_now,
 )
 from llmtailor.saving.snapshot import DTYPES
@@ -179,7 +180,7 @@ class PartialSaver:
             )
         self._background = open_background(training, self.options, self.ranks, board)
         if self._background is not None:
-            shutdown.finish_at_end(self, self._finish_until)
+            finish_at_end(self, self._finish_until)
 
     def start(
         self, step: int, resumed_from: str | Path | Mapping[str, object] | None = None, *, is_retry: bool = False
@@ -292,7 +293,7 @@ class PartialSaver:
     def close(self) -> None:
         """Finish the save in progress, and release the lock on the folder, so that another run can save there."""
         self.finish()
-        shutdown.release(self)
+        release(self)
         if self.record.copier is not None:
             self.record.copier.close(self.options.write_timeout)
             self.record.copier = None
@@ -308,7 +309,7 @@ class PartialSaver:
         if self._pending is not None:
             self._pending[0].finish_until(until)
 
-    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, Change] | None:
+    def _agree(self, step: int, is_last: bool) -> tuple[SaveId, PartChanges] | None:
         """Exchange what the ranks know. Return the save to make, with the change of parts; None if there is none."""
         if self._pending is not None:
             if self._background is not None:
@@ -361,7 +362,7 @@ class PartialSaver:
     def _save(
         self,
         save: SaveId,
-        change: Change,
+        change: PartChanges,
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
@@ -410,7 +411,7 @@ class PartialSaver:
     def _lay_out(
         self,
         save: SaveId,
-        change: Change,
+        change: PartChanges,
         write_state: Callable[[Path], None] | None,
         rng: Mapping[str, object] | None,
         began: float,
@@ -447,11 +448,11 @@ class PartialSaver:
         work = Work(save, began, self.first, self.record, ledger, report, share, self._before, publication)
         return work, _Commit(ledger, self.drift.samples(self.training.masters(), choice.parts), policy_state)
 
-    def _choose(self, step: int, change: Change) -> Choice:
+    def _choose(self, step: int, change: PartChanges) -> PartChoice:
         """Return the parts that the save at a step holds, with the reasons."""
         ledger, model = self.ledger, self.model
         if not ledger.held_by:
-            return Choice(dict.fromkeys(model.parts, "complete base"), frozenset())
+            return PartChoice(dict.fromkeys(model.parts, "complete base"), frozenset())
         situation = Situation(
             step=step,
             save=ledger.saves,
@@ -474,9 +475,9 @@ class PartialSaver:
     def _publication(
         self,
         save: SaveId,
-        choice: Choice,
+        choice: PartChoice,
         ledger: Ledger,
-        change: Change,
+        change: PartChanges,
         write_state: Callable[[Path], None] | None,
     ) -> Publication:
         """Return what rank 0 adds; ``write_state`` writes ``trainer_state.json`` into a folder, ``ledger`` is the new

@@ -116,7 +116,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-PIECE_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 _WAKE_UP_S = 0.5
 CHANGED = "a tensor changed outside optimizer.step() while it was being saved"
 STUCK = Problem(
@@ -147,7 +147,7 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Chunk:
     path: str
     start: int
     stop: int
@@ -193,8 +193,8 @@ class Snapshot:
         self._checked_at = self._last.get(ANY_STEP, len(self._order) - 1)
         self._versions = [_version(one.flat) for one in live.tensors]
         self._state = threading.Condition()
-        self._ready: deque[_Piece] = deque()
-        self._reading: _Piece | None = None
+        self._ready: deque[_Chunk] = deque()
+        self._reading: _Chunk | None = None
         self._head = self._tail = self._copied = 0
         self._given_up = False
         self._error: BaseException | None = None
@@ -309,7 +309,7 @@ class Snapshot:
             content = self._arena.memory[offset : offset + length]
             ready = self._streams.copy(content.view(live.dtype), live.elements(at, at + length))
             with self._state:
-                self._ready.append(_Piece(str(number), at, at + length, content, taken, ready))
+                self._ready.append(_Chunk(str(number), at, at + length, content, taken, ready))
                 self._head += taken
                 self.high_water = max(self.high_water, self._head - self._tail)
                 self.progress = time.monotonic()
@@ -328,7 +328,7 @@ class Snapshot:
         size = self._arena.num_bytes
         skipped = (at - self._head) % BLOCK_BYTES
         position = (self._head + skipped) % size
-        length = min(left, PIECE_BYTES, size // 4 // BLOCK_BYTES * BLOCK_BYTES, size - position)
+        length = min(left, CHUNK_BYTES, size // 4 // BLOCK_BYTES * BLOCK_BYTES, size - position)
         if length < left and length > (beyond := (at + length) % BLOCK_BYTES):
             length -= beyond  # so that no block is split
         with self._state:
