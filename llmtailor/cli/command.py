@@ -17,7 +17,7 @@ from llmtailor.errors import UsageError
 if TYPE_CHECKING:
     import logging
 
-    from llmtailor.engine.copy import Moved
+    from llmtailor.engine.copy import CopyStats
 
 _CLONE = "use --clone: on a file system with reflinks, unchanged data takes no space"
 _ALONE = "omit it: one process does the work; only merge and convert run on several ranks"
@@ -140,7 +140,7 @@ def notify(what: object) -> None:
     click.echo(f"note: {with_urls(str(what))}", err=True)
 
 
-def say_moved(moved: Moved, quiet: bool) -> None:
+def say_moved(moved: CopyStats, quiet: bool) -> None:
     """Print on stderr how much of an output shares blocks with its sources, if anything does."""
     from llmtailor.errors import size
 

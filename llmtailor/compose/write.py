@@ -31,7 +31,7 @@ from llmtailor.containers.dcp import METADATA, list_data_records
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import Record, list_records
 from llmtailor.documents import encode
-from llmtailor.engine.copy import Context, FileResult, Moved, execute
+from llmtailor.engine.copy import Context, FileResult, CopyStats, execute
 from llmtailor.engine.journal import Identity, Journal, Mark, Unfinished, identify, is_another, why_not
 from llmtailor.engine.moving import Upload, clear, is_unfinished
 from llmtailor.engine.pool import Abandoned, Stop, stoppable
@@ -291,7 +291,7 @@ def read_together(
     return dict(sorted(((number, path), digest) for share in found for number, path, digest in share))
 
 
-def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> Moved:
+def write_share(composition: Composition, identity: Identity, group: RankGroup, stop: Stop) -> CopyStats:
     """On a rank other than 0, write its share, and return when rank 0 has published the output.
 
     Raises what ends the merge, wherever it happened.
@@ -324,7 +324,7 @@ def write_share(composition: Composition, identity: Identity, group: RankGroup, 
         everything = list(map(_from_json, composition.plan.files, written))
         group.collect(_read(group, composition, everything, group.count, stop))
     group.done()
-    return sum((result.moved for result in results), Moved())
+    return sum((result.moved for result in results), CopyStats())
 
 
 def _write(group: RankGroup, plan: Plan, staging: Path, context: Context) -> list[FileResult]:
@@ -369,7 +369,7 @@ def _to_json(result: FileResult) -> dict[str, Any]:
 
 def _from_json(file: FileLayout, one: Mapping[str, Any]) -> FileResult:
     crcs = array("I", base64.b64decode(one["crcs"]))
-    return FileResult(file, one["crc"], crcs, one["digest"], Moved(**one["moved"]))
+    return FileResult(file, one["crc"], crcs, one["digest"], CopyStats(**one["moved"]))
 
 
 def merge(recipe: Recipe | Path, out: Path | None = None, options: Options | None = None) -> Report:
@@ -403,7 +403,7 @@ def write(
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     notify: Callable[[str], None] = lambda text: None,
     group: RankGroup | None = None,
-) -> Moved:
+) -> CopyStats:
     """Write a planned composite, verify it, and publish it by one rename; return how its bytes got there.
 
     The output stays absent, or the old one, until the new one is complete. After StorageError, Unanswered and
@@ -480,7 +480,7 @@ def write(
             raise with_what_is_kept(error, composition, staging) from error
     if staging.folder.exists():
         notify(f"{staging.folder} could not be removed; its content is no longer needed")
-    return sum((result.moved for result in results), Moved())
+    return sum((result.moved for result in results), CopyStats())
 
 
 def _card(composition: Composition) -> str:

@@ -27,7 +27,7 @@ from threading import BoundedSemaphore
 from llmtailor.checkpoint.layout import Blend, Bytes, Cast, Copy, Crc, FileLayout, Piece, Plan, Slot, Zeros, consecutive
 from llmtailor.engine import streams
 from llmtailor.engine.journal import Mark
-from llmtailor.engine.moving import Clone, Mover, Upload
+from llmtailor.engine.moving import Clone, RangeCopier, Upload
 from llmtailor.engine.pool import Inline, Stop, num_workers, num_writers, run_all
 from llmtailor.engine.streams import BUFFER_BYTES, Output, Sources, Store, cannot_write, changed, direct_bytes
 from llmtailor.errors import SourceError
@@ -37,7 +37,7 @@ from llmtailor.storage.local import STORE_WORKERS, FileFact, stand_ins
 from llmtailor.timing import Stopwatch
 
 
-class Filled:
+class WriteProgress:
     """The pieces that a file has so far, with their checksums."""
 
     def __init__(self, plan: FileLayout):
@@ -139,7 +139,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class CopyStats:
     """How the bytes of an output got there."""
 
     cloned_bytes: int = 0
@@ -149,8 +149,8 @@ class Moved:
     kept_bytes: int = 0
     """Written by an earlier run that was interrupted"""
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(*map(operator.add, astuple(self), astuple(other)))
+    def __add__(self, other: CopyStats) -> CopyStats:
+        return CopyStats(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class FileResult:
     """CRC-32 of every piece"""
     digest: str | None
     """XXH3 of the file, if requested"""
-    moved: Moved
+    moved: CopyStats
 
     @property
     def path(self) -> str:
@@ -229,7 +229,7 @@ def execute(plan: Plan, staging: Path, context: Context | None = None) -> list[F
     workers = STORE_WORKERS if stand_ins and any("://" in source for source in plan.sources) else num_writers()
     num_large = sum(file.num_bytes >= MIN_DIRECT_BYTES for file in plan.files)
     direct = direct_bytes(1 if context.inline else min(workers, num_large)) if context.direct else 0
-    work = _Work(plan, facts, staging, context, direct, BoundedSemaphore(workers), Mover(context.clone))
+    work = _Work(plan, facts, staging, context, direct, BoundedSemaphore(workers), RangeCopier(context.clone))
     if context.inline:
         return [_make_file(work, file) for file in plan.files]
     # the largest first, so that no long file is left to one worker at the end
@@ -252,7 +252,7 @@ class _Work:
     """The size of the buffer of a file that bypasses the page cache; 0 if none does"""
     turns: BoundedSemaphore
     """Held by who reads and writes"""
-    mover: Mover
+    copier: RangeCopier
 
 
 def _make_file(work: _Work, file: FileLayout) -> FileResult:
@@ -279,7 +279,7 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
                 done_before = bool(marks) and output.at == file.num_bytes
                 output.begin()
                 kept = output.at
-                _fill(filled, output, sources, work.mover, beside, context)
+                _fill(filled, output, sources, work.copier, beside, context)
             if context.upload is None:
                 os.fsync(fd)
             if not done_before:
@@ -289,15 +289,15 @@ def _write_file(work: _Work, file: FileLayout) -> FileResult:
     except OSError as error:
         raise cannot_write(target, error) from error
     logger.info("%s: %s bytes, CRC-32 %08x, in %s", file.path, f"{file.num_bytes:,}", filled.crc, watch.lap())
-    moved = Moved(output.cloned, file.num_bytes - kept - output.cloned, kept)
+    moved = CopyStats(output.cloned, file.num_bytes - kept - output.cloned, kept)
     return FileResult(file, filled.crc, array("I", filled.crcs), output.hexdigest(), moved)
 
 
-def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[Filled, Output]:
+def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) -> tuple[WriteProgress, Output]:
     """Read back what an earlier run wrote, up to the last mark that is true."""
     context = work.context
     direct = work.direct if not marks and plan.num_bytes >= MIN_DIRECT_BYTES else 0
-    filled = Filled(plan)
+    filled = WriteProgress(plan)
     output = Output(fd, context.on_progress, new_digest() if context.digest else None, direct)
     for number, mark in enumerate(marks):
         try:
@@ -317,7 +317,7 @@ def _take_over(plan: FileLayout, fd: int, marks: Sequence[Mark], work: _Work) ->
     return filled, output
 
 
-def _fill(filled: Filled, output: Output, sources: Sources, mover: Mover, beside: Executor, context: Context) -> None:
+def _fill(filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, beside: Executor, context: Context) -> None:
     """Write the missing pieces."""
     marked, due = filled.at, None
     marking: Future[None] | None = None
@@ -328,7 +328,7 @@ def _fill(filled: Filled, output: Output, sources: Sources, mover: Mover, beside
         context.record(filled.plan.path, reached)
 
     for run in consecutive(filled.missing()):
-        for piece, crc in zip(run, _write(run, filled, output, sources, mover, context.stop), strict=True):
+        for piece, crc in zip(run, _write(run, filled, output, sources, copier, context.stop), strict=True):
             filled.add(piece, crc)
             if due is None and filled.at - marked >= MARK_BYTES and filled.at < filled.plan.num_bytes:
                 due = Mark(filled.at, filled.crc)
@@ -342,7 +342,7 @@ def _fill(filled: Filled, output: Output, sources: Sources, mover: Mover, beside
 
 
 def _write(
-    run: Sequence[Piece], filled: Filled, output: Output, sources: Sources, mover: Mover, stop: Stop
+    run: Sequence[Piece], filled: WriteProgress, output: Output, sources: Sources, copier: RangeCopier, stop: Stop
 ) -> Iterator[int]:
     """Write a run of pieces; yield the CRC-32 of each."""
     piece = run[0]
@@ -370,7 +370,7 @@ def _write(
             for one in copies:
                 yield _write_from(store, one, output, stop)
         else:
-            yield from _checksums(copies, mover.move(piece, copies[-1].extent.stop, sources, output), stop)
+            yield from _checksums(copies, copier.move(piece, copies[-1].extent.stop, sources, output), stop)
 
 
 def _write_cast(piece: Cast, output: Output, sources: Sources, stop: Stop) -> int:

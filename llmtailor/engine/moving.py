@@ -35,7 +35,7 @@ MAX_CLONE_BYTES = 256 << 20
 _ONE_FILE_SYSTEM = "put the output on the same file system, one with reflinks (XFS, Btrfs), or use --clone auto"
 
 
-class Mover:
+class RangeCopier:
     """Moves ranges, and remembers between which file systems it can't clone; for any number of threads."""
 
     def __init__(self, clone: Clone) -> None:

@@ -24,7 +24,7 @@ from llmtailor.findings import ERROR, Finding
 from llmtailor.formats.registry import display_name, survey_checkpoint
 from llmtailor.loaders.files import TRAINER_STATE
 from llmtailor.recipe.strategies import StrategyOptions
-from llmtailor.runs.folder import Judge, Kind, RunFolder
+from llmtailor.runs.folder import AttemptFilter, Kind, RunFolder
 from llmtailor.runs.save_log import ABANDONED_LOG, LOG, SaveLog, read_log
 from llmtailor.runs.scan import Scan, choose_for_run, scan_run
 from llmtailor.verify.diff import Compared, diff_parts
@@ -72,7 +72,7 @@ class Checked:
 
     verdict: Verdict
     foreign: Code | None
-    """Why commands that choose checkpoints of the run skip it, whatever the verdict, see `runs.attempts.Judge`"""
+    """Why commands that choose checkpoints of the run skip it, whatever the verdict, see `runs.attempts.AttemptFilter`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _check(
     """Verify the newest checkpoints and those that a merge would read."""
     judge = None
     with suppress(SourceError):  # a damaged record of attempts, which is among the problems already
-        judge = Judge.of(folder, None)
+        judge = AttemptFilter.of(folder, None)
     steps = {path: step for step, path in folder.checkpoints()}
     newest = [*steps][:NEWEST]
     for path in [*dict.fromkeys([*newest, *sources])][:_VERIFIED]:

@@ -432,7 +432,7 @@ FOREVER = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Judge:
+class AttemptFilter:
     """Decides which checkpoints of a run do not belong to its current attempt."""
 
     folder: RunFolder
@@ -443,7 +443,7 @@ class Judge:
     trust_unrecorded: bool = False
 
     @classmethod
-    def of(cls, folder: RunFolder, at: int | None, trust_unrecorded: bool = False) -> Judge:
+    def of(cls, folder: RunFolder, at: int | None, trust_unrecorded: bool = False) -> AttemptFilter:
         """Read the record of attempts or, without one, what the checkpoints up to step ``at`` state.
 
         Without a record, as in a folder assembled by hand, the current attempt is that of the newest checkpoint that no

@@ -42,7 +42,7 @@ from llmtailor.model.roles import MASTER
 from llmtailor.recipe import Assignment, Recipe
 from llmtailor.recipe.emit import write_recipe
 from llmtailor.recipe.strategies import FlagLine, StrategyOptions, assign, assign_flags, read_flags
-from llmtailor.runs.folder import Judge, RunFolder
+from llmtailor.runs.folder import AttemptFilter, RunFolder
 from llmtailor.storage.local import location_of
 from llmtailor.verify.verify import Damage, Verdict, to_json, verify_checkpoint
 
@@ -172,7 +172,7 @@ def scan_back(
     there is no checkpoint up to step ``at``.
     """
     folders = RunFolder(run, also).checkpoints_until(at)
-    judge = Judge.of(RunFolder(run), at, trust_unrecorded)
+    judge = AttemptFilter.of(RunFolder(run), at, trust_unrecorded)
     if base is not None and base not in [folder for _, folder in folders]:
         folders.append((-1, base))
     found: list[T] = []
@@ -481,7 +481,7 @@ def find_latest(
         Interrupted: Ctrl-C or SIGTERM.
     """
     folder = RunFolder(run)
-    judge = Judge.of(folder, at, trust_unrecorded)
+    judge = AttemptFilter.of(folder, at, trust_unrecorded)
     found: Path | None = None
     verdicts: list[Verdict] = []
     for step, path in reversed(folder.full().items()):
@@ -501,7 +501,7 @@ def find_latest(
 
 
 def _verify(
-    path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: Judge, client: str | None
+    path: Path, step: int, deep: bool, on_progress: Callable[[int], None], judge: AttemptFilter, client: str | None
 ) -> Verdict:
     problem = judge.why_not(path, step)
     if problem is None:

@@ -27,7 +27,7 @@ from llmtailor.checkpoint.lineage import (
 )
 from llmtailor.checkpoint.placement import Extent, Fragment
 from llmtailor.compose.plan import plan_merge
-from llmtailor.engine.copy import Context, Moved, execute
+from llmtailor.engine.copy import Context, CopyStats, execute
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.pool import Stop, num_workers, run_all, stoppable
 from llmtailor.engine.staging import check_space, space_for
@@ -79,13 +79,13 @@ _ALIKE = (
 """The index fields that a partial checkpoint shares with the full one it was made from"""
 
 
-def write_files(plan: Plan, staging: Path, context: Context) -> tuple[dict[str, int], Moved]:
+def write_files(plan: Plan, staging: Path, context: Context) -> tuple[dict[str, int], CopyStats]:
     """Write the files of a plan into a new folder, each fsynced; return their CRC-32 by path, and how their bytes got
     there. Raises what `execute` raises."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     results = execute(plan, staging, context)
-    return {result.path: result.crc for result in results}, sum((result.moved for result in results), Moved())
+    return {result.path: result.crc for result in results}, sum((result.moved for result in results), CopyStats())
 
 
 def check_crcs(root: Path, wanted: Mapping[str, int], stop: Stop, on_progress: OnProgress) -> None:
@@ -206,7 +206,7 @@ def write_conversion(
     stop: Stop,
     on_progress: OnProgress = lambda num_bytes: None,
     clone: Clone = "never",
-) -> Moved:
+) -> CopyStats:
     """Write a partial checkpoint, read it back, and publish it with one rename, complete and durable.
 
     Return how its bytes got there. ``on_progress`` gets the bytes written and read back, twice the bytes of the plan in
@@ -249,7 +249,7 @@ def reduce_to_weights(
     stop: Stop,
     clone: Clone = "never",
     on_progress: Callable[[int], None] = lambda n: None,
-) -> Moved:
+) -> CopyStats:
     """Replace a full checkpoint with one without optimizer states; files are linked where possible, else copied.
 
     Return how the bytes of these files got there.
@@ -293,7 +293,7 @@ def thin(
     notify: Callable[[PruneAction], None] = lambda action: None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     clone: Clone = "auto",
-) -> Moved:
+) -> CopyStats:
     """Carry out a plan that was made inside `only_writer`; call ``notify`` after each action.
 
     Return how the bytes of what was written got there.
@@ -303,7 +303,7 @@ def thin(
     """
     scan, there, indexes = plan.scan, list(plan.scan.usable), plan.scan.indexes
     differing: list[Problem] = []
-    moved = Moved()
+    moved = CopyStats()
     with (
         carrying_out(scan.run, "can't continue", "check the disk and rerun the same command"),
         stoppable() as stop,

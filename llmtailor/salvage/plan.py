@@ -23,7 +23,7 @@ from llmtailor.compose.write import is_written
 from llmtailor.containers.json import MAX_BYTES
 from llmtailor.containers.torch_file import read_torch_file
 from llmtailor.documents import document
-from llmtailor.engine.copy import Moved
+from llmtailor.engine.copy import CopyStats
 from llmtailor.engine.moving import Clone
 from llmtailor.engine.staging import already_there
 from llmtailor.errors import PathIn, Problem, SourceError, some
@@ -53,7 +53,7 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class UsableSource:
     """A checkpoint of which at least one part is usable."""
 
     index: CheckpointIndex
@@ -81,7 +81,7 @@ class Holder:
         return self.index.global_step
 
 
-def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Holder:
+def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda num_bytes: None) -> UsableSource:
     """Return what is usable of a checkpoint. With ``deep``, also read its tensors.
 
     Raises SourceError if nothing is usable, and Interrupted on Ctrl-C.
@@ -111,7 +111,7 @@ def assess(path: Path, deep: bool, on_progress: Callable[[int], None] = lambda n
     weights_lost = index.form.has_masters and bool(damage[_WEIGHTS] or any(state.kind == WEIGHT for state in lost))
     problems = tuple(dict.fromkeys(finding.problem for finding in findings))
     damaged_files = {one.path for one in problems}.intersection(index.files)
-    return Holder(
+    return UsableSource(
         index=_without(index, dropped, weights_lost),
         lost={
             state: runs
@@ -164,7 +164,7 @@ def _without(index: CheckpointIndex, dropped: Collection[str], weights_lost: boo
     )
 
 
-def without_weights(holder: Holder) -> Holder:
+def without_weights(holder: UsableSource) -> UsableSource:
     """Return a holder whose weights will be rounded from its masters, whatever its weight files contain."""
     return replace(holder, index=_without(holder.index, (), weights_lost=True))
 
@@ -192,7 +192,7 @@ class PartChoice:
 
     part: str
     shares: Mapping[int, int]
-    """Holder -> number of param elements taken from it; empty if there is no complete source"""
+    """UsableSource -> number of param elements taken from it; empty if there is no complete source"""
     why: str
     """Why not all of it comes from the newest holder; empty if it does"""
     masters: int | None = None
@@ -204,7 +204,7 @@ class PartChoice:
         return min(self.shares, default=None)
 
     @property
-    def giving(self) -> frozenset[int]:
+    def sources_used(self) -> frozenset[int]:
         """The positions of all holders used"""
         return frozenset(self.shares) | ({self.masters} if self.masters is not None else set())
 
@@ -227,11 +227,11 @@ class Choice:
     @property
     def used(self) -> tuple[int, ...]:
         """Every holder that something is taken from"""
-        given = {number for choice in self.parts for number in choice.giving}
+        given = {number for choice in self.parts for number in choice.sources_used}
         return tuple(sorted(given | ({self.base} if self.base is not None else set())))
 
 
-def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool) -> Choice:
+def choose(holders: Sequence[UsableSource], structure: ModelStructure, fragments: bool) -> Choice:
     """Take every part from the newest holder that has all of it; with ``fragments``, choose element by element for
     parts damaged in newer ones. ``holders`` are ordered from newest to oldest, and fit together. Layers of which a
     save holds only some experts are chosen expert by expert.
@@ -262,14 +262,14 @@ def choose(holders: Sequence[Holder], structure: ModelStructure, fragments: bool
             continue
         masters = _newer_masters(holders, lost, whole) if mixed is None else None
         parts.append(PartChoice(part, shares, _why(holders[0], lost[0]) if set(shares) != {0} else "", masters))
-    giving = {number for choice in parts for number in choice.giving}
+    sources_used = {number for choice in parts for number in choice.sources_used}
     able = [number for number, one in enumerate(holders) if not one.unfit and one.knows_tied]
-    base = next((number for number in able if number in giving), next(iter(able), None))
+    base = next((number for number in able if number in sources_used), next(iter(able), None))
     return Choice(tuple(parts), cuts, base)
 
 
 def _newest(
-    part: str, runs: Mapping[str, Runs], holders: Sequence[Holder], lost: Sequence[Mapping[State, Runs]]
+    part: str, runs: Mapping[str, Runs], holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]]
 ) -> PartChoice:
     """Take these elements of params from the newest holder that has lost none of them."""
     own = [
@@ -281,7 +281,7 @@ def _newest(
     return PartChoice(part, shares, _why(holders[0], own[0]) if whole != 0 else "", _newer_masters(holders, own, whole))
 
 
-def _newer_masters(holders: Sequence[Holder], lost: Sequence[Mapping[State, Runs]], whole: int | None) -> int | None:
+def _newer_masters(holders: Sequence[UsableSource], lost: Sequence[Mapping[State, Runs]], whole: int | None) -> int | None:
     """Return the newest holder before that of the whole that lacks only moments, which its save has left out."""
 
     def is_left_out(number: int, state: State, runs: Runs) -> bool:
@@ -317,7 +317,7 @@ def _states_by_part(index: CheckpointIndex, structure: ModelStructure) -> dict[s
     return found
 
 
-def _lost(holder: Holder, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
+def _lost(holder: UsableSource, states: Mapping[str, Sequence[State]], reference: CheckpointIndex) -> dict[State, Runs]:
     """Return what a holder lacks of some states."""
     lost: dict[State, Runs] = {}
     for of_param in states.values():
@@ -334,7 +334,7 @@ def _lost(holder: Holder, states: Mapping[str, Sequence[State]], reference: Chec
 
 
 def _mix(
-    states: Mapping[str, Sequence[State]], holders: Sequence[Holder]
+    states: Mapping[str, Sequence[State]], holders: Sequence[UsableSource]
 ) -> tuple[dict[int, int], dict[State, Cuts]] | None:
     """Take each element from the newest holder that has all of it; None if some have no holder.
 
@@ -369,7 +369,7 @@ def _mix(
     return dict(sorted(shares.items())), cuts
 
 
-def _why(newest: Holder, lost: Mapping[State, Runs]) -> str:
+def _why(newest: UsableSource, lost: Mapping[State, Runs]) -> str:
     """Return what the newest holder lacks of a part."""
     paths: dict[str, None] = {}
     for state, runs in lost.items():
@@ -397,7 +397,7 @@ class Salvage:
     run: Path
     newest: tuple[int, Path]
     """Step and folder of the newest checkpoint, usable or not"""
-    holders: Sequence[Holder]
+    holders: Sequence[UsableSource]
     refused: Sequence[Problem]
     """Why nothing of the others is usable"""
     structure: ModelStructure
@@ -416,7 +416,7 @@ class Salvage:
         return tuple(dict.fromkeys(one for holder in self.holders for one in (*holder.unfit, *holder.damage)))
 
     @property
-    def base(self) -> Holder:
+    def base(self) -> UsableSource:
         assert self.choice.base is not None, "an incomplete choice is refused"
         return self.holders[self.choice.base]
 
@@ -482,7 +482,7 @@ def _choose(
     Raises SourceError if nothing of them is usable.
     """
 
-    def read(path: Path, found: list[Holder]) -> Holder:
+    def read(path: Path, found: list[UsableSource]) -> UsableSource:
         *found[:], holder = _share_tied([*found, assess(path, deep, on_progress)])
         state = "whole" if holder.is_whole else "damaged"
         logger.info("%s is %s: %d states are lost", holder.name, state, len(holder.lost))
@@ -504,7 +504,7 @@ def _choose(
     return Salvage(run, newest, holders, problems, structure, choose(holders, structure, fragments), fragments)
 
 
-def _share_tied(holders: Iterable[Holder]) -> list[Holder]:
+def _share_tied(holders: Iterable[UsableSource]) -> list[UsableSource]:
     """Copy the tied params to holders that lost the file with them; they are the same for the whole run."""
     holders = list(holders)
     known = next((one.index.tied for one in holders if one.knows_tied), None)
@@ -577,7 +577,7 @@ def _plan(salvage: Salvage, out: Path | None, options: Options) -> Composition:
     return plan_merge(recipe, out, options, opened)
 
 
-def _replace_files(run: Path, base: Holder) -> tuple[list[FileLayout], list[Problem]]:
+def _replace_files(run: Path, base: UsableSource) -> tuple[list[FileLayout], list[Problem]]:
     """Replace damaged files of the base that a run never changes (config, tokenizer) with other checkpoints' copies."""
     layouts, notices = [], []
     others = list(reversed(RunFolder(run).full().values()))
@@ -700,7 +700,7 @@ def gain(salvage: Salvage) -> float:
     return newer / total if total else 0.0
 
 
-def to_json(salvage: Salvage, resume_from: Path, moved: Moved | None = None) -> dict[str, Any]:
+def to_json(salvage: Salvage, resume_from: Path, moved: CopyStats | None = None) -> dict[str, Any]:
     """Return the salvage as a `document`."""
     composition = salvage.composition
     content = {

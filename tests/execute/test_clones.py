@@ -25,7 +25,7 @@ from llmtailor.compose.plan import Options, plan_merge
 from llmtailor.compose.write import write
 from llmtailor.engine import copy as runner
 from llmtailor.engine import moving
-from llmtailor.engine.copy import Context, Moved, execute
+from llmtailor.engine.copy import Context, CopyStats, execute
 from llmtailor.errors import Interrupted, SourceError, StorageError
 from llmtailor.model.roles import MASTER, State
 from llmtailor.recipe import Recipe
@@ -66,7 +66,7 @@ def check_written(plan: Plan, source: Path, out: Path, context: Context, **moved
     data = (source / "data").read_bytes()
     runs = [(at, zlib.crc32(data[100 + at : 300_100 + at])) for at in (0, 300_000, 600_000)]
     assert [(run.begin, run.crc) for run in result.runs()] == runs
-    assert result.moved == Moved(**{"copied_bytes": len(written) - sum(moved.values()), **moved})
+    assert result.moved == CopyStats(**{"copied_bytes": len(written) - sum(moved.values()), **moved})
 
 
 WHOLE_BLOCKS = 900_100 // 4096 * 4096 - 4096
@@ -110,7 +110,7 @@ def test_clones_take_no_space(folder):
     (result,) = execute(plan, folder / "out", Context(clone="require"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert result.moved == Moved(cloned_bytes=num_bytes)
+    assert result.moved == CopyStats(cloned_bytes=num_bytes)
     assert peak < 4 << 20
     with pytest.raises(StorageError, match="No space left"):
         execute(plan, folder / "copied", Context(clone="never"))

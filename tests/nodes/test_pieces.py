@@ -16,7 +16,7 @@ from llmtailor.balance import deal
 from llmtailor.checkpoint.layout import FileLayout, Zeros
 from llmtailor.codes import Code
 from llmtailor.compose import write as share
-from llmtailor.engine.copy import FileResult, Moved
+from llmtailor.engine.copy import FileResult, CopyStats
 from llmtailor.engine.journal import Identity, Mark, Unfinished
 from llmtailor.engine.pool import Stop
 from llmtailor.errors import (
@@ -330,7 +330,7 @@ def test_the_error_of_one_is_that_of_all_and_is_reported_once(two):
 
 def test_results_of_other_ranks_are_as_they_were():
     file = FileLayout("w", (Zeros(7, "content"),))
-    made = FileResult(file, 5, array("I", [5]), "digest", Moved(copied_bytes=7))
+    made = FileResult(file, 5, array("I", [5]), "digest", CopyStats(copied_bytes=7))
     assert share._from_json(file, json.loads(json.dumps(share._to_json(made)))) == made
 
 
